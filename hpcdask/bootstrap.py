@@ -1,0 +1,188 @@
+"""The first moments of a rank: before anything heavy is imported or any thread exists.
+
+A rank executes itself once more with the variables that only work before Python or libc
+start (the hash seed, the allocator's trim threshold, one BLAS thread for workers), so that all that
+it forks later inherits them. The same step plants a random marker in the process's
+initial environment. Linux keeps that environment readable in ``/proc/PID/environ`` and
+gives it to every descendant, which is how the janitor finds them all.
+
+The janitor is a small process in a session of its own, forked before the imports. It
+waits for the rank to be gone, however that happens, then ends what the rank left and
+removes its folders. Open MPI gives ranks 0.2 s between SIGTERM and SIGKILL, which is
+too short for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+MARKER = "HPCDASK_RANK_MARKER"
+STARTED = "HPCDASK_STARTED"
+DEFAULTED = "HPCDASK_DEFAULTED"
+
+#: What distributed sets before it spawns a worker (``distributed.nanny.pre-spawn-environ``)
+#: and the hash seed it insists on. A template that is forked must have them from its start.
+PRE_SPAWN = {
+    "PYTHONHASHSEED": "6640",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def reexecute() -> None:
+    """Execute this very command again, with the environment that descendants need.
+
+    Returns at once in the second life. Variables that the user set stay as they are,
+    save a hash seed of 0 or ``random``, which distributed replaces too.
+    """
+    if os.environ.get(MARKER, "").endswith(f".{os.getpid()}"):
+        return
+    environment = dict(os.environ)
+    environment[STARTED] = repr(time.time())
+    environment[MARKER] = f"{os.urandom(12).hex()}.{os.getpid()}"
+    if environment.get("PYTHONHASHSEED") in ("0", "random"):
+        del environment["PYTHONHASHSEED"]
+    environment[DEFAULTED] = ",".join(name for name in PRE_SPAWN if name not in environment)
+    _execute_again({**PRE_SPAWN, **environment})
+
+
+def adopt_configured_pre_spawn() -> None:
+    """Execute once more if the user's Dask configuration asks for other pre-spawn variables."""
+    import dask.config
+
+    configured = dask.config.get("distributed.nanny.pre-spawn-environ", {}) or {}
+    ours = os.environ.get(DEFAULTED, "").split(",")
+    changed = {
+        name: str(value)
+        for name, value in configured.items()
+        if value is not None
+        and (name in ours or name not in os.environ)
+        and os.environ.get(name) != str(value)
+        and not (name == "PYTHONHASHSEED" and str(value) == "0")
+    }
+    if changed:
+        _execute_again({**os.environ, **changed})
+
+
+def _execute_again(environment: dict[str, str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def restore_environment() -> None:
+    """Take back, for the user's program, the thread limits that only workers want."""
+    for name in os.environ.pop(DEFAULTED, "").split(","):
+        if name.endswith("_NUM_THREADS"):
+            os.environ.pop(name, None)
+
+
+def detach_standard_streams(*, output: bool) -> None:
+    """Point stdin, and with `output` stdout and stderr too, at /dev/null.
+
+    A launcher waits until every copy of a rank's stdout is closed, and only the user's
+    program may read its stdin.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    if output:
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    if null > 2:
+        os.close(null)
+
+
+class Janitor:
+    """Handle on the janitor process of this rank.
+
+    Attributes
+    ----------
+    pid
+        Process id of the janitor.
+    """
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self._pipe = pipe
+
+    @classmethod
+    def start(cls) -> Janitor:
+        """Fork the janitor. Call it before heavy imports and before any thread."""
+        read_end, write_end = os.pipe()
+        rank = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(write_end)
+                _watch(rank, read_end, os.environ[MARKER])
+            finally:
+                os._exit(0)
+        os.close(read_end)
+        return cls(pid, write_end)
+
+    def remove_at_end(self, folder: str) -> None:
+        """Have `folder` removed when this rank is gone."""
+        os.write(self._pipe, folder.encode() + b"\0")
+
+    def release_in_child(self) -> None:
+        """Drop a forked child's copy of the pipe, whose end tells that the rank is gone."""
+        os.close(self._pipe)
+
+
+def _watch(rank: int, pipe: int, marker: str) -> None:
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    detach_standard_streams(output=True)
+    os.chdir("/")
+    received = b""
+    while chunk := os.read(pipe, 65536):
+        received += chunk
+    while victims := marked_processes(marker, besides={rank, os.getpid()}):
+        for victim in victims:
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.01)
+    for folder in received.split(b"\0"):
+        if folder:
+            _remove_tree(folder.decode())
+
+
+def marked_processes(marker: str, besides: set[int]) -> list[int]:
+    """Living processes whose initial environment holds `marker`.
+
+    multiprocessing's resource tracker is left out: it ends by itself once the
+    others are gone, and unlinks their semaphores on the way.
+    """
+    needle = f"{MARKER}={marker}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in besides:
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                if needle not in file.read().split(b"\0"):
+                    continue
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                if b"multiprocessing.resource_tracker" in file.read():
+                    continue
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
+                    continue
+        except OSError:
+            continue
+        found.append(int(entry))
+    return found
+
+
+def _remove_tree(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""The processes that a rank forks before it starts an event loop, a thread, MPI or CUDA.
+
+All descend from a rank that has imported everything once. Each waits on a socket to be told
+what to do, and ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .bootstrap import Janitor, detach_standard_streams, restore_environment
+from .control import Channel
+
+
+@dataclass
+class Child:
+    """A forked process and the rank's end of its socket.
+
+    Attributes
+    ----------
+    pid
+        Process id.
+    sock
+        The rank's end.
+    """
+
+    pid: int
+    sock: socket.socket
+
+    async def channel(self) -> Channel:
+        """The socket as a channel. Call it once."""
+        self.sock.setblocking(False)
+        return await Channel.over(self.sock)
+
+    async def wait(self) -> int:
+        """Wait for its end, in a thread, and return the exit code: 128 + n after signal n."""
+        _, status = await asyncio.to_thread(os.waitpid, self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; to a process that is gone, do nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@dataclass
+class Nursery:
+    """Forks children that hold nothing of the rank but their own socket.
+
+    Attributes
+    ----------
+    janitor
+        Whose pipe only the rank may hold.
+    """
+
+    janitor: Janitor
+    _socks: list[socket.socket] = field(default_factory=list)
+
+    def close_in_child(self) -> None:
+        """Drop what belongs to the rank."""
+        self.janitor.release_in_child()
+        for sock in self._socks:
+            sock.close()
+
+    def fork(self, body: Callable[[socket.socket], None]) -> Child:
+        """Fork a child that runs `body` and ends. Returns in the rank only."""
+        child = self.fork_into()
+        if isinstance(child, Child):
+            return child
+        code = 1
+        try:
+            detach_standard_streams(output=False)
+            body(child)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def fork_into(self) -> Child | socket.socket:
+        """Fork. Returns a `Child` in the rank, and the child's own end in the child."""
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self.close_in_child()
+            return theirs
+        theirs.close()
+        self._socks.append(ours)
+        return Child(pid, ours)
+
+
+def await_start(sock: socket.socket) -> None:
+    """In the program's process: wait until the cluster is ready; end if that never comes."""
+    if not os.isatty(0):
+        # The rank passes signals on. On a terminal the process stays in the foreground group,
+        # where it may read and gets Ctrl-C itself.
+        os.setpgid(0, 0)
+    with sock.makefile("r") as stream:
+        line = stream.readline()
+    sock.close()
+    if not line:
+        os._exit(0)
+    configure_client(json.loads(line))
+
+
+def configure_client(order: dict[str, Any]) -> None:
+    """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
+
+    Parameters
+    ----------
+    order
+        ``address``; ``file``, the scheduler file with the key folder; ``threads``, for BLAS,
+        which loaded with one thread in the rank.
+    """
+    import dask
+    import dask.config
+
+    from .schedulerfile import VARIABLE
+
+    restore_environment()
+    loader = "hpcdask.schedulerfile.load_security"
+    os.environ[VARIABLE] = order["file"]
+    os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
+    os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
+    dask.config.set({"scheduler-address": order["address"],
+                     "distributed.client.security-loader": loader})
+    if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(order["threads"], user_api="blas")
+
+

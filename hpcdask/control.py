@@ -1,0 +1,118 @@
+"""The line between rank 0 and every other rank, open for the whole run.
+
+Each rank dials rank 0 once and keeps the connection. What it sees and who it is goes up, what it
+shall do comes down, and its end tells at once that a rank is gone, however it died. Messages are lines of JSON,
+never pickles; with TLS both sides prove that they hold the cluster's keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+Message = dict[str, Any]
+LINE_LIMIT = 4 * 2**20
+HELLO_DEADLINE_S = 10.0
+
+
+class Channel:
+    """Messages over one stream."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> Channel:
+        """A channel over a connected socket, such as one end of a socketpair."""
+        return cls(*await asyncio.open_connection(sock=sock, limit=LINE_LIMIT))
+
+    def send(self, **message: Any) -> None:
+        """Queue a message. A peer that is gone is noticed by `receive`."""
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> Message | None:
+        """The next message, or None when the peer is gone."""
+        try:
+            line = await self._reader.readline()
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, asyncio.LimitOverrunError):
+            return None
+        return message if isinstance(message, dict) else None
+
+    async def flush(self) -> None:
+        """Wait until what was sent has left this process, at most a second."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+        except (OSError, TimeoutError):
+            pass
+
+    def close(self) -> None:
+        """End the channel."""
+        self._writer.close()
+
+
+class Hub:
+    """Rank 0's side: listens, and hands over each rank that knows the nonce.
+
+    Parameters
+    ----------
+    nonce
+        What a rank must show first; made anew for each launch.
+    arrived
+        Called with the rank's first message and its channel.
+    """
+
+    def __init__(self, nonce: str,
+                 arrived: Callable[[Message, Channel], Coroutine[Any, Any, None]]) -> None:
+        self._nonce = nonce
+        self._arrived = arrived
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
+        """Listen on a free port of `host` and return its number."""
+        self._server = await asyncio.start_server(
+            self._accept, host, 0, ssl=context, limit=LINE_LIMIT, backlog=1024)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                hello = await channel.receive()
+        except TimeoutError:
+            hello = None
+        if hello is None or hello.get("nonce") != self._nonce:
+            channel.close()
+            return
+        _notice_dead_peers(writer)
+        await self._arrived(hello, channel)
+
+    def close(self) -> None:
+        """Stop listening; channels stay."""
+        if self._server is not None:
+            self._server.close()
+
+
+async def dial(host: str, port: int, context: ssl.SSLContext | None) -> Channel:
+    """Connect to rank 0. Raises OSError (ssl.SSLError included) when that fails."""
+    reader, writer = await asyncio.open_connection(
+        host, port, ssl=context, limit=LINE_LIMIT)
+    _notice_dead_peers(writer)
+    return Channel(reader, writer)
+
+
+def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:
+    """Have the kernel end the connection of a node that vanished, after about 10 s."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

@@ -1,0 +1,337 @@
+"""What this process may compute on, and which device is whose.
+
+Devices are asked of NVML, which needs no CUDA context, so the process can still fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import DeviceError, MissingExtra
+from .ranks import QUEUE_JOBS
+
+#: The extra that brings CUDA packages, as named in messages.
+CUDA_EXTRA = "cuda13"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA GPU or MIG slice, as this process sees it.
+
+    Attributes
+    ----------
+    uuid
+        ``GPU-...`` or ``MIG-...``, as ``CUDA_VISIBLE_DEVICES`` takes it.
+    name
+        Product name.
+    memory
+        Bytes of device memory, of the slice where it is one.
+    cores
+        CPU cores near it, by NVML.
+    """
+
+    uuid: str
+    name: str
+    memory: int
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank reports of itself, for the choice of devices and cores.
+
+    Attributes
+    ----------
+    rank, host, local_index
+        The rank, its node, its number among the node's ranks.
+    gpus
+        The GPUs it sees, in CUDA's order.
+    cores
+        CPU cores it may run on.
+    memory
+        Bytes of host memory that the job may use on this node.
+    """
+
+    rank: int
+    host: str
+    local_index: int
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+    memory: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> View:
+        """Read what ``dataclasses.asdict`` and JSON made of a view."""
+        gpus = tuple(Gpu(**{**gpu, "cores": tuple(gpu["cores"])}) for gpu in data["gpus"])
+        return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"])})
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has NVIDIA device files, by looking at /dev only."""
+    return bool(glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
+    """The GPUs and MIG slices that this process may use, in CUDA's order.
+
+    Honours ``CUDA_VISIBLE_DEVICES`` with indices, UUIDs (or their beginnings) and MIG names.
+    Makes no CUDA call.
+
+    Raises
+    ------
+    MissingExtra
+        There are NVIDIA device files but NVML's Python package is missing.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None and wanted.strip() in ("", "-1", "NoDevFiles", "void"):
+        return []
+    try:
+        import pynvml
+    except ImportError:
+        if has_nvidia_driver():
+            raise MissingExtra("nvidia-ml-py", CUDA_EXTRA, "this machine has NVIDIA GPUs, and using "
+                               "them (--device cpu does without)") from None
+        return []
+    with _nvml(pynvml) as there:
+        if not there:
+            return []
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        if environ.get("CUDA_DEVICE_ORDER", "") != "FASTEST_FIRST":
+            handles.sort(key=lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        full = [list(_slices(pynvml, handle)) for handle in handles]
+        if wanted is None:
+            return [gpu for gpus in full for gpu in gpus]
+        return _select(wanted, full)
+
+
+def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
+    """CUDA's rule: take entries until the first that does not exist."""
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        if re.fullmatch(r"\d+", entry):
+            found = full[int(entry)] if int(entry) < len(full) else []
+        elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
+            found = full[int(match[1])][int(match[2]):][:1] if int(match[1]) < len(full) else []
+        else:
+            found = [gpu for gpus in full for gpu in gpus if gpu.uuid.startswith(entry)]
+        if not found:
+            break
+        chosen += [gpu for gpu in found if gpu not in chosen]
+    return chosen
+
+
+def _slices(pynvml: Any, handle: Any) -> Iterator[Gpu]:
+    """The MIG slices of a GPU, or the GPU itself where it is not sliced."""
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    cores = _near_cores(pynvml, handle)
+    try:
+        sliced = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    except pynvml.NVMLError:
+        sliced = False
+    if not sliced:
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        yield Gpu(_text(pynvml.nvmlDeviceGetUUID(handle)), name, memory, cores)
+        return
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except pynvml.NVMLError:
+            continue
+        yield Gpu(_text(pynvml.nvmlDeviceGetUUID(part)), _text(pynvml.nvmlDeviceGetName(part)),
+                  int(pynvml.nvmlDeviceGetMemoryInfo(part).total), cores)
+
+
+def _near_cores(pynvml: Any, handle: Any) -> tuple[int, ...]:
+    words = ((os.cpu_count() or 1) + 63) // 64
+    try:
+        masks = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
+    except pynvml.NVMLError:
+        return ()
+    return tuple(64 * word + bit for word, mask in enumerate(masks) for bit in range(64)
+                 if int(mask) >> bit & 1)
+
+
+@contextlib.contextmanager
+def _nvml(pynvml: Any) -> Iterator[bool]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if has_nvidia_driver():
+            raise DeviceError(f"this machine has NVIDIA device files, but NVML does not start: {error}. "
+                              f"Check that nvidia-smi works here, or use --device cpu") from None
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def assign(views: Sequence[View], *, device: str, oversubscribe: bool, job: str | None,
+           every_gpu: bool = False) -> dict[int, list[Gpu | None]]:
+    """Give each rank its device.
+
+    Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
+    the launcher gave each its own (``--gpus-per-task=1``), it takes that.
+
+    Parameters
+    ----------
+    views
+        One per rank that gets a worker.
+    device
+        ``auto``, ``cuda`` or ``cpu``.
+    oversubscribe
+        Whether several workers may share a GPU.
+    job
+        Id of the queueing system's job, or None on a workstation.
+    every_gpu
+        Give a single rank all GPUs it sees, one worker each (no launcher).
+
+    Returns
+    -------
+    dict of int to list of Gpu or None
+        Per rank the devices of its workers; None stands for the CPU.
+
+    Raises
+    ------
+    DeviceError
+        No GPU where one is wanted, or too few distinct ones.
+    """
+    blind = [view for view in views if not view.gpus]
+    if device == "cpu" or (device == "auto" and len(blind) == len(views) and job is None):
+        return {view.rank: [None] for view in views}
+    if blind:
+        where = ", ".join(sorted({view.host for view in blind}))
+        some = "none of the ranks sees" if len(blind) == len(views) else (
+            f"rank {blind[0].rank} does not see")
+        raise DeviceError(f"{some} a GPU on {where}. {_how_to_request(job)}"
+                          f"To compute on the CPU: --device cpu")
+    taken: dict[int, list[Gpu | None]] = {}
+    for host in dict.fromkeys(view.host for view in views):
+        ranks = sorted((view for view in views if view.host == host), key=lambda v: v.local_index)
+        if every_gpu and len(ranks) == 1:
+            taken[ranks[0].rank] = list(ranks[0].gpus)
+            continue
+        distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
+        if len(distinct) < len(ranks) and not oversubscribe:
+            raise DeviceError(
+                f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
+                f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
+                f"workers share a GPU with --oversubscribe")
+        for view, gpu in zip(ranks, _match(ranks), strict=True):
+            taken[view.rank] = [gpu]
+    return taken
+
+
+def _match(ranks: Sequence[View]) -> list[Gpu]:
+    """One GPU per rank of a node: all different where possible, fewest sharers else.
+
+    A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
+    the GPU of its own number, so that rank i gets GPU i where all are visible.
+    """
+    wishes = [[view.gpus[(view.local_index + step) % len(view.gpus)] for step in
+               range(len(view.gpus))] for view in ranks]
+    owner: dict[str, int] = {}
+
+    def place(rank: int, tried: set[str]) -> bool:
+        for gpu in wishes[rank]:
+            if gpu.uuid not in tried:
+                tried.add(gpu.uuid)
+                if gpu.uuid not in owner or place(owner[gpu.uuid], tried):
+                    owner[gpu.uuid] = rank
+                    return True
+        return False
+
+    placed = [place(rank, set()) for rank in range(len(ranks))]
+    by_uuid = {gpu.uuid: gpu for wish in wishes for gpu in wish}
+    result = {rank: by_uuid[uuid] for uuid, rank in owner.items()}
+    sharers = Counter(gpu.uuid for gpu in result.values())
+    for rank, alone in enumerate(placed):
+        if not alone:
+            result[rank] = min(wishes[rank], key=lambda gpu: sharers[gpu.uuid])
+            sharers[result[rank].uuid] += 1
+    return [result[rank] for rank in range(len(ranks))]
+
+
+def _how_to_request(job: str | None) -> str:
+    if job is None:
+        return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
+    ways = next((way for name, way in QUEUE_JOBS.items() if os.environ.get(name)), "")
+    return f"This job ({job.partition('.r')[0]}) got none: request them, for example {ways}. "
+
+
+def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
+    """The cores a worker should run on: the job's that are near its GPU, else all the job's."""
+    near = sorted(set(owned) & set(gpu.cores)) if gpu else []
+    return near or sorted(owned)
+
+
+def launcher_cores() -> set[int]:
+    """Cores of this process, and of the mpirun that pinned it to one of them.
+
+    An ``mpirun`` on this node runs with all cores that the job owns and pins its ranks.
+    slurmstepd is no measure: it is the system's, and may use every core.
+    """
+    cores = set(os.sched_getaffinity(0))
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/comm") as file:
+            launcher = file.read().strip()
+        if re.match(r"(prte|orte|mpirun|mpiexec|hydra|prun|pals)", launcher):
+            cores |= os.sched_getaffinity(parent)
+    except OSError:
+        pass
+    return cores
+
+
+def widen(cores: Sequence[int] | set[int], pid: int = 0) -> None:
+    """Let a process run on these cores, as far as its cgroup allows."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(pid, cores)
+
+
+def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int:
+    """Bytes of host memory that this job may use on this node.
+
+    The least of the cgroup limits from this process's group upwards, of what SLURM
+    granted on this node, and of the host's memory.
+    """
+    import psutil
+
+    environ = os.environ if environ is None else environ
+    limits = [int(psutil.virtual_memory().total)]
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"{root}proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+        for _, controllers, path in groups:
+            if controllers == "":
+                base, name = f"{root}sys/fs/cgroup", "memory.max"
+            elif "memory" in controllers.split(","):
+                base, name = f"{root}sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            else:
+                continue
+            while True:
+                with contextlib.suppress(OSError, ValueError):
+                    with open(f"{base}{path.rstrip('/')}/{name}") as file:
+                        limits.append(int(file.read()))
+                if path in ("", "/"):
+                    break
+                path = os.path.dirname(path)
+    if environ.get("SLURM_MEM_PER_NODE", "").isdigit():
+        limits.append(int(environ["SLURM_MEM_PER_NODE"]) << 20)
+    elif environ.get("SLURM_MEM_PER_CPU", "").isdigit():
+        cpus = environ.get("SLURM_CPUS_ON_NODE", "1")
+        limits.append((int(environ["SLURM_MEM_PER_CPU"]) << 20) * int(cpus or 1))
+    return min(limit for limit in limits if limit > 0)

@@ -1,0 +1,62 @@
+"""What can go wrong before or while a cluster runs, as one tree.
+
+::
+
+    HpcdaskError                 exit code 1
+    ├── UsageError               exit code 2: nothing was started, the text says what to change
+    │   ├── DeviceError          no GPU, too few distinct GPUs, a GPU that cannot be used
+    │   ├── LaunchError          the launcher's environment and MPI disagree, or a rank is missing
+    │   ├── SchedulerFileError   a scheduler file that is stale, foreign or unreadable
+    │   └── MissingExtra         a package that an optional feature needs is not installed
+    └── ClusterError             the running cluster lost a part that it cannot do without
+
+Each message says what happened, where, and what to do next, in one line.
+"""
+
+from __future__ import annotations
+
+
+class HpcdaskError(Exception):
+    """Base of all errors that hpcdask raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(HpcdaskError):
+    """Bad input, found before anything was started."""
+
+    exit_code = 2
+
+
+class DeviceError(UsageError):
+    """The devices that were found do not fit the ranks that were started."""
+
+
+class LaunchError(UsageError):
+    """The ranks of one launch could not find one another."""
+
+
+class SchedulerFileError(UsageError):
+    """A scheduler file that cannot be used."""
+
+
+class MissingExtra(UsageError):
+    """An optional package is not installed.
+
+    Parameters
+    ----------
+    package
+        Name of the missing package, as one imports it.
+    extra
+        The extra of hpcdask that brings it.
+    why
+        What needs it.
+    """
+
+    def __init__(self, package: str, extra: str, why: str) -> None:
+        super().__init__(f"{why} needs {package}, which is not installed: "
+                         f'pip install "hpcdask[{extra}]"')
+
+
+class ClusterError(HpcdaskError):
+    """The running cluster lost its scheduler, its workers or a rank."""

@@ -1,0 +1,101 @@
+"""A rank other than 0: finds rank 0, runs what it is told, ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+from . import security
+from .control import Channel, dial
+from .errors import LaunchError
+from .member import TERM_DEADLINE_S, Member, complain
+from .rendezvous import Note, Rendezvous
+from .worker import Place
+
+
+async def follow(member: Member, rendezvous: Rendezvous) -> int:
+    """Take part until rank 0 says that the run is over.
+
+    Returns
+    -------
+    int
+        This rank's exit code.
+    """
+    try:
+        note, channel = await _find_leader(member, rendezvous)
+    except LaunchError as error:
+        complain(error)
+        return error.exit_code
+    member.credentials = note["credentials"]
+    channel.send(**member.hello(note["nonce"]))
+
+    def on_signal(number: int) -> None:
+        channel.send(op="signal", number=int(number))
+        asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
+
+    member.handle_signals(on_signal)
+    work: list[asyncio.Task[None]] = []
+    while (order := await channel.receive()) is not None:
+        match order.get("op"):
+            case "work":
+                work.append(asyncio.create_task(_work(member, channel, order)))
+            case "program":
+                member.start_program(order["address"])
+                work.append(asyncio.create_task(_await_program(member, channel)))
+            case "signal":
+                member.pass_on(order["number"])
+            case "end":
+                await member.close_workers()
+                return int(order["code"])
+    if member.rank.index == 1:
+        complain(f"rank 0 on {note['host']} is gone: its host failed or it was killed. The run ends")
+    if member.program is not None:
+        member.program.send_signal(signal.SIGKILL)
+    return 1
+
+
+async def _work(member: Member, channel: Channel, order: dict[str, Any]) -> None:
+    try:
+        places = [Place.from_json(place) for place in order["places"]]
+        await member.start_workers(places, order["scheduler"])
+    except Exception as error:
+        channel.send(op="failed", error=f"{type(error).__name__}: {error}")
+
+
+async def _await_program(member: Member, channel: Channel) -> None:
+    assert member.program is not None
+    channel.send(op="program-ended", code=await member.program.wait())
+
+
+async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Channel]:
+    """Read notes until one leads to rank 0: a note may be left over from an earlier life."""
+    deadline = time.monotonic() + member.spec.timeout
+    heard: Note | None = None
+    while time.monotonic() < deadline:
+        note = rendezvous.fetch()
+        if note is not None:
+            heard = note
+            try:
+                return note, await _dial(note)
+            except (OSError, TimeoutError):
+                pass
+        await asyncio.sleep(0.02)
+    me = f"rank {member.rank.index} of {member.rank.size} on {member.rank.host}"
+    limit = f"within {member.spec.timeout:g} s"
+    if heard is None:
+        raise LaunchError(f"{me} heard nothing of rank 0 {limit}. See that rank 0 starts, or allow more "
+                          f"with --timeout")
+    raise LaunchError(f"{me} got no answer from rank 0 at {heard['address']}:{heard['port']} on "
+                      f"{heard['host']} {limit}: the note is stale, or the network between the nodes is "
+                      f"closed. --interface chooses another network")
+
+
+async def _dial(note: Note) -> Channel:
+    context = None
+    if note["credentials"]:
+        arguments = security.to_security(note["credentials"]).get_connection_args("worker")
+        context = arguments["ssl_context"]
+    async with asyncio.timeout(5):
+        return await dial(note["address"], note["port"], context)

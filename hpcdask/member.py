@@ -1,0 +1,183 @@
+"""What every rank does: report what it sees, run its workers, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from . import devices, schedulerfile, security, template
+from .bootstrap import STARTED, Janitor
+from .children import Child
+from .devices import View
+from .errors import HpcdaskError, UsageError
+from .ranks import Rank
+from .spec import RunSpec
+from .worker import BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
+
+#: Seconds a worker gets to close once the run is over.
+CLOSE_DEADLINE_S = 2.0
+#: Seconds a program gets after SIGTERM; queueing systems kill after 30.
+TERM_DEADLINE_S = 25.0
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def say(text: str) -> None:
+    """One line for the user, on stderr."""
+    print(f"hpcdask: {text}", file=sys.stderr, flush=True)
+
+
+def complain(error: BaseException | str) -> None:
+    """One line that says what went wrong."""
+    say(f"error: {error}")
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, its output written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Member:
+    """A rank's own part of the cluster.
+
+    Parameters
+    ----------
+    spec
+        The options of the run.
+    rank
+        Which one it is.
+    janitor
+        Removes this rank's folders however it dies.
+    program
+        The process that waits to become the program, in the rank that has it.
+    """
+
+    def __init__(self, spec: RunSpec, rank: Rank, janitor: Janitor, scratch: str,
+                 program: Child | None) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.janitor = janitor
+        self.scratch = scratch
+        self.program = program
+        self.nannies: list[BoundNanny] = []
+        self.credentials: security.Credentials = {}
+        self.ending = False
+
+    def view(self) -> View:
+        """What this rank sees, checked.
+
+        Raises
+        ------
+        UsageError
+            The interface does not exist here, a package is missing, or the GPUs cannot be asked.
+        """
+        gpus = [] if self.spec.device == "cpu" else devices.visible_gpus()
+        if self.spec.interface:
+            from distributed.utils import get_ip_interface
+
+            try:
+                get_ip_interface(self.spec.interface)
+            except ValueError as error:
+                import psutil
+
+                raise UsageError(
+                    f"--interface: {self.rank.host} has no interface {self.spec.interface} with an IPv4 "
+                    f"address. It has: {', '.join(sorted(psutil.net_if_addrs()))}") from error
+        check_extras(self.spec, cuda=bool(gpus))
+        return View(self.rank.index, self.rank.host, self.rank.local_index, tuple(gpus),
+                    tuple(sorted(devices.launcher_cores())), devices.job_memory())
+
+    def hello(self, nonce: str) -> dict[str, Any]:
+        """The first message to rank 0: the view, or why there is none."""
+        try:
+            found: dict[str, Any] = {"view": dataclasses.asdict(self.view())}
+        except HpcdaskError as error:
+            found = {"error": str(error)}
+        return {"nonce": nonce, "rank": self.rank.index, "host": self.rank.host,
+                "pid": os.getpid(), **found}
+
+    async def start_workers(self, places: list[Place], scheduler: str) -> None:
+        """Start this rank's workers, each with its nanny. Raises what made one fail."""
+        access = security.to_security(self.credentials)
+        self.nannies = [make_nanny(self.spec, place, scheduler=scheduler, security=access,
+                                   scratch=self.scratch) for place in places]
+        await asyncio.gather(*self.nannies)
+        for nanny in self.nannies:
+            asyncio.get_running_loop().create_task(self._notice_end(nanny))
+
+    async def _notice_end(self, nanny: BoundNanny) -> None:
+        await nanny.finished()
+        if not self.ending:
+            await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
+            if not self.ending:
+                say(f"worker {nanny.name} on {self.rank.host} has ended")
+
+    async def close_workers(self) -> None:
+        """Close the workers, by force after `CLOSE_DEADLINE_S`."""
+        self.ending = True
+        quiet("CRITICAL")
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CLOSE_DEADLINE_S + 0.5):
+                await asyncio.gather(
+                    *(nanny.close(timeout=CLOSE_DEADLINE_S, reason="the run is over")
+                      for nanny in self.nannies), return_exceptions=True)
+        template.stop()
+
+    def start_program(self, address: str) -> None:
+        """Tell the waiting process to become the program."""
+        assert self.program is not None
+        file = os.path.join(self.scratch, "scheduler.json")
+        schedulerfile.write(file, address, self.credentials, job=None)
+        order = {"address": address, "file": file, "threads": len(os.sched_getaffinity(0))}
+        self.program.sock.sendall(json.dumps(order).encode() + b"\n")
+
+    def pass_on(self, number: int) -> None:
+        """Send the program a signal that this rank got."""
+        from_terminal = number == signal.SIGINT and os.isatty(0)
+        if self.program is not None and not from_terminal:
+            self.program.send_signal(number)
+
+    def handle_signals(self, act: Callable[[int], None]) -> None:
+        """Call `act` for the first signal that ends the run; the second one ends this rank at once."""
+        loop = asyncio.get_running_loop()
+        first: list[float] = []
+
+        def handle(number: int) -> None:
+            if not first:
+                first.append(time.monotonic())
+                act(number)
+            elif time.monotonic() - first[0] > 0.3:  # launchers and terminals may both send the first
+                self.leave(128 + number)
+
+        for number in ENDING:
+            loop.add_signal_handler(number, handle, number)
+        for number in PASSED_ON:
+            loop.add_signal_handler(number, self.pass_on, number)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process now. The janitor ends what is still there."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        leave(code)
+
+
+def seconds_since_start() -> float:
+    """Seconds since this rank was launched."""
+    return time.time() - float(os.environ.get(STARTED, time.time()))
+
+
+def new_scratch(spec: RunSpec, janitor: Janitor) -> str:
+    """This rank's private folder, which the janitor knows of."""
+    folder = scratch_folder(spec)
+    janitor.remove_at_end(folder)
+    return folder

@@ -1,0 +1,125 @@
+"""The user's program: run as ``__main__``, the way plain ``python`` would."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+import types
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import NoReturn
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run: a script, a folder or zip with ``__main__.py``, or a module.
+
+    Attributes
+    ----------
+    target
+        Path, or with `is_module` the dotted name.
+    arguments
+        The program's own arguments.
+    is_module
+        Whether ``-m`` was given.
+    """
+
+    target: str
+    arguments: list[str] = field(default_factory=list)
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Find the program, before anything is started.
+
+        Raises
+        ------
+        UsageError
+            It does not exist or cannot be read.
+        """
+        if self.is_module:
+            self._find_module()
+            return
+        if os.path.isdir(self.target):
+            if not os.path.exists(os.path.join(self.target, "__main__.py")):
+                raise UsageError(f"{self.target} is a folder without __main__.py: name the script in it")
+            return
+        if not os.path.exists(self.target):
+            raise UsageError(f"the script {self.target} does not exist (looked in {os.getcwd()}). "
+                             f"Check the path; on several nodes it must be on a shared file system")
+        if not os.access(self.target, os.R_OK):
+            raise UsageError(f"the script {self.target} cannot be read: check its permissions")
+
+    def _find_module(self) -> ModuleSpec:
+        name = self.target
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or spec.loader is None:
+            raise UsageError(f"there is no module {name} to run in this environment: check its name, or "
+                             f"install it beside hpcdask ({sys.executable})")
+        return spec
+
+    def run(self) -> NoReturn:
+        """Become the program. Ends by `SystemExit`, with the code that plain Python would give."""
+        module = types.ModuleType("__main__")
+        module.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = module
+        try:
+            code = self._load(module)
+            exec(code, module.__dict__)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            _report(error)
+            sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(0)
+
+    def _load(self, module: types.ModuleType) -> types.CodeType:
+        if not self.is_module and os.path.isfile(self.target) and not _is_zip(self.target):
+            sys.argv = [self.target, *self.arguments]
+            sys.path[0:1] = [os.path.dirname(os.path.realpath(self.target))]
+            module.__file__ = self.target
+            loader = SourceFileLoader("__main__", self.target)
+            module.__loader__ = loader
+            return compile(loader.get_data(self.target), self.target, "exec", dont_inherit=True)
+        if self.is_module:
+            spec = self._find_module()
+        else:
+            sys.path[0:1] = [self.target]
+            found = PathFinder.find_spec("__main__", [self.target])
+            if found is None:
+                raise UsageError(f"{self.target} has no __main__.py")
+            spec = found
+        sys.argv = [spec.origin or self.target, *self.arguments]
+        if not self.is_module:
+            sys.argv[0] = self.target
+        module.__spec__ = spec
+        module.__package__ = spec.parent
+        module.__loader__ = spec.loader
+        module.__file__ = spec.origin
+        assert spec.loader is not None
+        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+        assert isinstance(code, types.CodeType)
+        return code
+
+
+def _is_zip(path: str) -> bool:
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+def _report(error: BaseException) -> None:
+    """Print an uncaught exception as Python does, without the frames above the program."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    sys.excepthook(type(error), error, traceback)

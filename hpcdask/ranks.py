@@ -1,0 +1,176 @@
+"""Which rank am I? Read from what the launcher put into the environment.
+
+MPI itself is asked only by `hpcdask.rendezvous`, and only where this says too little.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Variables that queueing systems set inside a job, and how one asks each for a GPU.
+QUEUE_JOBS = {
+    "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1",
+    "PBS_JOBID": "#PBS -l select=1:ngpus=1",
+    "LSB_JOBID": "#BSUB -gpu num=1",
+    "OAR_JOB_ID": "oarsub -l gpu=1",
+    "SGE_TASK_ID": "#$ -l gpu=1",
+    "_CONDOR_JOB_AD": "request_gpus = 1",
+    "COBALT_JOBID": "#COBALT -q <a queue with GPUs>",
+    "FLUX_JOB_ID": "flux run --gpus-per-task=1",
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process that a launcher started, and its place among the others.
+
+    Attributes
+    ----------
+    index, size
+        Number of this rank and how many there are.
+    local_index, local_size
+        The same among the ranks of this node.
+    host
+        This node's host name.
+    launcher
+        ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``pals``, ``srun``, ``mpi`` (found
+        out by asking MPI) or ``none`` (started by hand: one rank).
+    launch_id
+        The same for all ranks of one launch, and for no other launch: it holds the
+        launcher's own id, the job's id and its restart count.
+    """
+
+    index: int
+    size: int
+    local_index: int
+    local_size: int
+    host: str
+    launcher: str
+    launch_id: str
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks of the launch are on this node."""
+        return self.local_size == self.size
+
+
+def job_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """Id of the queueing system's job that this process runs in, or None.
+
+    A requeued SLURM job keeps its id, so the id carries the restart count.
+    """
+    environ = os.environ if environ is None else environ
+    for name in QUEUE_JOBS:
+        if environ.get(name) not in (None, "", "undefined"):
+            restarts = environ.get("SLURM_RESTART_COUNT", "0") if "SLURM" in name else "0"
+            return f"{environ[name]}.r{restarts}"
+    return None
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
+    """Read this process's rank from the launcher's variables.
+
+    Parameters
+    ----------
+    environ
+        The environment, by default this process's.
+
+    Returns
+    -------
+    Rank or None
+        None where a launcher started this process but says too little:
+        then MPI must be asked.
+    """
+    environ = os.environ if environ is None else environ
+
+    def number(*names: str) -> int | None:
+        for name in names:
+            if re.fullmatch(r"\d+", environ.get(name, "")):
+                return int(environ[name])
+        return None
+
+    def rank(launcher: str, launch: str, *numbers: int | None) -> Rank | None:
+        if any(value is None for value in numbers):
+            return None
+        index, size, local_index, local_size = (value or 0 for value in numbers)
+        launch_id = "-".join(filter(None, (launcher, launch, job_id(environ))))
+        return Rank(index, size, local_index, local_size, host, launcher, launch_id)
+
+    host = socket.gethostname()
+    one = _parent_id()
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return rank(
+            "openmpi", environ.get("PMIX_NAMESPACE", one),
+            number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"),
+            number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        )
+    if "MV2_COMM_WORLD_RANK" in environ:
+        return rank(
+            "mvapich", one,
+            number("MV2_COMM_WORLD_RANK"), number("MV2_COMM_WORLD_SIZE"),
+            number("MV2_COMM_WORLD_LOCAL_RANK"), number("MV2_COMM_WORLD_LOCAL_SIZE"),
+        )
+    if "PALS_RANKID" in environ:
+        return rank(
+            "pals", environ.get("PALS_APID", one),
+            number("PALS_RANKID"), number("PMI_SIZE", "PALS_SIZE"),
+            number("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+            number("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        )
+    if "SLURM_STEP_ID" in environ and "SLURM_STEP_NUM_TASKS" in environ and (
+        "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ
+    ):
+        return rank(
+            "srun", f"step{environ['SLURM_STEP_ID']}",
+            number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"),
+            number("SLURM_LOCALID"), _slurm_local_size(environ),
+        )
+    if "PMI_RANK" in environ:
+        return rank(
+            "hydra", one,
+            number("PMI_RANK"), number("PMI_SIZE"),
+            number("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+            number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        )
+    if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
+        return None
+    return Rank(0, 1, 0, 1, host, "none", f"none-{one}")
+
+
+def from_mpi(comm: object) -> Rank:
+    """Ask an MPI communicator (``mpi4py.MPI.Comm``) instead of the environment."""
+    from mpi4py import MPI
+
+    assert isinstance(comm, MPI.Comm)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = Rank(comm.rank, comm.size, node.rank, node.size, socket.gethostname(), "mpi",
+                f"mpi-{job_id() or 'nojob'}")
+    node.Free()
+    return rank
+
+
+def _parent_id() -> str:
+    """Id of the launcher's process on this node: all its ranks are its children."""
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/stat", "rb") as file:
+            started = file.read().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        started = "0"
+    return f"p{parent}.{started}"
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    """Number of this step's tasks on this node, from a list such as ``2(x3),1``."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None

@@ -1,0 +1,232 @@
+"""How the ranks learn where rank 0 is.
+
+Rank 0 publishes one small note: its address, a nonce, and the credentials. Everything else goes
+over the control line (`hpcdask.control`). The note travels
+
+- on one node, or where the launcher is no MPI: as a file, 0600, renamed into place, in a 0700 folder that is named after
+  the launch (launcher's id, job id, restart count), so that an earlier life of a requeued job cannot be mistaken for this one;
+- between the nodes of an ``mpirun``: by MPI broadcast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from .errors import LaunchError, MissingExtra
+from .ranks import Rank, from_mpi
+from .security import write_private
+
+Note = dict[str, Any]
+MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
+PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
+
+
+class Rendezvous(Protocol):
+    """Hands rank 0's note to the others."""
+
+    def publish(self, note: Note) -> None:
+        """Rank 0: make the note known."""
+
+    def fetch(self) -> Note | None:
+        """Other ranks: the note, or None if it is not there yet. May block for MPI."""
+
+    def close(self) -> None:
+        """Remove what was left for the others; every rank has the note now."""
+
+
+class FileRendezvous:
+    """The note as a file.
+
+    Parameters
+    ----------
+    launch_id
+        The same for all ranks of this launch and for no other.
+    shared
+        Whether ranks of other nodes must see it: then it lies in the home folder (or Dask's
+        configuration ``hpcdask.shared-directory``), else in the node's temporary folder.
+    """
+
+    def __init__(self, launch_id: str, *, shared: bool) -> None:
+        import dask.config
+
+        base = tempfile.gettempdir()
+        if shared:
+            base = dask.config.get("hpcdask.shared-directory", None) or os.path.expanduser("~")
+        name = hashlib.sha256(launch_id.encode()).hexdigest()[:16]
+        self.base = os.path.abspath(base)
+        self.folder = os.path.join(self.base, f".hpcdask-{os.getuid()}-{name}")
+        self.path = os.path.join(self.folder, "note.json")
+        self._launch_id = launch_id
+
+    def publish(self, note: Note) -> None:
+        """Write the note, over that of a life that left one."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder, 0o700)
+        self._check_owner()
+        os.chmod(self.folder, 0o700)
+        write_private(self.path, json.dumps({**note, "launch": self._launch_id}))
+
+    def fetch(self) -> Note | None:
+        """The note as it stands. It may be an older life's: then nobody answers at its address."""
+        with contextlib.suppress(OSError):
+            os.listdir(self.base)  # makes NFS look again
+        try:
+            self._check_owner()
+            with open(self.path) as file:
+                note = json.load(file)
+        except (FileNotFoundError, ValueError):
+            return None
+        return dict(note) if note.get("launch") == self._launch_id else None
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _check_owner(self) -> None:
+        status = os.lstat(self.folder)
+        if status.st_uid != os.getuid() or not os.path.isdir(self.folder) or os.path.islink(
+                self.folder):
+            raise LaunchError(f"{self.folder} belongs to another user: remove it, or set TMPDIR to a "
+                              f"folder of your own")
+
+
+class MPIRendezvous:
+    """The note by broadcast. MPI is finished right after, so that it cannot outlive a rank.
+
+    Parameters
+    ----------
+    comm
+        An ``mpi4py.MPI.Comm``.
+    rank, timeout
+        Who waits, and for how many seconds at most.
+    """
+
+    def __init__(self, comm: Any, rank: Rank, timeout: float) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._timeout = timeout
+        self._note: Note | None = None
+
+    def publish(self, note: Note) -> None:
+        """Broadcast from rank 0."""
+        self._broadcast(note)
+
+    def fetch(self) -> Note | None:
+        """Take part in the broadcast; later calls give the same note."""
+        if self._note is None:
+            self._note = self._broadcast(None)
+        return self._note
+
+    def _broadcast(self, note: Note | None) -> Note:
+        from mpi4py import MPI
+
+        with mpi_deadline(self._timeout, self._rank):
+            received: Note = self._comm.bcast(note, root=0)
+            MPI.Finalize()
+        return received
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+def wants_mpi(rank: Rank | None, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this launch needs MPI to meet."""
+    environ = os.environ if environ is None else environ
+    if rank is None:
+        return True
+    if rank.one_node:
+        return False
+    if rank.launcher == "srun" and not any(name in environ for name in PMI_VARIABLES):
+        return False
+    if rank.launcher not in (*MPI_LAUNCHERS, "srun"):
+        return False
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
+    """Find the rank (asking MPI where its environment says too little) and the way to meet.
+
+    Parameters
+    ----------
+    rank
+        What `hpcdask.ranks.detect` found.
+    timeout
+        Seconds after which an MPI that does not start ends this process.
+
+    Raises
+    ------
+    LaunchError
+        MPI cannot be started, or says something else than the launcher.
+    """
+    if not wants_mpi(rank):
+        assert rank is not None
+        return rank, FileRendezvous(rank.launch_id, shared=not rank.one_node)
+    with mpi_deadline(timeout, rank):
+        return _meet_by_mpi(rank, timeout)
+
+
+def _meet_by_mpi(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        if error.name == "mpi4py":
+            raise MissingExtra("mpi4py", "mpi", "finding this process's rank") from None
+        raise LaunchError(f"mpi4py cannot load an MPI library: {error}. {_plugin_hint(rank)}") from None
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise LaunchError(f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}") from None
+    comm = MPI.COMM_WORLD
+    if rank is None:
+        rank = from_mpi(comm)
+        count = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if rank.size == 1 and count.isdigit() and int(count) > 1:
+            raise mismatch(int(count), rank)
+    elif comm.size != rank.size:
+        raise mismatch(rank.size, rank)
+    return rank, MPIRendezvous(comm, rank, timeout)
+
+
+def mismatch(expected: int, rank: Rank) -> LaunchError:
+    """The error for ranks that each believe to be alone."""
+    return LaunchError(
+        f"the launcher started {expected} ranks, but MPI says that each is rank 0 of 1: the MPI of "
+        f"mpi4py is not the launcher's. {_plugin_hint(rank)}")
+
+
+def _plugin_hint(rank: Rank | None) -> str:
+    if rank is None or rank.launcher == "srun" or "SLURM_STEP_ID" in os.environ:
+        return ("Try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list "
+                "shows what this site has. With srun --mpi=none no MPI is needed at all")
+    return "Use the mpirun of the same MPI (MPI4PY_MPIABI and LD_LIBRARY_PATH choose mpi4py's)"
+
+
+@contextlib.contextmanager
+def mpi_deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
+    """End this process if MPI does not come back in time: its calls cannot be interrupted."""
+
+    def give_up() -> None:
+        who = f"rank {rank.index} on {rank.host}" if rank else "this rank"
+        print(f"hpcdask: error: {who} waited {timeout:g} s for the other ranks in MPI. See that all of "
+              f"them start, or allow more with --timeout", file=sys.stderr, flush=True)
+        os._exit(LaunchError.exit_code)
+
+    timer = threading.Timer(timeout, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,93 @@
+"""``python -m hpcdask.run``: turn the processes of ``mpirun`` or ``srun`` into a Dask cluster."""
+
+from __future__ import annotations
+
+from hpcdask import bootstrap
+
+if __name__ == "__main__":
+    bootstrap.reexecute()
+    _janitor = bootstrap.Janitor.start()
+
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+import click  # noqa: E402
+
+from hpcdask.errors import UsageError  # noqa: E402
+from hpcdask.program import Program  # noqa: E402
+from hpcdask.runner import Launch, launch  # noqa: E402
+from hpcdask.spec import RunSpec, options  # noqa: E402
+
+HELP = """Run a Python program with a Dask cluster around it.
+
+Start it under mpirun or srun, one rank per GPU, or by hand for all GPUs of this machine:
+
+\b
+    mpirun -n 8 python -m hpcdask.run script.py [args]
+    srun --gpus-per-task=1 python -m hpcdask.run -m package.module [args]
+    srun python -m hpcdask.run --scheduler-file cluster.json
+
+In the program, distributed.Client() with no argument connects to the cluster. Without a program the
+cluster stays up until it gets SIGTERM or Ctrl-C, or a client shuts it down.
+"""
+
+
+def command() -> click.Command:
+    """The command line, made from the fields of `RunSpec`."""
+    return click.Command(
+        "python -m hpcdask.run",
+        params=[
+            *options(RunSpec),
+            click.Option(["-m", "module"], is_flag=True,
+                         help="The program is a module: -m package.module [args]."),
+            click.Option(["--attached"], type=int, hidden=True),
+            click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
+        ],
+        help=HELP,
+        # what follows the program's name belongs to the program
+        context_settings={"allow_interspersed_args": False, "max_content_width": 100,
+                          "help_option_names": ["-h", "--help"]},
+    )
+
+
+def parse(argv: Sequence[str]) -> Launch:
+    """Read the command line.
+
+    Raises
+    ------
+    UsageError
+        An option is unknown or its value is not understood.
+    SystemExit
+        After ``--help``.
+    """
+    try:
+        with command().make_context("python -m hpcdask.run", list(argv)) as context:
+            values = dict(context.params)
+    except click.exceptions.Exit as stop:
+        raise SystemExit(stop.exit_code) from None
+    except click.UsageError as error:
+        raise UsageError(f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
+                         ) from None
+    target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
+    if module and not target:
+        raise UsageError("-m needs the name of a module, such as -m hpcdask.workloads.array")
+    program = Program(target[0], list(target[1:]), module) if target else None
+    return Launch(RunSpec(**values), program, attached)
+
+
+def main(janitor: bootstrap.Janitor) -> Program:
+    """Parse, launch, and return only in the process that becomes the program."""
+    from hpcdask import ranks
+
+    try:
+        asked = parse(sys.argv[1:])
+    except UsageError as error:
+        rank = ranks.detect()
+        if rank is None or rank.index == 0:
+            print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    return launch(asked, janitor)
+
+
+if __name__ == "__main__":
+    main(_janitor).run()

@@ -1,0 +1,167 @@
+"""From options to a running cluster: forks the rank's processes, then leads or follows.
+
+A rank consists of
+
+- the rank process itself, which the launcher started: it holds the nannies of its workers and the
+  line to rank 0;
+- the janitor, which outlives it by a moment and cleans up;
+- the template, from which workers are forked, and forked again after a restart;
+- on rank 0 the scheduler and (rank 1 with ``--layout dedicated``) the user's program.
+"""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from dataclasses import dataclass
+
+from . import bootstrap, ranks
+from .bootstrap import Janitor
+from .errors import HpcdaskError, UsageError
+from .program import Program
+from .spec import RunSpec
+
+
+@dataclass
+class Launch:
+    """What this rank was asked to do.
+
+    Attributes
+    ----------
+    spec
+        The options.
+    program
+        The user's program, or None.
+    attached
+        File descriptor of a socket to the program that started this rank itself
+        (`hpcdask.Runner`), or None.
+    """
+
+    spec: RunSpec
+    program: Program | None = None
+    attached: int | None = None
+
+
+def launch(launch: Launch, janitor: Janitor) -> Program:
+    """Bring up this rank's part, and end this process when the run is over.
+
+    Returns
+    -------
+    Program
+        Only in the process that is to become the user's program.
+    """
+    from .member import complain, leave
+
+    rank = ranks.detect()
+    try:
+        _check_layout(launch, rank)
+        return _launch(launch, janitor, rank)
+    except HpcdaskError as error:
+        if rank is None or rank.index == 0:
+            complain(error)
+        leave(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
+
+
+def _check_layout(launch: Launch, rank: ranks.Rank | None) -> None:
+    if launch.spec.layout == "dedicated" and rank is not None and rank.size < 3:
+        raise UsageError(f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
+                         f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
+                         f"--layout shared")
+
+
+def _early_error(launch: Launch) -> HpcdaskError | None:
+    """Bad input that only rank 0 can see."""
+    from . import schedulerfile
+
+    try:
+        if launch.program is not None:
+            launch.program.check()
+        if launch.spec.scheduler_file:
+            schedulerfile.check_writable(launch.spec.scheduler_file)
+        if launch.spec.dashboard_address:
+            _check_port(launch.spec.dashboard_address)
+    except HpcdaskError as error:
+        return error
+    return None
+
+
+def _check_port(address: str) -> None:
+    """Refuse a port that was asked for by number and is taken."""
+    host, _, number = address.rpartition(":")
+    if not number.isdigit() or int(number) > 65535:
+        raise UsageError(f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
+                         f"0.0.0.0:8787, :0 (any free port)")
+    if int(number) == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(number)))
+        except OSError as error:
+            raise UsageError(f"--dashboard-address: port {number} cannot be used on "
+                             f"{socket.gethostname()}: {error.strerror}. Name another, or leave the option "
+                             f"out to take any") from None
+
+
+def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Program:
+    import distributed  # noqa: F401  (once per rank: all that follows is forked)
+    from distributed.compatibility import asyncio_run
+    from distributed.config import get_loop_factory
+
+    from . import children, devices, rendezvous, scheduler, template
+    from .follower import follow
+    from .leader import Leader
+    from .member import Member, new_scratch
+    from .worker import quiet
+
+    bootstrap.adopt_configured_pre_spawn()
+    spec = launch.spec
+    scratch = new_scratch(spec, janitor)
+    devices.widen(devices.launcher_cores())
+    template.freeze()
+
+    nursery = children.Nursery(janitor)
+    maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
+    program = None
+    if launch.program and (maybe or rank is not None and rank.index == _program_rank(spec)):
+        forked = nursery.fork_into()
+        if isinstance(forked, socket.socket):
+            children.await_start(forked)
+            return launch.program
+        program = forked
+    quiet()  # not in the program, whose logging is the user's
+    scheduler_child = nursery.fork(scheduler.main) if maybe or rank and rank.index == 0 else None
+    template.start(scratch, nursery.close_in_child)
+
+    meeting = None
+    if rank is None or rank.size > 1:
+        rank, meeting = rendezvous.meet(rank, spec.timeout)
+        _check_layout(launch, rank)
+    if program is not None and rank.index != _program_rank(spec):
+        program.sock.close()
+        program = None
+    member = Member(spec, rank, janitor, scratch, program)
+    if rank.index == 0:
+        assert scheduler_child is not None
+        attached = None
+        if launch.attached is not None:
+            attached = children.Child(0, socket.socket(fileno=launch.attached))
+        leader = Leader(member, meeting, scheduler_child, attached=attached,
+                        has_program=launch.program is not None or attached is not None,
+                        early_error=_early_error(launch))
+        if isinstance(meeting, rendezvous.FileRendezvous):
+            janitor.remove_at_end(meeting.folder)
+        code = asyncio_run(leader.lead(), loop_factory=get_loop_factory())
+    else:
+        if scheduler_child is not None:
+            scheduler_child.sock.close()
+        assert meeting is not None
+        code = asyncio_run(follow(member, meeting), loop_factory=get_loop_factory())
+    member.leave(code)
+
+
+def _program_rank(spec: RunSpec) -> int:
+    return 1 if spec.layout == "dedicated" else 0

@@ -1,0 +1,114 @@
+"""The scheduler's process: nothing but distributed's Scheduler, told what to do by the rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import warnings
+from typing import Any
+
+from distributed import Scheduler
+from distributed.diagnostics.plugin import SchedulerPlugin
+from tornado import web
+
+from .control import Channel
+from .security import to_security
+from .template import leave_signals_to_the_rank
+from .worker import quiet
+
+
+class _Census(SchedulerPlugin):
+    """Tells the rank how many workers there are, whenever that changes."""
+
+    name = "hpcdask-census"
+
+    def __init__(self, scheduler: Scheduler, channel: Channel) -> None:
+        self._scheduler = scheduler
+        self._channel = channel
+
+    def _tell(self, **kwargs: Any) -> None:
+        names = [str(state.name) for state in self._scheduler.workers.values()]
+        self._channel.send(workers=names)
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        self._tell()
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._channel.send(workers=[str(state.name) for address, state in
+                                    self._scheduler.workers.items() if address != worker])
+
+
+class LazyDashboard(web.RequestHandler):
+    """Loads Bokeh (half a second) when somebody first looks, not while workers start."""
+
+    def initialize(self, scheduler: Scheduler) -> None:
+        """Keep whose dashboard it is."""
+        self._scheduler = scheduler
+
+    async def get(self, *args: str) -> None:
+        """Put the real dashboard in place of this handler, and send the browser there again."""
+        application = self._scheduler.http_application
+        if self.application in application.applications:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, _load_bokeh)
+            except ImportError:
+                raise web.HTTPError(
+                    404, reason="the dashboard needs bokeh: pip install bokeh") from None
+        if self.application in application.applications:
+            application.applications.remove(self.application)
+            from distributed.dashboard import scheduler as dashboard
+
+            dashboard.connect(application, self._scheduler.http_server, self._scheduler, prefix="/")
+        self.redirect(self.request.uri or "/status")
+
+
+def _load_bokeh() -> None:
+    import distributed.dashboard.scheduler  # noqa: F401
+
+
+def main(sock: socket.socket) -> None:
+    """Serve until the rank says so or is gone. Runs in a process of its own."""
+    from distributed.compatibility import asyncio_run
+    from distributed.config import get_loop_factory
+
+    leave_signals_to_the_rank()
+    # A dashboard port that was asked for by number is checked before; the default one may move.
+    warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
+    asyncio_run(_main(sock), loop_factory=get_loop_factory())
+
+
+async def _main(sock: socket.socket) -> None:
+    channel = await Channel.over(sock)
+    order = await channel.receive()
+    if order is None:
+        return
+    try:
+        scheduler = Scheduler(
+            host=order["host"], interface=order["interface"], protocol=order["protocol"], port=0,
+            security=to_security(order["credentials"]), dashboard=False,
+            dashboard_address=order["dashboard"] or ":8787")
+        lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
+        scheduler.http_application.add_application(lazy)
+        scheduler.add_plugin(_Census(scheduler, channel))
+        await scheduler
+    except (OSError, ValueError) as error:
+        channel.send(error=f"the scheduler did not start: {error}")
+        await channel.flush()
+        return
+    channel.send(address=scheduler.address, dashboard=scheduler.http_server.port, pid=os.getpid())
+    told = asyncio.create_task(_obey(scheduler, channel))
+    await scheduler.finished()
+    told.cancel()
+    channel.send(closed=True)
+    await channel.flush()
+
+
+async def _obey(scheduler: Scheduler, channel: Channel) -> None:
+    while (order := await channel.receive()) is not None:
+        if order.get("op") == "quiet":
+            quiet("CRITICAL")
+        elif order.get("op") == "close":
+            break
+    quiet("CRITICAL")
+    await scheduler.close(reason="the run is over")

@@ -1,0 +1,173 @@
+"""The file that tells programs elsewhere where a cluster is, and how to get in.
+
+It has the form of distributed's own scheduler file, and under ``hpcdask`` the key folder that
+``Client(scheduler_file=...)`` knows nothing of. `connect` uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import security
+from .errors import SchedulerFileError
+
+if TYPE_CHECKING:
+    from distributed import Client, Security
+
+#: Environment variable that names the scheduler file, for plain `Client()`.
+VARIABLE = "HPCDASK_SCHEDULER_FILE"
+
+
+def write(path: str, address: str, credentials: security.Credentials, *, job: str | None,
+          dashboard: str | None = None) -> str:
+    """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it.
+
+    Returns
+    -------
+    str
+        The key folder, whether it was needed or not.
+    """
+    path = os.path.abspath(path)
+    keys = f"{path}.keys"
+    if credentials:
+        security.save_credentials(security.client_only(credentials), keys)
+    content = {
+        "type": "Scheduler",
+        "address": address,
+        "services": {"dashboard": dashboard} if dashboard else {},
+        "workers": {},
+        "hpcdask": {"keys": keys if credentials else None, "job": job,
+                    "host": socket.gethostname(), "pid": os.getpid()},
+    }
+    security.write_private(path, json.dumps(content, indent=2))
+    return keys
+
+
+def check_writable(path: str) -> None:
+    """Refuse a scheduler file that cannot be written or is not ours to replace.
+
+    Raises
+    ------
+    SchedulerFileError
+        Its folder is missing or closed, or the file exists and is something else, or
+        belongs to a cluster that still answers.
+    """
+    path = os.path.abspath(path)
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise SchedulerFileError(f"--scheduler-file: the folder {folder} does not exist or cannot be "
+                                 f"written. It must be one that the clients' machine shares")
+    if not os.path.lexists(path):
+        return
+    content = read(path)
+    host, port = _endpoint(content["address"])
+    if _answers(host, port):
+        raise SchedulerFileError(f"--scheduler-file: {path} belongs to a cluster that still answers at "
+                                 f"{content['address']}. End that one first, or name another file")
+
+
+def read(path: str) -> dict[str, Any]:
+    """The content of a scheduler file.
+
+    Raises
+    ------
+    SchedulerFileError
+        It does not exist, is not a scheduler file, or belongs to another user.
+    """
+    path = os.path.abspath(path)
+    try:
+        owner = os.stat(path).st_uid
+        with open(path) as file:
+            content = json.load(file)
+        _endpoint(content["address"])
+    except FileNotFoundError:
+        raise SchedulerFileError(f"{path} does not exist: start the cluster with --scheduler-file "
+                                 f"{path}, and see that this machine shares that folder") from None
+    except OSError as error:
+        raise SchedulerFileError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SchedulerFileError(f"{path} is not a scheduler file. Name the one that --scheduler-file "
+                                 f"wrote") from None
+    if owner != os.getuid():
+        raise SchedulerFileError(f"{path} belongs to another user (uid {owner}); a cluster takes "
+                                 f"programs of its owner only")
+    return dict(content)
+
+
+def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) -> Client:
+    """Connect to the cluster that a scheduler file names.
+
+    Parameters
+    ----------
+    path
+        The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
+    timeout
+        Seconds to wait for the scheduler's answer.
+    **kwargs
+        Passed to `distributed.Client`.
+
+    Raises
+    ------
+    SchedulerFileError
+        The file is missing, foreign or stale (its cluster does not answer).
+    """
+    from distributed import Client
+
+    path = path or os.environ.get(VARIABLE)
+    if not path:
+        raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
+    content = read(path)
+    own = content.get("hpcdask") or {}
+    credentials = security.load_credentials(own["keys"]) if own.get("keys") else None
+    try:
+        return Client(content["address"], security=security.to_security(credentials),
+                      timeout=timeout, **kwargs)
+    except OSError as error:
+        raise SchedulerFileError(
+            f"the cluster of {os.path.abspath(path)} does not answer at {content['address']} "
+            f"({type(error).__name__} after {timeout:g} s): it has ended, or its node {own.get('host')} "
+            f"cannot be reached from here. Remove the file if it is stale") from None
+
+
+def load_security(info: Mapping[str, str]) -> Security | None:
+    """Let plain ``Client()`` in: a ``distributed.client.security-loader``.
+
+    The runner configures it for the user's program. Elsewhere, set ``scheduler-address`` and
+    ``distributed.client.security-loader: hpcdask.schedulerfile.load_security`` in Dask's
+    configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment.
+
+    Parameters
+    ----------
+    info
+        From distributed: the address that a client is about to connect to.
+
+    Returns
+    -------
+    distributed.Security or None
+        None when the address is not that of the file's cluster.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return None
+    content = read(path)
+    keys = (content.get("hpcdask") or {}).get("keys")
+    if content["address"] != info.get("address") or not keys:
+        return None
+    return security.to_security(security.load_credentials(keys))
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False

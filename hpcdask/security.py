@@ -1,0 +1,127 @@
+"""Credentials of one cluster: who may talk to it, and where the keys lie.
+
+A certificate authority is made for each cluster and forgotten at once, so that nobody can
+issue more. Scheduler, workers and clients have keys of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import SchedulerFileError
+
+if TYPE_CHECKING:
+    from distributed import Security
+
+#: Credentials end with the longest job that a site is likely to allow.
+VALIDITY = datetime.timedelta(days=90)
+#: File names in a key folder -> fields of distributed's Security.
+FILES = {
+    "ca.pem": "tls_ca_file",
+    **{f"{role}.{kind}.pem": f"tls_{role}_{kind}" for role in ("scheduler", "worker", "client")
+       for kind in ("cert", "key")},
+}
+
+Credentials = dict[str, str]
+
+
+def create_credentials() -> Credentials:
+    """Make keys and certificates (ECDSA P-256) for a new cluster, in memory.
+
+    Returns
+    -------
+    dict of str to str
+        Keyword arguments of `distributed.Security`, in PEM.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+
+    def build(subject: str, issuer: str, public: Any, signer: Any, authority: bool) -> str:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            # clocks of nodes differ a little
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + VALIDITY)
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        )
+        certificate = builder.sign(signer, hashes.SHA256())
+        return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+    authority = ec.generate_private_key(ec.SECP256R1())
+    name = f"hpcdask {os.urandom(8).hex()}"
+    made = {"tls_ca_file": build(name, name, authority.public_key(), authority, True)}
+    for role in ("scheduler", "worker", "client"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        made[f"tls_{role}_cert"] = build(f"hpcdask {role}", name, key.public_key(), authority, False)
+        made[f"tls_{role}_key"] = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption()).decode()
+    return made
+
+
+def client_only(credentials: Credentials) -> Credentials:
+    """The part of the credentials that a client needs."""
+    return {name: credentials[name] for name in ("tls_ca_file", "tls_client_cert", "tls_client_key")
+            if name in credentials}
+
+
+def to_security(credentials: Mapping[str, str] | None) -> Security:
+    """distributed's Security from credentials in memory or paths of PEM files."""
+    from distributed import Security
+
+    return Security(require_encryption=True, **credentials) if credentials else Security()
+
+
+def save_credentials(credentials: Credentials, folder: str) -> None:
+    """Write each credential to a 0600 file in a new 0700 folder."""
+    os.mkdir(folder, 0o700)
+    os.chmod(folder, 0o700)
+    for name, field in FILES.items():
+        if field in credentials:
+            write_private(os.path.join(folder, name), credentials[field])
+
+
+def load_credentials(folder: str) -> Credentials:
+    """Paths of the credentials in a key folder, as keyword arguments of Security.
+
+    Raises
+    ------
+    SchedulerFileError
+        The folder is gone, or others can read or write it.
+    """
+    try:
+        status = os.stat(folder)
+    except OSError:
+        raise SchedulerFileError(f"the key folder {folder} is gone: the cluster has ended, "
+                                 f"or this node does not share the folder") from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise SchedulerFileError(f"the key folder {folder} belongs to, or is open to, somebody else; "
+                                 f"it must be yours with mode 0700")
+    return {field: os.path.join(folder, name) for name, field in FILES.items()
+            if os.path.exists(os.path.join(folder, name))}
+
+
+def write_private(path: str, text: str) -> None:
+    """Write a 0600 file that appears whole or not at all."""
+    temporary = f"{path}.{os.urandom(6).hex()}"
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(file, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

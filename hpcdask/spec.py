@@ -1,0 +1,275 @@
+"""WorkerSpec: everything a worker needs, parsed and checked once.
+
+Every launcher turns its options into a `WorkerSpec`, and every process that it starts
+gets it back from argv. The command line is made from the fields' metadata, so an option exists in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dask.utils import parse_bytes, parse_timedelta
+
+from .errors import UsageError
+
+Device = Literal["auto", "cuda", "cpu"]
+Protocol = Literal["auto", "tcp", "ucx"]
+Layout = Literal["shared", "dedicated"]
+
+
+def parse_memory(text: str | int | float | None, name: str) -> int | None:
+    """Bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None, ``auto`` and the like.
+
+    Raises
+    ------
+    UsageError
+        The text is none of these; the message lists the accepted forms.
+    """
+    if text is None or text == "auto":
+        return None
+    try:
+        value = int(parse_bytes(text))
+        if value < 0:
+            raise ValueError(text)
+    except (ValueError, TypeError, AttributeError):
+        raise UsageError(
+            f"{name}: {text!r} is not an amount of memory. "
+            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes, 0 (no limit), auto"
+        ) from None
+    return value
+
+
+def parse_device_memory(text: str | int | float | None, name: str) -> int | float | None:
+    """Bytes, or a fraction of the worker's own device from ``0.8`` or ``80%``."""
+    if isinstance(text, str) and re.fullmatch(r"\d+(\.\d+)?\s*%", text.strip()):
+        text = float(text.strip().rstrip("%")) / 100
+    try:
+        fraction = float(text)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        fraction = 0.0
+    if 0 < fraction <= 1:
+        return fraction
+    try:
+        return parse_memory(text, name)
+    except UsageError as error:
+        raise UsageError(str(error).replace("0 (no limit), auto",
+                                            "a fraction of the device such as 0.8 or 80%")) from None
+
+
+def parse_seconds(text: str | float | None, name: str) -> float | None:
+    """Seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
+    if text is None:
+        return None
+    try:
+        if isinstance(text, str):
+            if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+                days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+                return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+            if match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text) if text else None:
+                hours, minutes, seconds = (int(part or 0) for part in match.groups())
+                return float((hours * 60 + minutes) * 60 + seconds)
+        value = float(parse_timedelta(text))
+        if value <= 0:
+            raise ValueError(text)
+        return value
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError(
+            f"{name}: {text!r} is not a time. "
+            f"Accepted: 90s, 5min, 1h30m, 2 hours, 00:30:00, a number of seconds"
+        ) from None
+
+
+def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[str, float] | None:
+    """Worker resources from ``"GPU=2 MEM=10e9"`` (spaces or commas), as distributed takes them."""
+    if text is None or isinstance(text, Mapping):
+        return None if text is None else {key: float(value) for key, value in text.items()}
+    try:
+        pairs = (pair.split("=") for pair in text.replace(",", " ").split())
+        return {key: float(value) for key, value in pairs}
+    except ValueError:
+        raise UsageError(f"{name}: {text!r} is not a list of resources. "
+                         f"Accepted: GPU=2, or several: GPU=2 MEM=10e9") from None
+
+
+def _choice(*choices: str) -> Callable[[Any, str], Any]:
+    def check(value: Any, name: str) -> Any:
+        if value not in choices:
+            raise UsageError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+def _count(minimum: int) -> Callable[[Any, str], int | None]:
+    def check(value: Any, name: str) -> int | None:
+        if value is None:
+            return None
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            number = minimum - 1
+        if number < minimum or (isinstance(value, float) and value != number):
+            raise UsageError(f"{name}: {value!r} is not a whole number of at least {minimum}")
+        return number
+
+    return check
+
+
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _plain(value: Any, name: str) -> Any:
+    return value
+
+
+def _field(default: Any, help: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, "parse": parse, **more})
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is: its device, its memory, its threads, its network.
+
+    Every field is also an option of ``python -m hpcdask.run`` (``memory_limit`` is
+    ``--memory-limit``). Values may be given as text; they are parsed here, once.
+
+    Raises
+    ------
+    UsageError
+        A value is not understood; the message names the accepted forms.
+    """
+
+    device: Device = _field(
+        "auto", "What workers compute on. auto: GPUs where there are any.",
+        _choice("auto", "cuda", "cpu"))
+    protocol: Protocol = _field(
+        "auto", "How workers exchange data: tcp (TLS) or ucx (NVLink, InfiniBand).",
+        _choice("auto", "tcp", "ucx"))
+    interface: str | None = _field(
+        None, "Network interface to listen on, such as ib0. Default: the one with the default route.")
+    nthreads: int | None = _field(
+        None, "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
+        _count(1))
+    memory_limit: int | None = _field(
+        None, "Host memory per worker, such as 64GiB. Default: what the job may use on the node, "
+        "shared among its workers.", parse_memory)
+    rmm_pool_size: int | float | None = _field(
+        None, "Device memory to set aside as an RMM pool that CuPy uses, such as 100GiB or 0.8.",
+        parse_device_memory)
+    device_memory_limit: int | float | None = _field(
+        None, "Spill to host memory above this much device memory, such as 100GiB or 0.8.",
+        parse_device_memory)
+    local_directory: str | None = _field(
+        None, "Node-local folder for spilled data and scratch. Default: $TMPDIR.")
+    name: str | None = _field(
+        None, "Prefix of the workers' names. Default: the host's name.")
+    resources: dict[str, float] | None = _field(
+        None, 'Abstract resources of each worker, such as "GPU=1 MEM=10e9".', parse_resources)
+    preload: tuple[str, ...] = _field(
+        (), "Module or file that each worker loads at start (may be repeated).", _strings,
+        multiple=True)
+    preload_nanny: tuple[str, ...] = _field(
+        (), "Module or file that each nanny loads at start (may be repeated).", _strings,
+        multiple=True)
+    lifetime: float | None = _field(
+        None, "Close each worker after this time, such as 50min.", parse_seconds)
+    lifetime_stagger: float | None = _field(
+        None, "Spread the lifetimes by up to this time.", parse_seconds)
+    lifetime_restart: bool = _field(
+        False, "Start a worker again when its lifetime is over.", flag=True)
+    death_timeout: float | None = _field(
+        60.0, "A worker that finds no scheduler for this long ends.", parse_seconds)
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = spec.metadata["parse"](getattr(self, spec.name), option_name(spec.name))
+            object.__setattr__(self, spec.name, value)
+
+    def to_argv(self) -> list[str]:
+        """The options that give this spec again, as an argv list.
+
+        `from_argv` is the way back.
+        """
+        return to_argv(self)
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> WorkerSpec:
+        """Read what `to_argv` wrote."""
+        import click
+
+        command = click.Command("worker", params=options(cls))
+        with command.make_context("worker", list(argv)) as context:
+            return cls(**context.params)
+
+
+def option_name(name: str) -> str:
+    """``memory_limit`` -> ``--memory-limit``."""
+    return "--" + name.replace("_", "-")
+
+
+def to_argv(spec: Any) -> list[str]:
+    """Options that reproduce a spec's values where they differ from the defaults."""
+    argv: list[str] = []
+    for item in dataclasses.fields(spec):
+        value = getattr(spec, item.name)
+        if value == item.default:
+            continue
+        option = option_name(item.name)
+        if item.metadata.get("flag"):
+            argv.append(option if value else option.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            for one in value:
+                argv += [option, one]
+        elif isinstance(value, dict):
+            argv += [option, " ".join(f"{key}={number!r}" for key, number in value.items())]
+        else:
+            argv += [option, str(value)]
+    return argv
+
+
+def options(cls: Any) -> list[Any]:
+    """The click options of a spec's fields, in their order."""
+    import click
+
+    result = []
+    for item in dataclasses.fields(cls):
+        option = option_name(item.name)
+        if item.metadata.get("flag"):
+            declaration = f"{option}/{option.replace('--', '--no-', 1)}"
+            result.append(click.Option([declaration], default=item.default,
+                                       help=item.metadata["help"]))
+        elif item.metadata.get("multiple"):
+            result.append(click.Option([option], multiple=True, help=item.metadata["help"]))
+        else:
+            shown = item.default not in (None, "")
+            result.append(click.Option([option], default=item.default, type=str,
+                                       show_default=shown, help=item.metadata["help"],
+                                       metavar=item.metadata.get("metavar")))
+    return result
+
+
+@dataclass(frozen=True)
+class RunSpec(WorkerSpec):
+    """A `WorkerSpec` and what the runner needs beside it."""
+
+    layout: Layout = _field(
+        "shared", "shared: every rank has a worker, rank 0's node also the scheduler and the "
+        "program. dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
+        _choice("shared", "dedicated"))
+    scheduler_file: str | None = _field(
+        None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere.")
+    dashboard_address: str | None = _field(
+        None, "Where the dashboard listens, such as :8787. Default: :8787, or any free port.")
+    tls: bool = _field(True, "Encrypt and authenticate all tcp connections.", flag=True)
+    oversubscribe: bool = _field(
+        False, "Allow more ranks on a node than it has devices.", flag=True)
+    timeout: float = _field(
+        300.0, "Give up when the cluster is not complete after this time.", parse_seconds)
+    workers_min: int | None = _field(
+        None, "Start the program when this many workers are there, and go on while they are. "
+        "Default: all, and the loss of a rank ends the run.", _count(1))

@@ -1,0 +1,107 @@
+"""The template: a single-threaded process that has imported all a worker needs, and forks.
+
+It is multiprocessing's own fork server, started by a fork of the rank instead of a new
+Python, so that imports are paid once. distributed's nannies use it through the method
+``forkserver`` as they would use Python's. It must be forked before the rank starts an event
+loop, a thread, MPI, CUDA or UCX.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+
+from .bootstrap import detach_standard_streams
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def leave_signals_to_the_rank() -> None:
+    """Make this process survive what is sent to the whole job: the rank ends it in good order.
+
+    Handlers rather than SIG_IGN, which programs that a Dask task starts would inherit.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _leave_it)
+
+
+def _leave_it(number: int, frame: object) -> None:
+    """A signal for the rank, not for its parts."""
+
+
+def start(folder: str, in_child: Callable[[], None]) -> int:
+    """Fork the template and make it this process's fork server.
+
+    Parameters
+    ----------
+    folder
+        A 0700 folder for its socket.
+    in_child
+        Called in the template first, to close what belongs to the rank.
+
+    Returns
+    -------
+    int
+        The template's process id.
+    """
+    import distributed.utils
+
+    # The nanny would else import every optional package here, to name them to a fork server
+    # that is already running.
+    distributed.utils._forkserver_preload_set = True
+    _start_resource_tracker()
+    server: forkserver.ForkServer = forkserver._forkserver  # type: ignore[attr-defined]
+    address = os.path.join(folder, "template")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    os.chmod(address, 0o600)
+    listener.listen()
+    alive_read, alive_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(alive_write)
+            in_child()
+            leave_signals_to_the_rank()
+            detach_standard_streams(output=False)
+            multiprocessing.current_process().name = "template"
+            forkserver.main(listener.detach(), alive_read, [])
+        finally:
+            os._exit(0)
+    listener.close()
+    os.close(alive_read)
+    server._forkserver_address = address
+    server._forkserver_alive_fd = alive_write
+    server._forkserver_pid = pid
+    return pid
+
+
+def stop() -> None:
+    """Close this process's hold on the template, which ends when its workers have too."""
+    server: forkserver.ForkServer = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def _start_resource_tracker() -> None:
+    """Start it silent: after a SIGKILL it would report the semaphores it then cleans up."""
+    stderr = sys.stderr
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.stderr.close()
+        sys.stderr = stderr
+
+
+def freeze() -> None:
+    """Keep the garbage collector off what the forks share, so that the pages stay shared."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,223 @@
+"""One worker: bound to its device and cores before anything of Dask or CUDA starts in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+from distributed import Nanny, Security, Worker
+
+from . import devices, template
+from .devices import CUDA_EXTRA, Gpu
+from .errors import MissingExtra
+from .spec import WorkerSpec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker runs.
+
+    Attributes
+    ----------
+    name
+        The worker's name.
+    gpu
+        Its GPU, or None for the CPU.
+    cores
+        CPU cores it may run on.
+    nthreads
+        Threads for Dask tasks.
+    memory_limit
+        Bytes of host memory; 0 for no limit.
+    protocol
+        ``tcp`` or ``ucx``, between workers.
+    """
+
+    name: str
+    gpu: Gpu | None
+    cores: tuple[int, ...]
+    nthreads: int
+    memory_limit: int
+    protocol: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Place:
+        """Read what ``dataclasses.asdict`` and JSON made of a place."""
+        gpu = data["gpu"] and Gpu(**{**data["gpu"], "cores": tuple(data["gpu"]["cores"])})
+        return cls(**{**data, "gpu": gpu, "cores": tuple(data["cores"])})
+
+
+class BoundWorker(Worker):
+    """distributed's worker, bound to a place first.
+
+    Parameters
+    ----------
+    bind_cores
+        CPU cores to run on.
+    bind_gpu
+        UUID of the GPU whose CUDA context to make, before any transport starts; None for none.
+    rmm_pool_size
+        Bytes of an RMM pool that CuPy then uses; None for CuPy's own pool.
+    """
+
+    def __init__(self, *args: Any, bind_cores: Sequence[int] = (), bind_gpu: str | None = None,
+                 rmm_pool_size: int | None = None, **kwargs: Any) -> None:
+        template.leave_signals_to_the_rank()
+        quiet()
+        if bind_cores:
+            devices.widen(bind_cores)
+        if bind_gpu is not None:
+            make_context()
+        if rmm_pool_size is not None:
+            from dask_cuda.plugins import RMMSetup
+
+            RMMSetup(
+                initial_pool_size=rmm_pool_size, maximum_pool_size=None, managed_memory=False,
+                async_alloc=False, release_threshold=None, log_directory=None,
+                track_allocations=False, external_lib_list=["cupy"]).setup(self)
+        super().__init__(*args, **kwargs)
+
+
+class BoundNanny(Nanny):
+    """A nanny that listens on tcp (TLS) also when its worker talks ucx."""
+
+    def __init__(self, *args: Any, worker_protocol: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.worker_kwargs["protocol"] = worker_protocol
+
+
+def make_context() -> None:
+    """Make the CUDA context of the one visible device."""
+    try:
+        from cuda.core import Device
+    except ImportError:
+        raise MissingExtra("cuda-core", CUDA_EXTRA, "a worker on a GPU") from None
+    Device().set_current()
+
+
+def _bytes_of(amount: int | float | None, gpu: Gpu | None) -> int | None:
+    """A fraction is one of the worker's own device, be it a MIG slice."""
+    if amount is None or gpu is None:
+        return None
+    return int(amount * gpu.memory) if isinstance(amount, float) else amount
+
+
+def device_store(spec: WorkerSpec, place: Place) -> Any:
+    """dask-cuda's store that spills from device to host to disk, as (class, arguments); or None."""
+    limit = _bytes_of(spec.device_memory_limit, place.gpu)
+    if limit is None:
+        return None
+    try:
+        from dask_cuda.device_host_file import DeviceHostFile
+    except ImportError:
+        raise MissingExtra("dask-cuda", CUDA_EXTRA, "--device-memory-limit") from None
+    return DeviceHostFile, {"device_memory_limit": limit, "memory_limit": place.memory_limit}
+
+
+def check_extras(spec: WorkerSpec, *, cuda: bool) -> None:
+    """Refuse options whose packages are missing, before anything starts.
+
+    Raises
+    ------
+    MissingExtra
+        Naming the extra to install.
+    """
+    from importlib.util import find_spec
+
+    needed = []
+    if spec.protocol == "ucx":
+        needed.append(("distributed_ucxx", "--protocol ucx"))
+    if cuda:
+        needed.append(("cuda.core", "a worker on a GPU"))
+        if spec.rmm_pool_size is not None:
+            needed += [("rmm", "--rmm-pool-size"), ("dask_cuda", "--rmm-pool-size")]
+        if spec.device_memory_limit is not None:
+            needed.append(("dask_cuda", "--device-memory-limit"))
+    for package, why in needed:
+        try:
+            found = find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise MissingExtra(package, CUDA_EXTRA, why)
+
+
+def make_nanny(spec: WorkerSpec, place: Place, *, scheduler: str, security: Security,
+               scratch: str) -> BoundNanny:
+    """The nanny of one worker; await it to start both.
+
+    Parameters
+    ----------
+    spec, place
+        What the worker is and where.
+    scheduler
+        Its address.
+    security
+        Credentials, or an empty Security for plain tcp.
+    scratch
+        Folder for spilled data, removed by the rank.
+    """
+    tcp = "tls" if security.require_encryption else "tcp"
+    optional = {
+        "lifetime": spec.lifetime and f"{spec.lifetime} s",
+        "lifetime_stagger": spec.lifetime_stagger and f"{spec.lifetime_stagger} s",
+        "lifetime_restart": spec.lifetime_restart or None,
+        "preload": list(spec.preload) or None,
+        "preload_nanny": list(spec.preload_nanny) or None,
+        "data": device_store(spec, place),
+    }
+    return BoundNanny(
+        scheduler,
+        name=place.name,
+        nthreads=place.nthreads,
+        memory_limit=place.memory_limit,
+        local_directory=scratch,
+        resources=spec.resources,
+        security=security,
+        interface=spec.interface,
+        death_timeout=spec.death_timeout,
+        protocol=tcp,
+        worker_protocol="ucx" if place.protocol == "ucx" else tcp,
+        worker_class=BoundWorker,
+        dashboard=False,
+        env={"CUDA_VISIBLE_DEVICES": place.gpu.uuid} if place.gpu else {},
+        config={"distributed.worker.multiprocessing-method": "forkserver"},
+        bind_cores=place.cores,
+        bind_gpu=place.gpu and place.gpu.uuid,
+        rmm_pool_size=_bytes_of(spec.rmm_pool_size, place.gpu),
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def quiet(level: str = "WARNING") -> None:
+    """Have distributed log from this level on, unless the user configured logging."""
+    import logging
+
+    if dask.config.get("logging", None) is None:
+        for name in ("distributed", "distributed.scheduler", "distributed.worker",
+                     "distributed.nanny", "distributed.core", "tornado.application"):
+            logging.getLogger(name).setLevel(level)
+
+
+def scratch_folder(spec: WorkerSpec) -> str:
+    """A new private folder on the node, 0700.
+
+    Raises
+    ------
+    UsageError
+        ``--local-directory`` cannot be written.
+    """
+    import tempfile
+
+    from .errors import UsageError
+
+    base = spec.local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
+    try:
+        os.makedirs(base, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
+    except OSError as error:
+        raise UsageError(f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
+                         f"on the node's own disk that you can write") from None

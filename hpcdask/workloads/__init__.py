@@ -1,0 +1,182 @@
+"""Reference computations with a known answer, as dask.array programs that know only dask.
+
+What the programs share lives here. Two rules shape it:
+
+- the client often has no GPU (a login node), so a graph carries NumPy metas and plain functions,
+and
+  CuPy is imported only inside functions that run on workers;
+- results leave the workers as NumPy arrays, so that the client can read them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+from dask._expr import FinalizeCompute
+from dask._task_spec import Alias, Task, convert_legacy_graph
+from dask.base import collections_to_expr
+
+__all__ = [
+    "CUPY_INSTALL",
+    "Check",
+    "Device",
+    "Form",
+    "WorkloadError",
+    "array_module",
+    "client_cupy",
+    "count_tasks",
+    "slab_rows",
+    "to_host",
+]
+
+Device = Literal["cuda", "cpu"]
+Form = Literal["tuned", "stock"]
+
+CUPY_INSTALL = 'pip install "hpcdask[cuda13]"'
+
+
+class WorkloadError(ValueError):
+    """A workload cannot be built or run as asked; the text says what to change."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of a result with its known value.
+
+    Parameters
+    ----------
+    name
+        What is compared.
+    value, expected
+        The two numbers.
+    tolerance
+        Largest absolute difference that passes.
+    """
+
+    name: str
+    value: float
+    expected: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the tolerance; false for NaN."""
+        return bool(abs(self.value - self.expected) <= self.tolerance)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the check as a dict ready for JSON."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def array_module(device: Device) -> Any:
+    """Return CuPy for ``"cuda"`` and NumPy for ``"cpu"``; for use on workers.
+
+    Raises
+    ------
+    WorkloadError
+        CuPy is not installed where this runs.
+    """
+    if device == "cpu":
+        return np
+    try:
+        import cupy
+    except ImportError as exc:
+        raise WorkloadError(f"a CUDA worker needs CuPy ({exc}): {CUPY_INSTALL}") from exc
+    return cupy
+
+
+def client_cupy() -> Any:
+    """Return CuPy if this very process has a CUDA device, as the stock forms need it.
+
+    Raises
+    ------
+    WorkloadError
+        No CuPy or no CUDA device here.
+    """
+    try:
+        import cupy
+
+        n_devices = cupy.cuda.runtime.getDeviceCount()
+        why = "this process sees no CUDA device"
+    except ImportError as exc:
+        n_devices, why = 0, f"CuPy is missing here ({exc})"
+    except Exception as exc:  # CUDARuntimeError exists only where CuPy does
+        n_devices, why = 0, str(exc)
+    if not n_devices:
+        raise WorkloadError(
+            f"the stock form on CuPy builds arrays on a GPU of the client: {why}; "
+            "run it where the client has a GPU, or use the tuned form, which needs none"
+        )
+    return cupy
+
+
+def to_host(block: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a block as a NumPy array, whichever of the two libraries holds it."""
+    return cast("np.ndarray[Any, np.dtype[Any]]", block.get() if hasattr(block, "get") else block)
+
+
+def slab_rows(
+    n_rows: int,
+    row_nbytes: int,
+    *,
+    n_slots: int,
+    max_nbytes: int,
+    min_nbytes: int = 1 << 20,
+    multiple: int = 1,
+    per_slot: int = 4,
+) -> tuple[int, ...]:
+    """Cut rows into slabs of full width: few, even, and enough for every worker thread.
+
+    The number of slabs is the smallest that keeps each within ``max_nbytes`` and gives every slot
+    ``per_slot`` of them, as long as they stay above ``min_nbytes``; it is then raised to a
+    multiple of the slots so that all finish together.
+
+    Parameters
+    ----------
+    n_rows
+        Rows to cut.
+    row_nbytes
+        Bytes of one row.
+    n_slots
+        Worker threads that compute at once.
+    max_nbytes, min_nbytes
+        Bounds of a slab, in bytes. One ``multiple`` of rows is the least, whatever the bounds.
+    multiple
+        Every slab but the last has a multiple of this many rows.
+    per_slot
+        Slabs wanted for each slot.
+
+    Returns
+    -------
+    tuple of int
+        Rows of each slab.
+    """
+    if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
+        raise WorkloadError("rows, slots and slab size must be positive")
+    nbytes = n_rows * row_nbytes
+    n_units = math.ceil(n_rows / multiple)
+    rows_that_fit = max(multiple, max_nbytes // row_nbytes // multiple * multiple)
+    needed = math.ceil(n_rows / rows_that_fit)
+    n_slabs = max(needed, min(per_slot * n_slots, nbytes // min_nbytes), 1)
+    if n_slabs > n_slots:
+        n_slabs = math.ceil(n_slabs / n_slots) * n_slots
+    n_slabs = min(n_slabs, n_units)
+    bounds = [min(i * n_units // n_slabs * multiple, n_rows) for i in range(n_slabs + 1)]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
+def count_tasks(*collections: Any) -> int:
+    """Count the Dask tasks that ``client.compute([*collections])`` makes the scheduler run.
+
+    Aliases count, because the scheduler sends them to workers too, and so does the last step that
+    puts the chunks of a result together; data and results that are on the workers already do not.
+    """
+    # What Client.compute() does; dask.optimize() takes the collections one by one and repeats
+    # tasks.
+    expr = FinalizeCompute(collections_to_expr(collections)).optimize()
+    graph = convert_legacy_graph(expr.__dask_graph__())
+    return sum(isinstance(node, (Alias, Task)) for node in graph.values())

@@ -1,0 +1,37 @@
+"""Fixtures for tests that launch real programs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from launching import Launcher, mpich_launcher, openmpi_launcher
+
+
+@contextmanager
+def nothing_left(make: Callable[[], Launcher]) -> Iterator[Launcher]:
+    launcher = make()
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+@pytest.fixture
+def openmpi() -> Iterator[Launcher]:
+    """Open MPI's mpirun; at the end of the test none of its processes may remain."""
+    with nothing_left(openmpi_launcher) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def mpich() -> Iterator[Launcher]:
+    """MPICH's mpiexec; at the end of the test none of its processes may remain."""
+    with nothing_left(mpich_launcher) as launcher:
+        yield launcher
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> Launcher:
+    """Each of the two MPIs in turn."""
+    return request.getfixturevalue(request.param)

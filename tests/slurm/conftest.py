@@ -1,0 +1,35 @@
+"""A SLURM for the tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from launching import unavailable
+from slurm_site import SlurmSite, missing_programs
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmSite]:
+    """A SLURM of four nodes with two stand-in GPUs each, idle at the start of each test."""
+    require_slurm()
+    with SlurmSite() as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
+def slurm_programs() -> None:
+    """For tests that start a site of their own."""
+    require_slurm()
+
+
+@pytest.fixture(autouse=True)
+def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if site := request.node.funcargs.get("slurm"):
+        site.cancel_all()
+
+
+def require_slurm() -> None:
+    if missing := missing_programs():
+        hint = "apt-get install slurmctld slurmd slurm-client munge"
+        unavailable(f"SLURM is not installed, missing: {' '.join(missing)} ({hint})")

@@ -1,0 +1,331 @@
+"""A real SLURM on this host, for tests: its own munge, controller, virtual nodes and ports.
+
+The nodes are `slurmd` processes. Their GPUs are links to /dev/null, which SLURM counts, hands
+out and names in CUDA_VISIBLE_DEVICES like real ones. Two sites run side by side. Waits that are
+long by default, such as a requeued job's, are short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from launching import clean_environment, describe, end, leftovers, wait_for
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
+SBIN = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # not on every user's PATH
+
+
+def missing_programs() -> list[str]:
+    """Return the programs a site needs that are not installed."""
+    return [program for program in PROGRAMS if not shutil.which(program, path=search_path())]
+
+
+def search_path() -> str:
+    return os.environ.get("PATH", os.defpath) + os.pathsep + SBIN
+
+
+class SlurmSite:
+    """A SLURM site as a context manager; `env` is the environment of its users.
+
+    >>> with SlurmSite(nodes=2, gpus_per_node=4) as site:
+    ...     site.run("srun", "-N2", "hostname").stdout
+
+    Parameters
+    ----------
+    nodes, gpus_per_node, cpus_per_node, memory_per_node_mb
+        What there is; CPUs and memory may exceed the host's.
+    requeue_wait_s
+        How long a requeued job waits before it starts again (SLURM's own default is 120 s). It is
+        the life of a job's credential too, in which a job has to be launched.
+    conf
+        More of slurm.conf, or other values: ``conf={"KillOnBadExit": 1}``.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 4,
+        gpus_per_node: int = 2,
+        cpus_per_node: int = 8,
+        memory_per_node_mb: int = 16_000,
+        requeue_wait_s: int = 10,
+        conf: Mapping[str, object] | None = None,
+    ) -> None:
+        self.nodes = [f"node{n}" for n in range(1, nodes + 1)]
+        self.gpus_per_node = gpus_per_node
+        self.cpus_per_node = cpus_per_node
+        self.memory_per_node_mb = memory_per_node_mb
+        self.requeue_wait_s = requeue_wait_s
+        self.conf = dict(conf or {})
+        self.folder = Path()
+        self.env: dict[str, str] = {}
+        self.marker = ""  # in the environment of every process of this site: see `leftovers`
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        # Not TMPDIR: the munge socket's path must stay below 108 characters
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-site-", dir="/tmp"))
+        self.env = {**clean_environment(), "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        self.marker = f"SLURM_CONF={self.folder}/slurm.conf"  # SLURM sets it for every job as well
+        try:
+            self._write_slurm_conf()
+            self._write_gres_conf()
+            self._start_munge()
+            self._start_slurm()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # What tests use
+
+    def run(
+        self,
+        *command: str | os.PathLike[str],
+        timeout: float = 30,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        **kwargs,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of this site's user; a failure shows its stderr."""
+        done = subprocess.run(
+            [os.fspath(part) for part in command],
+            env={**self.env, **(env or {})},
+            timeout=timeout,
+            check=False,
+            **{
+                "stdin": subprocess.DEVNULL if "input" not in kwargs else None,
+                "capture_output": True,
+                "text": True,
+                **kwargs,
+            },
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{command} returned {done.returncode}: {done.stderr}")
+        return done
+
+    def submit(self, *arguments: str | os.PathLike[str], **kwargs) -> int:
+        """Submit with `sbatch arguments...` and return the job's id."""
+        return int(self.run("sbatch", "--parsable", *arguments, **kwargs).stdout)
+
+    def state(self, job: int) -> str:
+        """Return the job's state in SLURM's words, such as PENDING or COMPLETED."""
+        return self.run("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T").stdout.strip()
+
+    def wait_for_state(self, job: int, *states: str, timeout: float = 20) -> str:
+        """Wait until the job is in one of these states, and return which."""
+
+        def reached() -> str:
+            return state if (state := self.state(job)) in states else ""
+
+        return wait_for(reached, timeout, f"job {job} to be {' or '.join(states)}", interval=0.2)
+
+    def idle_nodes(self) -> list[str]:
+        """Return the sorted names of the nodes that are up and run nothing."""
+        # Not `-t idle`, which lists nodes that still clean up after a job
+        lines = self.run("sinfo", "-h", "-N", "-o", "%T %N").stdout.splitlines()
+        return sorted(line.split()[1] for line in lines if line.startswith("idle "))
+
+    def cancel_all(self, timeout: float = 20) -> None:
+        """Cancel all jobs, and wait until none is in the queue and every node is idle.
+
+        What ignores SIGTERM takes KillWait, 5 s.
+        """
+
+        def all_over() -> bool:
+            if jobs := self.run("squeue", "-h", "-t", "pending,running", "-o", "%A").stdout.split():
+                self.run("scancel", *jobs, check=False)
+            over = not self.run("squeue", "-h").stdout
+            return over and self.idle_nodes() == sorted(self.nodes)
+
+        wait_for(all_over, timeout, "the jobs to end and all nodes to be idle", interval=0.2)
+
+    def log(self, lines: int = 20) -> str:
+        """Return the last lines of each daemon's log."""
+        parts = []
+        for path in sorted((self.folder / "log").glob("*")):
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts += [f"--- {path.name}", *tail]
+        return "\n".join(parts)
+
+    # Start and end
+
+    def _write_slurm_conf(self) -> None:
+        for name in ("state", "spool", "log", "munge", "cgroup", "gpu"):
+            (self.folder / name).mkdir()
+        folder = self.folder
+        host = socket.gethostname().split(".")[0]
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        port, *node_ports = free_ports(1 + len(self.nodes))
+        settings = {
+            "ClusterName": "site",
+            "SlurmctldHost": f"{host}(127.0.0.1)",
+            "SlurmctldPort": port,
+            "SlurmUser": user,
+            "SlurmdUser": user,
+            "AuthType": "auth/munge",
+            "CredType": "cred/munge",
+            "AuthInfo": f"socket={folder}/munge/socket,cred_expire={self.requeue_wait_s}",
+            "StateSaveLocation": f"{folder}/state",
+            "SlurmdSpoolDir": f"{folder}/spool/%n",
+            "SlurmctldPidFile": f"{folder}/slurmctld.pid",
+            "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
+            "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
+            "SlurmdLogFile": f"{folder}/log/%n.log",
+            "MailProg": "/bin/true",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "MpiDefault": "none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core_Memory",
+            "DefMemPerCPU": self.memory_per_node_mb // self.cpus_per_node,
+            "GresTypes": "gpu",
+            "JobRequeue": 1,
+            "ReturnToService": 2,
+            "KillWait": 5,
+            "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
+            "SlurmdParameters": "config_overrides",  # more CPUs and memory than the host has
+        }
+        lines = [f"{key}={value}" for key, value in {**settings, **self.conf}.items()]
+        gres = f" Gres=gpu:{self.gpus_per_node}" if self.gpus_per_node else ""
+        for name, node_port in zip(self.nodes, node_ports, strict=True):
+            lines.append(
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port}"
+                f" CPUs={self.cpus_per_node} RealMemory={self.memory_per_node_mb}{gres}"
+            )
+        lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        # slurmd 22.05 wants a cgroup plugin even where none is used; v1 starts everywhere
+        (folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
+        )
+
+    def _write_gres_conf(self) -> None:
+        lines = []
+        for name in self.nodes:
+            for index in range(self.gpus_per_node):
+                device = self.folder / "gpu" / f"{name}-{index}"
+                device.symlink_to("/dev/null")  # SLURM insists on a character device
+                lines.append(f"NodeName={name} Name=gpu File={device}\n")
+        (self.folder / "gres.conf").write_text("".join(lines))
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        # --force: munge prefers a socket folder that all users of the host can reach
+        daemon = self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder}/socket",
+            f"--pid-file={folder}/pid",
+            f"--log-file={self.folder}/log/munged.log",
+            f"--seed-file={folder}/seed",
+            "--num-threads=2",
+        )
+        self._wait(daemon, (folder / "socket").is_socket, "munge's socket")
+
+    def _start_slurm(self) -> None:
+        controller = self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
+        self._wait(
+            controller,
+            lambda: self.run("scontrol", "ping", check=False).returncode == 0,
+            "slurmctld to answer",
+        )
+        for name in self.nodes:
+            # -f, though SLURM_CONF says the same: it shows in ps which site a daemon belongs to
+            node = self._start("slurmd", "-D", "-N", name, "-f", self.env["SLURM_CONF"])
+        self._wait(
+            node,
+            lambda: self.idle_nodes() == sorted(self.nodes),
+            f"{len(self.nodes)} idle nodes",
+        )
+
+    def _start(self, program: str, *arguments: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
+        path = shutil.which(program, path=search_path())
+        if path is None:
+            raise FileNotFoundError(f"{program} is not installed")
+        with (self.folder / "log" / "output.log").open("ab") as output:
+            daemon = subprocess.Popen(
+                [path, *map(os.fspath, arguments)],
+                env=self.env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the tests, which then end it in order
+            )
+        self._daemons.append(daemon)
+        return daemon
+
+    def _wait(self, daemon: subprocess.Popen[bytes], condition, what: str) -> None:
+        def ready_or_dead() -> bool:
+            return daemon.poll() is not None or condition()
+
+        try:
+            wait_for(ready_or_dead, 30, what)
+        except AssertionError as error:
+            raise RuntimeError(f"{error}\n{self.log()}") from None
+        if daemon.poll() is not None:
+            raise RuntimeError(f"{' '.join(daemon.args)} ended ({daemon.poll()})\n{self.log()}")
+
+    def close(self) -> None:
+        """End what the site started, jobs and their processes included, and remove its folder."""
+        if not self.folder.name:
+            return
+        for daemon in self._daemons:
+            daemon.terminate()
+        for daemon in self._daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(2)
+
+        def all_ended() -> bool:
+            end(remaining := leftovers(self.marker))
+            return not remaining
+
+        try:
+            wait_for(all_ended, 10, "the site's processes to end")
+        except AssertionError as error:
+            raise RuntimeError(f"{error}\n{describe(leftovers(self.marker))}") from None
+        for daemon in self._daemons:
+            daemon.wait()
+        self._daemons.clear()
+        shutil.rmtree(self.folder)
+        self.folder = Path()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports below the range from which the kernel picks ports for connections."""
+    candidates = random.SystemRandom().sample(range(16_000, 32_000), 40 * count)
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for port in candidates:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("", port))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise RuntimeError(f"no {count} free ports")

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# demo.sh BIN: the reference array and the reference SVD on the devices of this machine, with one
+# rank per GPU, or two CPU ranks where there is none. Each prints what it measured as one JSON line.
+set -eu
+bin=$1
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+if [ "$gpus" -gt 0 ]; then
+    ranks=$gpus device=cuda array=$((100 * gpus))GB svd=$((10 * gpus))GB
+else
+    ranks=2 device=cpu array=2GB svd=1GB
+fi
+# Open MPI binds each rank to one core; a worker's threads want all of theirs
+mpirun=("$bin/mpirun" -n "$ranks" --oversubscribe --bind-to none)
+[ "$(id -u)" != 0 ] || mpirun+=(--allow-run-as-root)
+
+demo() {
+    local command=("${mpirun[@]}" "$bin/python" -m hpcdask.run --device "$device" "$@")
+    printf '\n$ %s\n' "${command[*]}"
+    "${command[@]}"
+}
+demo -m hpcdask.workloads.array --size "$array"
+demo -m hpcdask.workloads.svd --size "$svd"

@@ -1,0 +1,385 @@
+"""The reference computations: answers, exact task counts, and clients without GPU or CuPy."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdask.workloads import (
+    Check,
+    WorkloadError,
+    array_module,
+    client_cupy,
+    count_tasks,
+    slab_rows,
+)
+from hpcdask.workloads import array as array_workload
+from hpcdask.workloads import svd as svd_workload
+
+FEW = settings(max_examples=20, deadline=None)
+
+
+def tree(n: int, branches: int) -> int:
+    """Nodes of a reduction tree above ``n`` leaves."""
+    total = 0
+    while n > 1:
+        n = math.ceil(n / branches)
+        total += n
+    return total
+
+
+@pytest.fixture(autouse=True)
+def _synchronous():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+# --- slabs ----------------------------------------------------------------------------------------
+
+
+@given(
+    n_rows=st.integers(1, 10_000),
+    row_nbytes=st.integers(1, 10_000),
+    n_slots=st.integers(1, 40),
+    max_nbytes=st.integers(1, 10**7),
+    multiple=st.sampled_from([1, 2]),
+)
+def test_slabs_cover_the_rows_and_keep_their_bounds(
+    n_rows, row_nbytes, n_slots, max_nbytes, multiple
+):
+    rows = slab_rows(n_rows, row_nbytes, n_slots=n_slots, max_nbytes=max_nbytes, multiple=multiple)
+    assert sum(rows) == n_rows
+    assert min(rows) >= 1
+    assert all(r % multiple == 0 for r in rows[:-1])
+    assert max(rows) * row_nbytes <= max(max_nbytes, multiple * row_nbytes)
+    assert max(rows) - min(rows) <= 2 * multiple
+
+
+def test_the_reference_sizes_give_every_worker_the_same_number_of_chunks():
+    n = array_workload.side(2 * 10**12)
+    assert n == 500_000
+    assert array_workload.chunk_rows(n, device="cuda", n_slots=1) == (1000,) * 500
+    assert len(array_workload.chunk_rows(n, device="cuda", n_slots=8)) == 504
+    shape = svd_workload.shape_for(200 * 10**9)
+    assert shape == (10_000_000, 20_000)
+    assert len(svd_workload.chunk_rows(shape, device="cuda", n_slots=8)) == 56
+    # Little data: at least four chunks for every worker.
+    assert len(array_workload.chunk_rows(20_000, device="cuda", n_slots=8)) == 32
+
+
+# --- array ----------------------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    pairs=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    odd=st.booleans(),
+    n_columns=st.integers(1, 90),
+    seed=st.integers(0, 2**32),
+)
+def test_array_equals_the_same_numbers_summed_by_numpy(pairs, odd, n_columns, seed):
+    rows = (*(2 * p for p in pairs[:-1]), 2 * pairs[-1] - odd)
+    x = np.concatenate(
+        [
+            np.random.Generator(
+                np.random.SFC64(np.random.SeedSequence(seed, spawn_key=(i,)))
+            ).standard_normal((r, n_columns))
+            for i, r in enumerate(rows)
+        ]
+    )
+    selected = (x + 10 + 1)[::2, ::2]
+    total, count = array_workload.tuned(rows, n_columns, device="cpu", seed=seed).compute()
+    assert count == selected.size
+    assert total == pytest.approx(selected.sum(), rel=1e-12)
+
+
+def test_array_tiles_of_a_large_chunk_line_up():
+    rows, n_columns = (1000, 501), 2001
+    total, count = array_workload.tuned(rows, n_columns, device="cpu", seed=5).compute()
+    assert all(c.ok for c in array_workload.check(total, int(count), (1501, n_columns)))
+    assert count == 751 * 1001
+
+
+def test_array_is_reproducible_and_seeds_differ():
+    first, again, other = (
+        array_workload.tuned((100, 100), 50, device="cpu", seed=seed).compute()[0]
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("n_chunks", [1, 2, 63, 64, 65, 504])
+def test_array_has_one_task_for_each_chunk_and_a_shallow_tree(n_chunks):
+    x = array_workload.tuned((2,) * n_chunks, 4, device="cuda")
+    assert x.shape == (2,)
+    # The last one: dask gives the root of the tree the key that was asked for.
+    assert count_tasks(x) == n_chunks + tree(n_chunks, 64) + 1
+
+
+def test_array_check_finds_a_wrong_sum_and_a_wrong_count():
+    assert [c.ok for c in array_workload.check(11 * 25e4, 250_000, (1000, 1000))] == [True, True]
+    assert [c.ok for c in array_workload.check(11.1 * 25e4, 250_000, (1000, 1000))] == [True, False]
+    assert [c.ok for c in array_workload.check(11 * 25e4, 249_999, (1000, 1000))] == [False, True]
+    assert not Check("nan", math.nan, 0, 1).ok
+
+
+def test_array_errors():
+    with pytest.raises(WorkloadError, match="too small: the least is 32 B"):
+        array_workload.side(31)
+    with pytest.raises(WorkloadError, match="even number of rows"):
+        array_workload.tuned((3, 4), 4)
+    with pytest.raises(WorkloadError, match="no elements"):
+        array_workload.tuned((), 4)
+
+
+def test_array_stock_has_the_known_mean():
+    total = float(array_workload.stock(1000, device="cpu").compute())
+    assert all(c.ok for c in array_workload.check(total, 250_000, (1000, 1000)))
+
+
+# --- svd ------------------------------------------------------------------------------------------
+
+
+def decaying(m: int, n: int, ratio: float, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    u, _ = np.linalg.qr(rng.standard_normal((m, min(m, n))))
+    v, _ = np.linalg.qr(rng.standard_normal((n, min(m, n))))
+    return u * ratio ** np.arange(min(m, n)) @ v.T
+
+
+@FEW
+@given(
+    m=st.integers(1, 200),
+    n=st.integers(1, 40),
+    n_chunks=st.integers(1, 9),
+    n_power_iter=st.integers(0, 2),
+    data=st.data(),
+)
+def test_svd_equals_numpy(m, n, n_chunks, n_power_iter, data):
+    k = data.draw(st.integers(1, min(m, n, 6)))
+    matrix = decaying(m, n, 0.3, seed=m * n)
+    x = da.from_array(matrix, chunks=(max(1, m // n_chunks), n))
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, k, n_power_iter=n_power_iter, device="cpu"))
+    exact = np.linalg.svd(matrix, compute_uv=False)
+    assert (u.shape, s.shape, v.shape) == ((m, k), (k,), (k, n))
+    np.testing.assert_allclose(s, exact[:k], rtol=1e-4)
+    np.testing.assert_allclose(u.T @ u, np.eye(k), atol=1e-6)
+    np.testing.assert_allclose(v @ v.T, np.eye(k), atol=1e-6)
+    best = np.linalg.norm(exact[k:])
+    assert np.linalg.norm(u * s @ v - matrix) <= 1.01 * best + 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n_power_iter", [0, 1])
+def test_svd_finds_planted_values_in_integers(dtype, n_power_iter):
+    shape = (5000, 60)
+    x, expected = svd_workload.planted(shape, 10, chunks=((1200, 1300, 2500), (60,)), device="cpu")
+    matrix = x.compute()
+    assert (matrix.shape, matrix.dtype) == (shape, np.uint8)
+    np.testing.assert_allclose(np.linalg.svd(matrix)[1][:10], expected)
+    assert np.linalg.matrix_rank(matrix) == 10
+    u, s, v = dask.compute(
+        *svd_workload.svd_rows(x, 10, dtype=dtype, n_power_iter=n_power_iter, device="cpu")
+    )
+    checks = svd_workload.check(s, v, u.T @ u, matrix[:50], u[:50], expected)
+    assert all(c.ok for c in checks), checks
+    assert not svd_workload.check(1.01 * s, v, u.T @ u, matrix[:5], u[:5], expected)[0].ok
+
+
+def test_svd_is_zero_past_the_rank():
+    x, expected = svd_workload.planted((400, 30), 3, chunks=((200, 200), (30,)), device="cpu")
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, 5, device="cpu"))
+    np.testing.assert_allclose(s, [*expected, 0, 0])
+    assert not u[:, 3:].any()
+    assert not v[3:].any()
+    zero = dask.compute(*svd_workload.svd_rows(da.zeros((9, 4), chunks=(3, 4)), 2, device="cpu"))
+    assert not any(part.any() for part in zero)
+
+
+# The solver, two views of its result, and the names under which the client asked for them.
+RESULTS = 1 + 2 * 2
+
+
+@pytest.mark.parametrize("n_chunks", [8, 20, 56, 100])
+@pytest.mark.parametrize("n_power_iter", [0, 1, 2])
+def test_svd_has_one_task_for_each_chunk_and_pass(n_chunks, n_power_iter):
+    x, _ = svd_workload.planted((9 * n_chunks, 30), 2, chunks=((9,) * n_chunks, (30,)))
+    u, s, v = svd_workload.svd_rows(x, 2, n_power_iter=n_power_iter)
+    passes = (1 + n_power_iter) * (n_chunks + tree(n_chunks, 8)) + RESULTS
+    if not n_power_iter:
+        # x is not persisted here; read once, it is made in the task that reads it.
+        assert count_tasks(s, v) == passes
+    else:
+        # Read again, it is a task of its own, as is the basis that the solver needs too.
+        assert count_tasks(s, v) == passes + n_chunks + 1
+    # u: its loadings, a task for each chunk, and the client's concatenation.
+    assert count_tasks(u, s, v) == passes + n_chunks + (n_power_iter > 0) + n_chunks + 2
+
+
+def test_svd_keeps_small_singular_values():
+    matrix = decaying(300, 40, 0.1, seed=1)
+    x = da.from_array(matrix, chunks=(100, 40))
+    _, s, _ = dask.compute(*svd_workload.svd_rows(x, 6, device="cpu"))
+    np.testing.assert_allclose(s, 0.1 ** np.arange(6), rtol=1e-4)
+    _, s, _ = dask.compute(*svd_workload.svd_rows(x, 8, n_power_iter=1, device="cpu"))
+    np.testing.assert_allclose(s, 0.1 ** np.arange(8), rtol=1e-8)
+
+
+def test_svd_reads_every_tile(monkeypatch):
+    monkeypatch.setitem(svd_workload.TILE_NBYTES, "cpu", 7 * 40 * 8)
+    matrix = decaying(300, 40, 0.3, seed=1)
+    x = da.from_array(matrix, chunks=(101, 40))
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, 5, device="cpu"))
+    np.testing.assert_allclose(s, 0.3 ** np.arange(5), rtol=1e-6)
+    assert np.linalg.norm(u * s @ v - matrix) < 1.01 * 0.3**5 / math.sqrt(1 - 0.09)
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "options", "match"),
+    [
+        (da.zeros((9, 4), chunks=(3, 4)), 5, {}, r"k=5 is out of range.*k is 1 to 4"),
+        (da.zeros((9, 4), chunks=(3, 4)), 0, {}, "k=0 is out of range"),
+        (da.zeros((9, 4), chunks=(3, 2)), 2, {}, r"x = x\.rechunk\(\{1: -1\}\)"),
+        (da.zeros(9, chunks=3), 1, {}, "wants a matrix"),
+        (da.zeros((9, 4), chunks=(3, 4), dtype=complex), 1, {}, "complex128"),
+        (da.zeros((9, 4), chunks=(3, 4)), 1, {"oversample": -1}, "negative"),
+        (da.zeros((9, 4), chunks=(3, 4)), 1, {"dtype": "float16"}, "float32 or float64"),
+    ],
+)
+def test_svd_errors_come_before_computing(x, k, options, match):
+    with pytest.raises(WorkloadError, match=match):
+        svd_workload.svd_rows(x, k, device="cpu", **options)
+
+
+def test_svd_wants_known_chunk_sizes():
+    x = da.ones((9, 4), chunks=(3, 4))
+    with pytest.raises(WorkloadError, match="compute_chunk_sizes"):
+        svd_workload.svd_rows(x[x[:, 0] > 0], 1, device="cpu")
+
+
+def test_planted_errors():
+    with pytest.raises(WorkloadError, match="1 to 4 non-zero"):
+        svd_workload.planted((9, 4), 5, chunks=((9,), (4,)))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 10, 40, 64])
+def test_planted_values_are_distinct_and_well_conditioned(rank):
+    _, s = svd_workload.planted((500 * rank, rank), rank, chunks=((500 * rank,), (rank,)))
+    assert (s[:-1] > 1.0001 * s[1:]).all()
+    assert s[-1] > s[0] / 50
+
+
+def test_svd_stock_agrees():
+    x, expected = svd_workload.planted((3000, 40), 4, chunks=((1500,) * 2, (20,) * 2), device="cpu")
+    _, s, _ = dask.compute(*svd_workload.stock(x, 4, device="cpu"))
+    np.testing.assert_allclose(s, expected, rtol=1e-3)
+    with pytest.raises(WorkloadError, match="k=41"):
+        svd_workload.stock(x, 41, device="cpu")
+
+
+# --- clients without GPU, without CuPy ------------------------------------------------------------
+
+BUILD_ALL = """
+from hpcdask.workloads import array, count_tasks, svd
+x = array.tuned((4,) * 100, 8, device="cuda")
+assert count_tasks(x) > 100
+m, s = svd.planted((10_000_000, 20_000), 10, chunks=((100_000,) * 100, (20_000,)), device="cuda")
+for q in 0, 1:
+    u, s, v = svd.svd_rows(m, 10, n_power_iter=q, device="cuda")
+    assert count_tasks(u, s, v) > 200
+    assert (u.shape, v.shape) == ((10_000_000, 10), (10, 20_000))
+"""
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_cuda_graphs_need_no_gpu_on_the_client():
+    run_python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n" + BUILD_ALL)
+
+
+def test_cuda_graphs_need_no_cupy_on_the_client():
+    code = """
+    import sys
+    class NoCuPy:
+        def find_spec(self, name, *_):
+            if name.split(".")[0] == "cupy":
+                raise ImportError("no cupy")
+    sys.meta_path.insert(0, NoCuPy())
+    """
+    imports = "\nassert not [m for m in sys.modules if m.startswith('hpcdask.bench')]"
+    run_python(textwrap.dedent(code) + BUILD_ALL + imports)
+
+
+def test_missing_cupy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(WorkloadError, match=r'pip install "hpcdask\[cuda13\]"'):
+        array_module("cuda")
+    with pytest.raises(WorkloadError, match="use the tuned form"):
+        client_cupy()
+    with pytest.raises(WorkloadError, match="hpcdask"):
+        array_workload.tuned((2,), 2, device="cuda").compute()
+
+
+# --- what a scheduler is sent ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as local,
+        Client(local) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("array", 100 + 2 + 1 + 1),
+        ("v", 20 + 3 + 1 + 1),
+        ("sv", 20 + 3 + 1 + 1 + 2 * 2),
+        ("usv", 20 + 3 + 1 + 1 + 2 * 2 + 1 + 20 + 1),
+        ("sv, power", 2 * (20 + 3 + 1) + 1 + 1 + 2 * 2),
+    ],
+)
+def test_the_count_is_what_the_scheduler_runs(cluster, what, expected):
+    from distributed import wait
+    from distributed.diagnostics.plugin import SchedulerPlugin
+
+    class Counter(SchedulerPlugin):
+        n = 0
+
+        def transition(self, key, start, finish, *args, **kwargs):
+            self.n += start == "processing" and finish == "memory"
+
+    if what == "array":
+        collections = [array_workload.tuned((2,) * 100, 10, device="cpu")]
+    else:
+        x, _ = svd_workload.planted((2000, 60), 10, chunks=((100,) * 20, (60,)), device="cpu")
+        x = x.persist(scheduler=cluster)
+        wait(x)
+        triplets = svd_workload.svd_rows(x, 10, device="cpu", n_power_iter=int("power" in what))
+        collections = [triplets["usv".index(name)] for name in what.split(",")[0]]
+    counter = Counter()
+    scheduler = cluster.cluster.scheduler
+    scheduler.add_plugin(counter, name="counter")
+    cluster.gather(cluster.compute(collections))
+    scheduler.remove_plugin("counter")
+    assert counter.n == count_tasks(*collections)
+    assert counter.n == expected
