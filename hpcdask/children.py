@@ -102,12 +102,20 @@ def await_start(sock: socket.socket) -> None:
         # The rank passes signals on. On a terminal the process stays in the foreground group,
         # where it may read and gets Ctrl-C itself.
         os.setpgid(0, 0)
+    order = hear_start(sock)
+    sock.close()
+    if order is None:
+        os._exit(0)
+    restore_environment()
+    configure_client(order)
+    _free_blas(order["threads"])
+
+
+def hear_start(sock: socket.socket) -> dict[str, Any] | None:
+    """Wait for the rank to say that the cluster is ready: None when it will never be."""
     with sock.makefile("r") as stream:
         line = stream.readline()
-    sock.close()
-    if not line:
-        os._exit(0)
-    configure_client(json.loads(line))
+    return dict(json.loads(line)) if line else None
 
 
 def configure_client(order: dict[str, Any]) -> None:
@@ -116,24 +124,24 @@ def configure_client(order: dict[str, Any]) -> None:
     Parameters
     ----------
     order
-        ``address``; ``file``, the scheduler file with the key folder; ``threads``, for BLAS,
-        which loaded with one thread in the rank.
+        ``address``, and ``file``, the scheduler file with the key folder.
     """
     import dask
     import dask.config
 
     from .schedulerfile import VARIABLE
 
-    restore_environment()
     loader = "hpcdask.schedulerfile.load_security"
     os.environ[VARIABLE] = order["file"]
     os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
     os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
     dask.config.set({"scheduler-address": order["address"],
                      "distributed.client.security-loader": loader})
+
+
+def _free_blas(threads: int) -> None:
+    """Give BLAS its threads back: NumPy loaded with one, in the rank, for the workers."""
     if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:
         import threadpoolctl
 
-        threadpoolctl.threadpool_limits(order["threads"], user_api="blas")
-
-
+        threadpoolctl.threadpool_limits(threads, user_api="blas")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import DeviceError, MissingExtra
-from .ranks import QUEUE_JOBS
+from .ranks import QUEUE_JOBS, launcher_pid
 
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
@@ -285,7 +285,7 @@ def launcher_cores() -> set[int]:
     slurmstepd is no measure: it is the system's, and may use every core.
     """
     cores = set(os.sched_getaffinity(0))
-    parent = os.getppid()
+    parent = launcher_pid()
     try:
         with open(f"/proc/{parent}/comm") as file:
             launcher = file.read().strip()

@@ -5,6 +5,8 @@ MPI itself is asked only by `hpcdask.rendezvous`, and only where this says too l
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import socket
@@ -22,6 +24,11 @@ QUEUE_JOBS = {
     "COBALT_JOBID": "#COBALT -q <a queue with GPUs>",
     "FLUX_JOB_ID": "flux run --gpus-per-task=1",
 }
+
+#: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
+#: own MPI found the rank, that rank.
+LAUNCHER_PID = "HPCDASK_LAUNCHER_PID"
+GIVEN = "HPCDASK_RANK"
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,10 @@ class Rank:
     def one_node(self) -> bool:
         """Whether all ranks of the launch are on this node."""
         return self.local_size == self.size
+
+    def to_text(self, launch_id: str) -> str:
+        """This rank for the environment of another process, under another launch id."""
+        return json.dumps(dataclasses.asdict(self) | {"launcher": "given", "launch_id": launch_id})
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
@@ -100,6 +111,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
         launch_id = "-".join(filter(None, (launcher, launch, job_id(environ))))
         return Rank(index, size, local_index, local_size, host, launcher, launch_id)
 
+    if GIVEN in environ:
+        return Rank(**json.loads(environ[GIVEN]))
     host = socket.gethostname()
     one = _parent_id()
     if "OMPI_COMM_WORLD_RANK" in environ:
@@ -153,9 +166,14 @@ def from_mpi(comm: object) -> Rank:
     return rank
 
 
+def launcher_pid() -> int:
+    """Process id of what started this rank on this node."""
+    return int(os.environ.get(LAUNCHER_PID) or os.getppid())
+
+
 def _parent_id() -> str:
     """Id of the launcher's process on this node: all its ranks are its children."""
-    parent = os.getppid()
+    parent = launcher_pid()
     try:
         with open(f"/proc/{parent}/stat", "rb") as file:
             started = file.read().rpartition(b")")[2].split()[19].decode()

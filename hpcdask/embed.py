@@ -1,0 +1,200 @@
+"""For programs that start on every rank themselves: `Runner` and `initialize`.
+
+Each rank's process starts (or becomes) a rank of the runner. Rank 0 goes on as the program; the
+others end when the cluster does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from distributed import Security, default_client
+from distributed.core import Status
+
+from . import ranks
+from .children import configure_client, hear_start
+from .errors import LaunchError, UsageError
+from .spec import RunSpec, to_argv
+
+#: Seconds that the ranks get to end after the program.
+CLOSE_DEADLINE_S = 10.0
+
+
+class Runner:
+    """A Dask cluster from the ranks that all run this program.
+
+    ::
+
+        with hpcdask.Runner() as runner, Client(runner) as client:
+            ...  # rank 0 only; the other ranks never come here
+
+    Parameters
+    ----------
+    **options
+        The fields of `hpcdask.spec.RunSpec`, which are the options of ``python -m hpcdask.run``.
+
+    Attributes
+    ----------
+    scheduler_address
+        Address of the scheduler, once entered.
+    security
+        Credentials for it.
+
+    Raises
+    ------
+    UsageError
+        An option is not understood.
+    SystemExit
+        In rank 0 when the cluster did not come up (the reason was printed); in the other
+        ranks when the cluster has ended.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
+        if unknown:
+            raise UsageError(f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
+                             f"python -m hpcdask.run, with _ in place of -")
+        self.spec = RunSpec(**options)
+        if self.spec.layout != "shared":
+            raise UsageError("--layout dedicated needs python -m hpcdask.run: a program that runs on "
+                             "every rank itself continues on rank 0")
+        self.status = Status.created
+        self.scheduler_address: str | None = None
+        self.security = Security()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+
+    def start(self) -> bool:
+        """Start this rank's part.
+
+        Returns
+        -------
+        bool
+            True in rank 0, with the cluster ready. False in other ranks, when it has ended.
+        """
+        rank = ranks.detect()
+        environment = {**os.environ, ranks.LAUNCHER_PID: str(os.getppid())}
+        if _mpi_is_running():
+            rank, environment = _meet_through_own_mpi(environment)
+        elif rank is None:
+            raise LaunchError("the launcher's environment does not tell this process's rank: import "
+                              "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run")
+        command = [sys.executable, "-m", "hpcdask.run", *to_argv(self.spec)]
+        if rank.index != 0:
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._code = self._process.wait()
+            return False
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, "--attached", str(theirs.fileno())], env=environment,
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        atexit.register(self._close_at_exit)
+        order = hear_start(self._line)
+        if order is None:
+            self._code = self._process.wait()
+            raise SystemExit(self._code or 1)
+        configure_client(order)
+        self.scheduler_address = order["address"]
+        from .schedulerfile import load_security
+
+        self.security = load_security({"address": order["address"]}) or Security()
+        self.status = Status.running
+        return True
+
+    def close(self) -> None:
+        """End the cluster, and wait until all its ranks are gone."""
+        if self._line is None or self._process is None:
+            return
+        self.status = Status.closed
+        self._line.close()
+        self._line = None
+        atexit.unregister(self._close_at_exit)
+        try:
+            self._process.wait(CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _close_at_exit(self) -> None:
+        """Close the program's client first, which would else try to connect again."""
+        with contextlib.suppress(ValueError):
+            default_client().close(timeout=2)
+        self.close()
+
+    def __enter__(self) -> Runner:
+        if not self.start():
+            sys.exit(self._code)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __await__(self) -> Any:
+        async def ready() -> Runner:
+            return self
+
+        return ready().__await__()
+
+
+def initialize(*, exit: bool = True, worker_options: dict[str, Any] | None = None,
+               **options: Any) -> bool:
+    """Turn the ranks into a Dask cluster, in the place of ``dask_mpi.initialize()``.
+
+    Rank 0 returns and is the client: ``Client()`` with no argument connects. It also carries the
+    scheduler and a worker, as processes of their own, so N ranks give N workers.
+
+    Parameters
+    ----------
+    exit
+        Whether the other ranks exit when the cluster ends. Otherwise they return False.
+    worker_options
+        As in dask-mpi: more options of the workers, such as ``{"resources": {"GPU": 1}}``.
+    **options
+        The fields of `hpcdask.spec.RunSpec`.
+
+    Returns
+    -------
+    bool
+        Whether this rank goes on as the client.
+    """
+    for name, instead in _DASK_MPI_ONLY.items():
+        if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
+            raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
+    runner = Runner(**options, **(worker_options or {}))
+    if runner.start():
+        return True
+    if exit:
+        sys.exit(runner._code)
+    return False
+
+
+_DASK_MPI_ONLY = {
+    "nanny": "workers always have a nanny",
+    "dashboard": "the dashboard costs nothing until somebody looks at it",
+    "worker_class": "device chooses between GPU and CPU workers",
+    "comm": "it uses the launcher's ranks",
+}
+
+
+def _mpi_is_running() -> bool:
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return bool(MPI.Is_initialized() and not MPI.Is_finalized())
+
+
+def _meet_through_own_mpi(environment: dict[str, str]) -> tuple[ranks.Rank, dict[str, str]]:
+    """Have MPI, which only this process may use, agree on an id; the ranks then meet through a file."""
+    from mpi4py import MPI
+
+    rank = ranks.from_mpi(MPI.COMM_WORLD)
+    launch_id = MPI.COMM_WORLD.bcast(os.urandom(12).hex() if rank.index == 0 else None, root=0)
+    return rank, {**environment, ranks.GIVEN: rank.to_text(launch_id)}

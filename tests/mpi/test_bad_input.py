@@ -1,0 +1,482 @@
+"""What bad input gets: one clear line, exit code 2, and nothing is started or left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import Launcher, Result, clean_environment, leftovers, openmpi_launcher, wait_for
+
+pytestmark = pytest.mark.mpi
+
+FAKES = Path(__file__).parents[1] / "fakes"
+RUN = ("python", "-m", "hpcdask.run")
+CPU = (*RUN, "--device", "cpu")
+PROGRAM = """
+import os, sys
+from distributed import Client
+print("started", flush=True)
+with Client() as client:
+    print(len(client.scheduler_info(n_workers=-1)["workers"]), client.submit(sum, [1, 2]).result())
+"""
+
+
+@pytest.fixture
+def private() -> Iterator[Path]:
+    """The home and temporary folder of a run, with a short path; nothing may remain in it."""
+    folder = Path(tempfile.mkdtemp(prefix="hd-", dir="/tmp"))
+    (folder / "home").mkdir()
+    (folder / "tmp").mkdir()
+    try:
+        yield folder
+        wait_for(lambda: not remains(folder), 5, "the run's folders to be removed")
+    except AssertionError:
+        pytest.fail(f"left behind: {remains(folder)}")
+    finally:
+        shutil.rmtree(folder)
+
+
+def remains(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if "hpcdask" in path.name] + [
+        str(path) for path in (folder / "tmp").iterdir()
+    ]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH: what HIDDEN lists cannot be imported."""
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "for name in os.environ.get('HIDDEN', '').split(','):\n"
+        "    sys.modules[name] = None\n"
+    )
+    return folder
+
+
+def with_folders(launcher: Launcher, private: Path) -> Launcher:
+    launcher.env = {
+        **launcher.env,
+        "HOME": str(private / "home"),
+        "TMPDIR": str(private / "tmp"),
+        "PYTHON": sys.executable,
+    }
+    return launcher
+
+
+@pytest.fixture
+def mpirun(openmpi: Launcher, private: Path) -> Launcher:
+    """Open MPI's launcher, whose ranks have folders of their own."""
+    return with_folders(openmpi, private)
+
+
+@pytest.fixture
+def mpis(mpi: Launcher, private: Path) -> Launcher:
+    """Each MPI's launcher in turn, likewise."""
+    return with_folders(mpi, private)
+
+
+@pytest.fixture
+def alone(private: Path) -> Iterator[Launcher]:
+    """No launcher: the program itself, started by hand."""
+    drop_count = ["sh", "-c", 'shift 2; exec "$@"', "sh"]
+    launcher = with_folders(Launcher("no launcher", drop_count, clean_environment()), private)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def errors(result: Result) -> list[str]:
+    return [line for line in result.err.splitlines() if line.startswith("hpcdask: error: ")]
+
+
+def assert_refused(result: Result, *words: str, within: float = 10) -> None:
+    """One line with all these words, exit code 2, no traceback, no output of the program."""
+    shown = f"{result.code} after {result.seconds:.1f} s\n{result.err}\n{result.out}"
+    assert result.code == 2, shown
+    assert len(errors(result)) == 1, shown
+    missing = [word for word in words if word not in errors(result)[0]]
+    assert not missing, f"{missing} not in: {errors(result)[0]}"
+    assert "Traceback" not in result.err, shown
+    assert not result.out, shown
+    assert result.seconds < within, shown
+
+
+def assert_works(result: Result, workers: int) -> None:
+    assert result.code == 0, result.err
+    assert result.out.split() == ["started", str(workers), "3"]
+    assert not errors(result)
+    assert "Traceback" not in result.err
+
+
+def gpus(count: int) -> dict[str, str]:
+    return {"FAKE_NVML": json.dumps([{"uuid": f"GPU-{i:08x}"} for i in range(count)])}
+
+
+def pythonpath(*folders: Path) -> dict[str, str]:
+    before = [str(folder) for folder in folders]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*before, os.environ.get("PYTHONPATH")]))}
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def test_script_that_does_not_exist(mpis, tmp_path):
+    result = mpis.run(2, *CPU, "nowhere.py", cwd=tmp_path)
+    assert_refused(result, "script nowhere.py does not exist", str(tmp_path), "shared file system")
+
+
+def test_script_that_does_not_exist_on_a_cluster_that_never_starts(alone, tmp_path):
+    result = alone.run(1, *CPU, "nowhere.py", cwd=tmp_path)
+    assert_refused(result, "script nowhere.py does not exist", str(tmp_path))
+
+
+def test_module_that_does_not_exist(mpirun):
+    result = mpirun.run(2, *CPU, "-m", "no_such.module")
+    assert_refused(result, "no module no_such.module", "install")
+
+
+def test_package_without_main(alone):
+    assert_refused(alone.run(1, *CPU, "-m", "hpcdask.workloads"), "no module hpcdask.workloads")
+
+
+def test_folder_without_main(alone, tmp_path):
+    assert_refused(alone.run(1, *CPU, tmp_path), str(tmp_path), "__main__.py")
+
+
+# --- options --------------------------------------------------------------------------------------
+
+BAD_VALUES = [
+    (["--memory-limit", "64 bananas"], ["--memory-limit", "'64 bananas'", "64GiB", "8e9", "auto"]),
+    (["--memory-limit", "-1GiB"], ["--memory-limit", "'-1GiB'", "64GiB"]),
+    (["--rmm-pool-size", "most"], ["--rmm-pool-size", "'most'", "64GiB", "0.8", "80%"]),
+    (["--device-memory-limit", "150%"], ["--device-memory-limit", "'150%'", "80%"]),
+    (["--timeout", "soon"], ["--timeout", "'soon'", "90s", "1h30m", "00:30:00"]),
+    (["--timeout", "-5s"], ["--timeout", "'-5s'", "90s"]),
+    (["--lifetime", "1 fortnight"], ["--lifetime", "'1 fortnight'", "2 hours"]),
+    (["--resources", "GPU"], ["--resources", "'GPU'", "GPU=2 MEM=10e9"]),
+    (["--resources", "GPU=many"], ["--resources", "'GPU=many'", "GPU=2"]),
+    (["--nthreads", "0"], ["--nthreads", "'0'", "at least 1"]),
+    (["--nthreads", "2.5"], ["--nthreads", "'2.5'", "whole number"]),
+    (["--workers-min", "all"], ["--workers-min", "'all'", "at least 1"]),
+    (["--device", "gpu"], ["--device", "'gpu'", "auto", "cuda", "cpu"]),
+    (["--protocol", "infiniband"], ["--protocol", "'infiniband'", "auto", "tcp", "ucx"]),
+    (["--layout", "spread"], ["--layout", "'spread'", "shared", "dedicated"]),
+    (["--memory-limt", "1GiB"], ["--memory-limt", "--memory-limit", "--help"]),
+    (["--dashboard-address", "here"], ["--dashboard-address", "'here'", ":8787", "any free port"]),
+    (["--dashboard-address", ":70000"], ["--dashboard-address", "':70000'", ":8787"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_VALUES, ids=lambda part: " ".join(part[:2]))
+def test_bad_value(alone, script, options, words):
+    assert_refused(alone.run(1, *CPU, *options, script), *words)
+
+
+def test_bad_value_is_said_once(mpis, script):
+    result = mpis.run(3, *CPU, "--memory-limit", "lots", script)
+    assert_refused(result, "--memory-limit", "'lots'", "64GiB")
+
+
+@pytest.mark.parametrize("options", [["-m"], ["--interface"]], ids=" ".join)
+def test_option_without_its_value(alone, options):
+    assert_refused(alone.run(1, *CPU, *options), options[0])
+
+
+def test_dedicated_layout_with_too_few_ranks(mpirun, script):
+    result = mpirun.run(2, *CPU, "--layout", "dedicated", script)
+    assert_refused(result, "--layout dedicated", "at least 3 ranks", "2", "--layout shared")
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_local_directory_that_cannot_be_written(alone, script):
+    result = alone.run(1, *CPU, "--local-directory", "/proc/nowhere", script)
+    assert_refused(result, "--local-directory", "/proc/nowhere", "can write")
+
+
+def test_local_directory_that_one_rank_cannot_write(mpirun, script):
+    apart = ("-n", "1", *CPU, "--local-directory", "/proc/nowhere", script)
+    result = mpirun.run(1, *CPU, script, ":", *apart)
+    assert_refused(result, "--local-directory", "/proc/nowhere", "rank 1", socket.gethostname())
+
+
+def test_local_directory_with_a_long_path(mpirun, script, tmp_path):
+    """A socket's path may have 107 characters; a site's scratch folder has as many as it likes."""
+    folder = tmp_path / ("long-" * 24)
+    result = mpirun.run(2, *CPU, "--local-directory", folder, script)
+    assert_works(result, 2)
+    assert not list(folder.iterdir())
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_package(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH in which cuda.core seems to be installed."""
+    folder = tmp_path / "installed"
+    (folder / "cuda" / "core").mkdir(parents=True)
+    (folder / "cuda" / "core" / "__init__.py").touch()
+    return folder
+
+
+def test_more_ranks_than_devices(mpirun, script, cuda_package):
+    env = {**pythonpath(FAKES, cuda_package), **gpus(2)}
+    result = mpirun.run(3, *RUN, script, env=env)
+    assert_refused(
+        result, socket.gethostname(), "3 ranks", "only 2 distinct GPUs", "--oversubscribe"
+    )
+
+
+def test_more_ranks_than_visible_devices(mpirun, script, cuda_package):
+    env = {**pythonpath(FAKES, cuda_package), **gpus(4), "CUDA_VISIBLE_DEVICES": "3"}
+    result = mpirun.run(2, *RUN, script, env=env)
+    assert_refused(result, socket.gethostname(), "2 ranks", "only 1 distinct GPU:")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_no_gpu_inside_a_job(mpirun, script, device):
+    env = {"SLURM_JOB_ID": "4711", "CUDA_VISIBLE_DEVICES": ""}
+    result = mpirun.run(2, *RUN, "--device", device, script, env=env)
+    assert_refused(
+        result,
+        socket.gethostname(),
+        "4711",
+        "#SBATCH --gpus-per-node=1",
+        "--gpus-per-task=1",
+        "--device cpu",
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "request_gpu"), [("PBS_JOBID", "ngpus=1"), ("LSB_JOBID", "#BSUB -gpu")]
+)
+def test_no_gpu_inside_another_system_s_job(alone, script, variable, request_gpu):
+    env = {variable: "4711", "CUDA_VISIBLE_DEVICES": ""}
+    assert_refused(alone.run(1, *RUN, script, env=env), "4711", request_gpu, "--device cpu")
+
+
+def test_no_gpu_where_one_is_asked_for(alone, script):
+    result = alone.run(1, *RUN, "--device", "cuda", script, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert_refused(result, socket.gethostname(), "nvidia-smi", "--device cpu")
+
+
+def test_no_gpu_on_a_workstation_is_said_in_one_line(mpirun, script):
+    result = mpirun.run(2, *RUN, script, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert_works(result, 2)
+    assert result.err.count("no GPU here") == 1
+
+
+# --- network --------------------------------------------------------------------------------------
+
+
+def test_unknown_interface(mpis, script):
+    result = mpis.run(2, *CPU, "--interface", "ib7", script)
+    assert_refused(result, "--interface", "no interface ib7", socket.gethostname(), "lo")
+
+
+def test_interface_that_only_one_rank_lacks(mpirun, script):
+    apart = ("-n", "1", *CPU, "--interface", "ib7", script)
+    result = mpirun.run(1, *CPU, "--interface", "lo", script, ":", *apart)
+    assert_refused(result, "rank 1", "no interface ib7", socket.gethostname(), "lo")
+
+
+@pytest.mark.parametrize("form", [":{}", "{}", "127.0.0.1:{}"])
+def test_dashboard_port_in_use(alone, script, form):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = alone.run(1, *CPU, "--dashboard-address", form.format(port), script)
+    assert_refused(result, "--dashboard-address", f"port {port}", socket.gethostname(), "in use")
+
+
+def test_dashboard_port_in_use_under_mpirun(mpis, script):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = mpis.run(2, *CPU, "--dashboard-address", f":{port}", script)
+    assert_refused(result, "--dashboard-address", f"port {port}", "in use")
+
+
+def test_dashboard_on_an_address_of_another_machine(alone, script):
+    result = alone.run(1, *CPU, "--dashboard-address", "203.0.113.7:8787", script)
+    assert_refused(result, "--dashboard-address", "203.0.113.7")
+
+
+def test_default_dashboard_port_in_use_takes_another(mpirun, script):
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("", 8787))
+            taken.listen()
+        except OSError:
+            pass  # then somebody else's dashboard has it
+        result = mpirun.run(2, *CPU, script)
+    assert_works(result, 2)
+    assert "dashboard http://" in result.err
+    assert ":8787/" not in result.err
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def test_mpi_that_is_not_the_launcher_s(mpich, private, script):
+    """Two hosts (in name), hydra's variables, and Open MPI's library, which knows none of them."""
+    mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "1"]
+    foreign = openmpi_launcher().env
+    env = {name: foreign[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
+    result = with_folders(mpich, private).run(2, *CPU, script, env=env)
+    assert_refused(result, "2 ranks", "rank 0 of 1", "mpirun of the same MPI")
+
+
+def test_mpi_that_is_not_the_launcher_s_does_not_matter_on_one_node(mpich, private, script):
+    foreign = openmpi_launcher().env
+    env = {name: foreign[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
+    assert_works(with_folders(mpich, private).run(2, *CPU, script, env=env), 2)
+
+
+def test_mpi_library_that_cannot_be_loaded(alone, script):
+    env = {"JSM_NAMESPACE_RANK": "0", "MPI4PY_LIBMPI": "/no/such/libmpi.so"}
+    env["MPI4PY_MPIABI"] = "openmpi"
+    result = alone.run(1, *CPU, script, env=env)
+    assert_refused(result, "cannot load an MPI library", "LD_LIBRARY_PATH")
+
+
+def late(index: int) -> list[str]:
+    """A wrapper in which one rank never gets to its program."""
+    condition = f'if [ "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" = {index} ]; then exec sleep 600; fi'
+    return ["sh", "-c", f'{condition}; exec "$@"', "sh"]
+
+
+def test_rank_that_never_arrives(mpis, script):
+    result = mpis.run(3, *late(1), *CPU, "--timeout", "3s", script)
+    assert_refused(result, "rank 1 of 3", "within 3 s", socket.gethostname(), "--timeout")
+
+
+def test_rank_0_that_never_arrives(mpirun, script):
+    result = mpirun.run(2, *late(0), *CPU, "--timeout", "3s", script)
+    assert_refused(result, "rank 1 of 2", "rank 0", "within 3 s", "--timeout")
+
+
+# --- scheduler files ------------------------------------------------------------------------------
+
+
+def content(address: str) -> str:
+    return json.dumps({"type": "Scheduler", "address": address, "workers": {}, "services": {}})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_scheduler_file_that_is_something_else(mpirun, script, tmp_path):
+    precious = tmp_path / "results.json"
+    precious.write_text("[1, 2, 3]")
+    result = mpirun.run(2, *CPU, "--scheduler-file", precious, script)
+    assert_refused(result, str(precious), "not a scheduler file")
+    assert precious.read_text() == "[1, 2, 3]"
+
+
+def test_scheduler_file_of_a_living_cluster(mpirun, script, tmp_path):
+    file = tmp_path / "cluster.json"
+    keys = tmp_path / "cluster.json.keys"
+    keys.mkdir(mode=0o700)
+    (keys / "ca.pem").touch()
+    with socket.create_server(("127.0.0.1", 0)) as scheduler:
+        address = f"tls://127.0.0.1:{scheduler.getsockname()[1]}"
+        file.write_text(content(address))
+        result = mpirun.run(2, *CPU, "--scheduler-file", file, script)
+    assert_refused(result, str(file), address, "still answers")
+    assert file.read_text() == content(address)
+    assert (keys / "ca.pem").exists()
+
+
+def test_scheduler_file_in_a_folder_that_does_not_exist(mpirun, script, tmp_path):
+    file = tmp_path / "nowhere" / "cluster.json"
+    result = mpirun.run(2, *CPU, "--scheduler-file", file, script)
+    assert_refused(result, "--scheduler-file", str(file.parent), "does not exist or cannot be written")
+
+
+def test_scheduler_file_that_is_a_folder(alone, script, tmp_path):
+    assert_refused(alone.run(1, *CPU, "--scheduler-file", tmp_path, script), str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_scheduler_file_in_a_closed_folder(alone, script, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    result = alone.run(1, *CPU, "--scheduler-file", closed / "cluster.json", script)
+    assert_refused(result, str(closed), "cannot be written")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file to another user")
+def test_scheduler_file_of_another_user(alone, script, tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text(content(f"tcp://127.0.0.1:{free_port()}"))
+    os.chown(file, 65534, 65534)
+    result = alone.run(1, *CPU, "--scheduler-file", file, script)
+    assert_refused(result, str(file), "another user", "65534")
+    assert file.exists()
+
+
+def test_scheduler_file_of_a_dead_cluster_is_replaced(mpirun, script, tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text(content(f"tls://127.0.0.1:{free_port()}"))
+    keys = tmp_path / "cluster.json.keys"
+    keys.mkdir(mode=0o700)
+    (keys / "ca.pem").write_text("of the dead cluster")
+    assert_works(mpirun.run(2, *CPU, "--scheduler-file", file, script), 2)
+    wait_for(lambda: not file.exists() and not keys.exists(), 3, "the file and keys to be removed")
+
+
+# --- missing extras -------------------------------------------------------------------------------
+
+
+def test_ucx_without_its_package(mpirun, script, hidden):
+    env = {**pythonpath(hidden), "HIDDEN": "distributed_ucxx"}
+    result = mpirun.run(2, *CPU, "--protocol", "ucx", script, env=env)
+    assert_refused(result, "--protocol ucx", "distributed_ucxx", 'pip install "hpcdask[cuda1')
+
+
+def test_gpu_without_cuda_packages(mpirun, script, hidden):
+    env = {**pythonpath(hidden, FAKES), **gpus(2), "HIDDEN": "cuda"}
+    result = mpirun.run(2, *RUN, script, env=env)
+    assert_refused(result, "cuda.core", "GPU", 'pip install "hpcdask[cuda1')
+
+
+def test_launcher_that_needs_mpi4py_without_it(alone, script, hidden):
+    env = {**pythonpath(hidden), "HIDDEN": "mpi4py", "JSM_NAMESPACE_RANK": "0"}
+    assert_refused(alone.run(1, *CPU, script, env=env), "mpi4py", 'pip install "hpcdask[mpi]"')
+
+
+# --- nothing is left, also while it still waits ---------------------------------------------------
+
+
+def test_refusal_while_a_rank_still_starts(mpirun, script, tmp_path):
+    """Rank 0 finds bad input at once; a rank that is slow to start must not wait for --timeout."""
+    slow = 'if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then sleep 2; fi; exec "$@"'
+    started = time.monotonic()
+    result = mpirun.run(2, "sh", "-c", slow, "sh", *CPU, "nowhere.py", cwd=tmp_path)
+    assert_refused(result, "nowhere.py")
+    assert time.monotonic() - started < 10
+    assert not [p for p in leftovers(mpirun.marker) if p.name() == "sleep"]
