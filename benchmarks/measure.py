@@ -79,8 +79,11 @@ def main() -> None:
             record = bench.run_array(cluster, nbytes, form=options.form, repeats=options.repeats)
         else:
             record = bench.run_svd(cluster, nbytes, 10, form=options.form, repeats=options.repeats)
-        result |= {"seconds": record["seconds"], "record": record,
-                   "correct": all(check["ok"] for check in record["checks"])}
+        result |= {
+            "seconds": record["seconds"],
+            "record": record,
+            "correct": all(check["ok"] for check in record["checks"]),
+        }
     print(json.dumps(result), flush=True)
     client.close()
 

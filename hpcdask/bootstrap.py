@@ -82,6 +82,13 @@ def restore_environment() -> None:
             os.environ.pop(name, None)
 
 
+def mark(event: str) -> None:
+    """With HPCDASK_TRACE set, print when this happened, in seconds since launch."""
+    if os.environ.get("HPCDASK_TRACE"):
+        seconds = time.time() - float(os.environ.get(STARTED, "nan"))
+        print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
+
+
 def detach_standard_streams(*, output: bool) -> None:
     """Point stdin, and with `output` stdout and stderr too, at /dev/null.
 

@@ -29,10 +29,13 @@ class Child:
         Process id.
     sock
         The rank's end.
+    ended
+        Whether it was seen to end.
     """
 
     pid: int
     sock: socket.socket
+    ended: bool = False
 
     async def channel(self) -> Channel:
         """The socket as a channel. Call it once."""
@@ -42,11 +45,14 @@ class Child:
     async def wait(self) -> int:
         """Wait for its end, in a thread, and return the exit code: 128 + n after signal n."""
         _, status = await asyncio.to_thread(os.waitpid, self.pid, 0)
+        self.ended = True
         code = os.waitstatus_to_exitcode(status)
         return code if code >= 0 else 128 - code
 
     def send_signal(self, number: int) -> None:
         """Send a signal; to a process that is gone, do nothing."""
+        if self.ended:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -135,8 +141,9 @@ def configure_client(order: dict[str, Any]) -> None:
     os.environ[VARIABLE] = order["file"]
     os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
     os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
-    dask.config.set({"scheduler-address": order["address"],
-                     "distributed.client.security-loader": loader})
+    dask.config.set(
+        {"scheduler-address": order["address"], "distributed.client.security-loader": loader}
+    )
 
 
 def _free_blas(threads: int) -> None:

@@ -1,8 +1,8 @@
 """The line between rank 0 and every other rank, open for the whole run.
 
 Each rank dials rank 0 once and keeps the connection. What it sees and who it is goes up, what it
-shall do comes down, and its end tells at once that a rank is gone, however it died. Messages are lines of JSON,
-never pickles; with TLS both sides prove that they hold the cluster's keys.
+shall do comes down, and its end tells at once that a rank is gone, however it died. Messages are
+lines of JSON, never pickles; with TLS both sides prove that they hold the cluster's keys.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Hub:
         Called with the rank's first message and its channel.
     """
 
-    def __init__(self, nonce: str,
-                 arrived: Callable[[Message, Channel], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, nonce: str, arrived: Callable[[Message, Channel], Coroutine[Any, Any, None]]
+    ) -> None:
         self._nonce = nonce
         self._arrived = arrived
         self._server: asyncio.Server | None = None
@@ -78,7 +79,8 @@ class Hub:
     async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
         """Listen on a free port of `host` and return its number."""
         self._server = await asyncio.start_server(
-            self._accept, host, 0, ssl=context, limit=LINE_LIMIT, backlog=1024)
+            self._accept, host, 0, ssl=context, limit=LINE_LIMIT, backlog=1024
+        )
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,8 +104,7 @@ class Hub:
 
 async def dial(host: str, port: int, context: ssl.SSLContext | None) -> Channel:
     """Connect to rank 0. Raises OSError (ssl.SSLError included) when that fails."""
-    reader, writer = await asyncio.open_connection(
-        host, port, ssl=context, limit=LINE_LIMIT)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=LINE_LIMIT)
     _notice_dead_peers(writer)
     return Channel(reader, writer)
 

@@ -97,8 +97,11 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
         import pynvml
     except ImportError:
         if has_nvidia_driver():
-            raise MissingExtra("nvidia-ml-py", CUDA_EXTRA, "this machine has NVIDIA GPUs, and using "
-                               "them (--device cpu does without)") from None
+            raise MissingExtra(
+                "nvidia-ml-py",
+                CUDA_EXTRA,
+                "this machine has NVIDIA GPUs, and using them (--device cpu does without)",
+            ) from None
         return []
     with _nvml(pynvml) as there:
         if not there:
@@ -119,7 +122,7 @@ def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
         if re.fullmatch(r"\d+", entry):
             found = full[int(entry)] if int(entry) < len(full) else []
         elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
-            found = full[int(match[1])][int(match[2]):][:1] if int(match[1]) < len(full) else []
+            found = full[int(match[1])][int(match[2]) :][:1] if int(match[1]) < len(full) else []
         else:
             found = [gpu for gpus in full for gpu in gpus if gpu.uuid.startswith(entry)]
         if not found:
@@ -145,8 +148,12 @@ def _slices(pynvml: Any, handle: Any) -> Iterator[Gpu]:
             part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except pynvml.NVMLError:
             continue
-        yield Gpu(_text(pynvml.nvmlDeviceGetUUID(part)), _text(pynvml.nvmlDeviceGetName(part)),
-                  int(pynvml.nvmlDeviceGetMemoryInfo(part).total), cores)
+        yield Gpu(
+            _text(pynvml.nvmlDeviceGetUUID(part)),
+            _text(pynvml.nvmlDeviceGetName(part)),
+            int(pynvml.nvmlDeviceGetMemoryInfo(part).total),
+            cores,
+        )
 
 
 def _near_cores(pynvml: Any, handle: Any) -> tuple[int, ...]:
@@ -155,8 +162,12 @@ def _near_cores(pynvml: Any, handle: Any) -> tuple[int, ...]:
         masks = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
     except pynvml.NVMLError:
         return ()
-    return tuple(64 * word + bit for word, mask in enumerate(masks) for bit in range(64)
-                 if int(mask) >> bit & 1)
+    return tuple(
+        64 * word + bit
+        for word, mask in enumerate(masks)
+        for bit in range(64)
+        if int(mask) >> bit & 1
+    )
 
 
 @contextlib.contextmanager
@@ -165,8 +176,10 @@ def _nvml(pynvml: Any) -> Iterator[bool]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         if has_nvidia_driver():
-            raise DeviceError(f"this machine has NVIDIA device files, but NVML does not start: {error}. "
-                              f"Check that nvidia-smi works here, or use --device cpu") from None
+            raise DeviceError(
+                f"this machine has NVIDIA device files, but NVML does not start: {error}. "
+                f"Check that nvidia-smi works here, or use --device cpu"
+            ) from None
         yield False
         return
     try:
@@ -179,8 +192,14 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def assign(views: Sequence[View], *, device: str, oversubscribe: bool, job: str | None,
-           every_gpu: bool = False) -> dict[int, list[Gpu | None]]:
+def assign(
+    views: Sequence[View],
+    *,
+    device: str,
+    oversubscribe: bool,
+    job: str | None,
+    every_gpu: bool = False,
+) -> dict[int, list[Gpu | None]]:
     """Give each rank its device.
 
     Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
@@ -214,10 +233,14 @@ def assign(views: Sequence[View], *, device: str, oversubscribe: bool, job: str 
         return {view.rank: [None] for view in views}
     if blind:
         where = ", ".join(sorted({view.host for view in blind}))
-        some = "none of the ranks sees" if len(blind) == len(views) else (
-            f"rank {blind[0].rank} does not see")
-        raise DeviceError(f"{some} a GPU on {where}. {_how_to_request(job)}"
-                          f"To compute on the CPU: --device cpu")
+        some = (
+            "none of the ranks sees"
+            if len(blind) == len(views)
+            else (f"rank {blind[0].rank} does not see")
+        )
+        raise DeviceError(
+            f"{some} a GPU on {where}. {_how_to_request(job)}To compute on the CPU: --device cpu"
+        )
     taken: dict[int, list[Gpu | None]] = {}
     for host in dict.fromkeys(view.host for view in views):
         ranks = sorted((view for view in views if view.host == host), key=lambda v: v.local_index)
@@ -229,7 +252,8 @@ def assign(views: Sequence[View], *, device: str, oversubscribe: bool, job: str 
             raise DeviceError(
                 f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
                 f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
-                f"workers share a GPU with --oversubscribe")
+                f"workers share a GPU with --oversubscribe"
+            )
         for view, gpu in zip(ranks, _match(ranks), strict=True):
             taken[view.rank] = [gpu]
     return taken
@@ -241,8 +265,10 @@ def _match(ranks: Sequence[View]) -> list[Gpu]:
     A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
     the GPU of its own number, so that rank i gets GPU i where all are visible.
     """
-    wishes = [[view.gpus[(view.local_index + step) % len(view.gpus)] for step in
-               range(len(view.gpus))] for view in ranks]
+    wishes = [
+        [view.gpus[(view.local_index + step) % len(view.gpus)] for step in range(len(view.gpus))]
+        for view in ranks
+    ]
     owner: dict[str, int] = {}
 
     def place(rank: int, tried: set[str]) -> bool:
@@ -323,9 +349,11 @@ def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int
             else:
                 continue
             while True:
-                with contextlib.suppress(OSError, ValueError):
-                    with open(f"{base}{path.rstrip('/')}/{name}") as file:
-                        limits.append(int(file.read()))
+                with (
+                    contextlib.suppress(OSError, ValueError),
+                    open(f"{base}{path.rstrip('/')}/{name}") as file,
+                ):
+                    limits.append(int(file.read()))
                 if path in ("", "/"):
                     break
                 path = os.path.dirname(path)

@@ -58,12 +58,16 @@ class Runner:
     def __init__(self, **options: Any) -> None:
         unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
         if unknown:
-            raise UsageError(f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
-                             f"python -m hpcdask.run, with _ in place of -")
+            raise UsageError(
+                f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
+                f"python -m hpcdask.run, with _ in place of -"
+            )
         self.spec = RunSpec(**options)
         if self.spec.layout != "shared":
-            raise UsageError("--layout dedicated needs python -m hpcdask.run: a program that runs on "
-                             "every rank itself continues on rank 0")
+            raise UsageError(
+                "--layout dedicated needs python -m hpcdask.run: a program that runs on "
+                "every rank itself continues on rank 0"
+            )
         self.status = Status.created
         self.scheduler_address: str | None = None
         self.security = Security()
@@ -83,8 +87,10 @@ class Runner:
         if _mpi_is_running():
             rank, environment = _meet_through_own_mpi(environment)
         elif rank is None:
-            raise LaunchError("the launcher's environment does not tell this process's rank: import "
-                              "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run")
+            raise LaunchError(
+                "the launcher's environment does not tell this process's rank: import "
+                "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run"
+            )
         command = [sys.executable, "-m", "hpcdask.run", *to_argv(self.spec)]
         if rank.index != 0:
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
@@ -93,8 +99,11 @@ class Runner:
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*command, "--attached", str(theirs.fileno())], env=environment,
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                [*command, "--attached", str(theirs.fileno())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
         atexit.register(self._close_at_exit)
         order = hear_start(self._line)
         if order is None:
@@ -143,8 +152,9 @@ class Runner:
         return ready().__await__()
 
 
-def initialize(*, exit: bool = True, worker_options: dict[str, Any] | None = None,
-               **options: Any) -> bool:
+def initialize(
+    *, exit: bool = True, worker_options: dict[str, Any] | None = None, **options: Any
+) -> bool:
     """Turn the ranks into a Dask cluster, in the place of ``dask_mpi.initialize()``.
 
     Rank 0 returns and is the client: ``Client()`` with no argument connects. It also carries the
@@ -192,7 +202,7 @@ def _mpi_is_running() -> bool:
 
 
 def _meet_through_own_mpi(environment: dict[str, str]) -> tuple[ranks.Rank, dict[str, str]]:
-    """Have MPI, which only this process may use, agree on an id; the ranks then meet through a file."""
+    """Have MPI, which only this process may use, agree on an id; then a file does the rest."""
     from mpi4py import MPI
 
     rank = ranks.from_mpi(MPI.COMM_WORLD)

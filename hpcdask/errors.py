@@ -54,8 +54,9 @@ class MissingExtra(UsageError):
     """
 
     def __init__(self, package: str, extra: str, why: str) -> None:
-        super().__init__(f"{why} needs {package}, which is not installed: "
-                         f'pip install "hpcdask[{extra}]"')
+        super().__init__(
+            f'{why} needs {package}, which is not installed: pip install "hpcdask[{extra}]"'
+        )
 
 
 class ClusterError(HpcdaskError):

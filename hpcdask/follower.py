@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from typing import Any
 
@@ -47,12 +46,14 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
             case "signal":
                 member.pass_on(order["number"])
             case "end":
+                member.end_program()
                 await member.close_workers()
                 return int(order["code"])
     if member.rank.index == 1:
-        complain(f"rank 0 on {note['host']} is gone: its host failed or it was killed. The run ends")
-    if member.program is not None:
-        member.program.send_signal(signal.SIGKILL)
+        complain(
+            f"rank 0 on {note['host']} is gone: its host failed or it was killed. The run ends"
+        )
+    member.end_program()
     return 1
 
 
@@ -85,11 +86,15 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
     me = f"rank {member.rank.index} of {member.rank.size} on {member.rank.host}"
     limit = f"within {member.spec.timeout:g} s"
     if heard is None:
-        raise LaunchError(f"{me} heard nothing of rank 0 {limit}. See that rank 0 starts, or allow more "
-                          f"with --timeout")
-    raise LaunchError(f"{me} got no answer from rank 0 at {heard['address']}:{heard['port']} on "
-                      f"{heard['host']} {limit}: the note is stale, or the network between the nodes is "
-                      f"closed. --interface chooses another network")
+        raise LaunchError(
+            f"{me} heard nothing of rank 0 {limit}. See that rank 0 starts, or allow more "
+            f"with --timeout"
+        )
+    raise LaunchError(
+        f"{me} got no answer from rank 0 at {heard['address']}:{heard['port']} on "
+        f"{heard['host']} {limit}: the note is stale, or the network between the nodes is "
+        f"closed. --interface chooses another network"
+    )
 
 
 async def _dial(note: Note) -> Channel:

@@ -63,8 +63,9 @@ class Member:
         The process that waits to become the program, in the rank that has it.
     """
 
-    def __init__(self, spec: RunSpec, rank: Rank, janitor: Janitor, scratch: str,
-                 program: Child | None) -> None:
+    def __init__(
+        self, spec: RunSpec, rank: Rank, janitor: Janitor, scratch: str, program: Child | None
+    ) -> None:
         self.spec = spec
         self.rank = rank
         self.janitor = janitor
@@ -92,11 +93,18 @@ class Member:
                 import psutil
 
                 raise UsageError(
-                    f"--interface: {self.rank.host} has no interface {self.spec.interface} with an IPv4 "
-                    f"address. It has: {', '.join(sorted(psutil.net_if_addrs()))}") from error
+                    f"--interface: {self.rank.host} has no interface {self.spec.interface} with an "
+                    f"IPv4 address. It has: {', '.join(sorted(psutil.net_if_addrs()))}"
+                ) from error
         check_extras(self.spec, cuda=bool(gpus))
-        return View(self.rank.index, self.rank.host, self.rank.local_index, tuple(gpus),
-                    tuple(sorted(devices.launcher_cores())), devices.job_memory())
+        return View(
+            self.rank.index,
+            self.rank.host,
+            self.rank.local_index,
+            tuple(gpus),
+            tuple(sorted(devices.launcher_cores())),
+            devices.job_memory(),
+        )
 
     def hello(self, nonce: str) -> dict[str, Any]:
         """The first message to rank 0: the view, or why there is none."""
@@ -104,20 +112,27 @@ class Member:
             found: dict[str, Any] = {"view": dataclasses.asdict(self.view())}
         except HpcdaskError as error:
             found = {"error": str(error)}
-        return {"nonce": nonce, "rank": self.rank.index, "host": self.rank.host,
-                "pid": os.getpid(), **found}
+        return {
+            "nonce": nonce,
+            "rank": self.rank.index,
+            "host": self.rank.host,
+            "pid": os.getpid(),
+            **found,
+        }
 
     async def start_workers(self, places: list[Place], scheduler: str) -> None:
         """Start this rank's workers, each with its nanny. Raises what made one fail."""
         access = security.to_security(self.credentials)
-        self.nannies = [make_nanny(self.spec, place, scheduler=scheduler, security=access,
-                                   scratch=self.scratch) for place in places]
+        self.nannies = [
+            make_nanny(self.spec, place, scheduler=scheduler, security=access, scratch=self.scratch)
+            for place in places
+        ]
         await asyncio.gather(*self.nannies)
-        for nanny in self.nannies:
-            asyncio.get_running_loop().create_task(self._notice_end(nanny))
+        loop = asyncio.get_running_loop()
+        self._watchers = [loop.create_task(self._notice_end(nanny)) for nanny in self.nannies]
 
     async def _notice_end(self, nanny: BoundNanny) -> None:
-        await nanny.finished()
+        await nanny.finished()  # type: ignore[no-untyped-call]
         if not self.ending:
             await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
             if not self.ending:
@@ -130,8 +145,12 @@ class Member:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_DEADLINE_S + 0.5):
                 await asyncio.gather(
-                    *(nanny.close(timeout=CLOSE_DEADLINE_S, reason="the run is over")
-                      for nanny in self.nannies), return_exceptions=True)
+                    *(
+                        nanny.close(timeout=CLOSE_DEADLINE_S, reason="the run is over")
+                        for nanny in self.nannies
+                    ),
+                    return_exceptions=True,
+                )
         template.stop()
 
     def start_program(self, address: str) -> None:
@@ -142,6 +161,11 @@ class Member:
         order = {"address": address, "file": file, "threads": len(os.sched_getaffinity(0))}
         self.program.sock.sendall(json.dumps(order).encode() + b"\n")
 
+    def end_program(self) -> None:
+        """Kill the program if it still runs: the run is over."""
+        if self.program is not None:
+            self.program.send_signal(signal.SIGKILL)
+
     def pass_on(self, number: int) -> None:
         """Send the program a signal that this rank got."""
         from_terminal = number == signal.SIGINT and os.isatty(0)
@@ -149,7 +173,7 @@ class Member:
             self.program.send_signal(number)
 
     def handle_signals(self, act: Callable[[int], None]) -> None:
-        """Call `act` for the first signal that ends the run; the second one ends this rank at once."""
+        """Call `act` for the first signal that ends the run; the second ends this rank at once."""
         loop = asyncio.get_running_loop()
         first: list[float] = []
 
@@ -157,7 +181,9 @@ class Member:
             if not first:
                 first.append(time.monotonic())
                 act(number)
-            elif time.monotonic() - first[0] > 0.3:  # launchers and terminals may both send the first
+            elif (
+                time.monotonic() - first[0] > 0.3
+            ):  # launchers and terminals may both send the first
                 self.leave(128 + number)
 
         for number in ENDING:

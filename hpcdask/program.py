@@ -45,11 +45,15 @@ class Program:
             return
         if os.path.isdir(self.target):
             if not os.path.exists(os.path.join(self.target, "__main__.py")):
-                raise UsageError(f"{self.target} is a folder without __main__.py: name the script in it")
+                raise UsageError(
+                    f"{self.target} is a folder without __main__.py: name the script in it"
+                )
             return
         if not os.path.exists(self.target):
-            raise UsageError(f"the script {self.target} does not exist (looked in {os.getcwd()}). "
-                             f"Check the path; on several nodes it must be on a shared file system")
+            raise UsageError(
+                f"the script {self.target} does not exist (looked in {os.getcwd()}). "
+                f"Check the path; on several nodes it must be on a shared file system"
+            )
         if not os.access(self.target, os.R_OK):
             raise UsageError(f"the script {self.target} cannot be read: check its permissions")
 
@@ -62,8 +66,10 @@ class Program:
         except (ImportError, ValueError):
             spec = None
         if spec is None or spec.loader is None:
-            raise UsageError(f"there is no module {name} to run in this environment: check its name, or "
-                             f"install it beside hpcdask ({sys.executable})")
+            raise UsageError(
+                f"there is no module {name} to run in this environment: check its name, or "
+                f"install it beside hpcdask ({sys.executable})"
+            )
         return spec
 
     def run(self) -> NoReturn:

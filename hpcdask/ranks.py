@@ -117,35 +117,50 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     one = _parent_id()
     if "OMPI_COMM_WORLD_RANK" in environ:
         return rank(
-            "openmpi", environ.get("PMIX_NAMESPACE", one),
-            number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"),
-            number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+            "openmpi",
+            environ.get("PMIX_NAMESPACE", one),
+            number("OMPI_COMM_WORLD_RANK"),
+            number("OMPI_COMM_WORLD_SIZE"),
+            number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            number("OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
     if "MV2_COMM_WORLD_RANK" in environ:
         return rank(
-            "mvapich", one,
-            number("MV2_COMM_WORLD_RANK"), number("MV2_COMM_WORLD_SIZE"),
-            number("MV2_COMM_WORLD_LOCAL_RANK"), number("MV2_COMM_WORLD_LOCAL_SIZE"),
+            "mvapich",
+            one,
+            number("MV2_COMM_WORLD_RANK"),
+            number("MV2_COMM_WORLD_SIZE"),
+            number("MV2_COMM_WORLD_LOCAL_RANK"),
+            number("MV2_COMM_WORLD_LOCAL_SIZE"),
         )
     if "PALS_RANKID" in environ:
         return rank(
-            "pals", environ.get("PALS_APID", one),
-            number("PALS_RANKID"), number("PMI_SIZE", "PALS_SIZE"),
+            "pals",
+            environ.get("PALS_APID", one),
+            number("PALS_RANKID"),
+            number("PMI_SIZE", "PALS_SIZE"),
             number("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
             number("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
         )
-    if "SLURM_STEP_ID" in environ and "SLURM_STEP_NUM_TASKS" in environ and (
-        "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ
+    if (
+        "SLURM_STEP_ID" in environ
+        and "SLURM_STEP_NUM_TASKS" in environ
+        and ("PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ)
     ):
         return rank(
-            "srun", f"step{environ['SLURM_STEP_ID']}",
-            number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"),
-            number("SLURM_LOCALID"), _slurm_local_size(environ),
+            "srun",
+            f"step{environ['SLURM_STEP_ID']}",
+            number("SLURM_PROCID"),
+            number("SLURM_STEP_NUM_TASKS"),
+            number("SLURM_LOCALID"),
+            _slurm_local_size(environ),
         )
     if "PMI_RANK" in environ:
         return rank(
-            "hydra", one,
-            number("PMI_RANK"), number("PMI_SIZE"),
+            "hydra",
+            one,
+            number("PMI_RANK"),
+            number("PMI_SIZE"),
             number("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
             number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         )
@@ -160,8 +175,15 @@ def from_mpi(comm: object) -> Rank:
 
     assert isinstance(comm, MPI.Comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    rank = Rank(comm.rank, comm.size, node.rank, node.size, socket.gethostname(), "mpi",
-                f"mpi-{job_id() or 'nojob'}")
+    rank = Rank(
+        comm.rank,
+        comm.size,
+        node.rank,
+        node.size,
+        socket.gethostname(),
+        "mpi",
+        f"mpi-{job_id() or 'nojob'}",
+    )
     node.Free()
     return rank
 

@@ -3,8 +3,9 @@
 Rank 0 publishes one small note: its address, a nonce, and the credentials. Everything else goes
 over the control line (`hpcdask.control`). The note travels
 
-- on one node, or where the launcher is no MPI: as a file, 0600, renamed into place, in a 0700 folder that is named after
-  the launch (launcher's id, job id, restart count), so that an earlier life of a requeued job cannot be mistaken for this one;
+- on one node, or where the launcher is no MPI: as a file, 0600, renamed into place, in a 0700
+  folder that is named after the launch (launcher's id, job id, restart count), so that an earlier
+  life of a requeued job cannot be mistaken for this one;
 - between the nodes of an ``mpirun``: by MPI broadcast.
 """
 
@@ -93,10 +94,15 @@ class FileRendezvous:
 
     def _check_owner(self) -> None:
         status = os.lstat(self.folder)
-        if status.st_uid != os.getuid() or not os.path.isdir(self.folder) or os.path.islink(
-                self.folder):
-            raise LaunchError(f"{self.folder} belongs to another user: remove it, or set TMPDIR to a "
-                              f"folder of your own")
+        if (
+            status.st_uid != os.getuid()
+            or not os.path.isdir(self.folder)
+            or os.path.islink(self.folder)
+        ):
+            raise LaunchError(
+                f"{self.folder} belongs to another user: remove it, or set TMPDIR to a "
+                f"folder of your own"
+            )
 
 
 class MPIRendezvous:
@@ -184,10 +190,14 @@ def _meet_by_mpi(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
     except ImportError as error:
         if error.name == "mpi4py":
             raise MissingExtra("mpi4py", "mpi", "finding this process's rank") from None
-        raise LaunchError(f"mpi4py cannot load an MPI library: {error}. {_plugin_hint(rank)}") from None
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {error}. {_plugin_hint(rank)}"
+        ) from None
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        raise LaunchError(f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}") from None
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}"
+        ) from None
     comm = MPI.COMM_WORLD
     if rank is None:
         rank = from_mpi(comm)
@@ -203,13 +213,16 @@ def mismatch(expected: int, rank: Rank) -> LaunchError:
     """The error for ranks that each believe to be alone."""
     return LaunchError(
         f"the launcher started {expected} ranks, but MPI says that each is rank 0 of 1: the MPI of "
-        f"mpi4py is not the launcher's. {_plugin_hint(rank)}")
+        f"mpi4py is not the launcher's. {_plugin_hint(rank)}"
+    )
 
 
 def _plugin_hint(rank: Rank | None) -> str:
     if rank is None or rank.launcher == "srun" or "SLURM_STEP_ID" in os.environ:
-        return ("Try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list "
-                "shows what this site has. With srun --mpi=none no MPI is needed at all")
+        return (
+            "Try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list "
+            "shows what this site has. With srun --mpi=none no MPI is needed at all"
+        )
     return "Use the mpirun of the same MPI (MPI4PY_MPIABI and LD_LIBRARY_PATH choose mpi4py's)"
 
 
@@ -219,8 +232,12 @@ def mpi_deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
 
     def give_up() -> None:
         who = f"rank {rank.index} on {rank.host}" if rank else "this rank"
-        print(f"hpcdask: error: {who} waited {timeout:g} s for the other ranks in MPI. See that all of "
-              f"them start, or allow more with --timeout", file=sys.stderr, flush=True)
+        print(
+            f"hpcdask: error: {who} waited {timeout:g} s for the other ranks in MPI. See that all "
+            f"of them start, or allow more with --timeout",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(LaunchError.exit_code)
 
     timer = threading.Timer(timeout, give_up)

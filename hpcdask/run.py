@@ -8,15 +8,15 @@ if __name__ == "__main__":
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
 
-import sys  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+import sys
+from collections.abc import Sequence
 
-import click  # noqa: E402
+import click
 
-from hpcdask.errors import UsageError  # noqa: E402
-from hpcdask.program import Program  # noqa: E402
-from hpcdask.runner import Launch, launch  # noqa: E402
-from hpcdask.spec import RunSpec, options  # noqa: E402
+from hpcdask.errors import UsageError
+from hpcdask.program import Program
+from hpcdask.runner import Launch, launch
+from hpcdask.spec import RunSpec, options
 
 HELP = """Run a Python program with a Dask cluster around it.
 
@@ -38,15 +38,21 @@ def command() -> click.Command:
         "python -m hpcdask.run",
         params=[
             *options(RunSpec),
-            click.Option(["-m", "module"], is_flag=True,
-                         help="The program is a module: -m package.module [args]."),
+            click.Option(
+                ["-m", "module"],
+                is_flag=True,
+                help="The program is a module: -m package.module [args].",
+            ),
             click.Option(["--attached"], type=int, hidden=True),
             click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
         ],
         help=HELP,
         # what follows the program's name belongs to the program
-        context_settings={"allow_interspersed_args": False, "max_content_width": 100,
-                          "help_option_names": ["-h", "--help"]},
+        context_settings={
+            "allow_interspersed_args": False,
+            "max_content_width": 100,
+            "help_option_names": ["-h", "--help"],
+        },
     )
 
 
@@ -66,8 +72,9 @@ def parse(argv: Sequence[str]) -> Launch:
     except click.exceptions.Exit as stop:
         raise SystemExit(stop.exit_code) from None
     except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
-                         ) from None
+        raise UsageError(
+            f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
+        ) from None
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.workloads.array")

@@ -67,9 +67,11 @@ def launch(launch: Launch, janitor: Janitor) -> Program:
 
 def _check_layout(launch: Launch, rank: ranks.Rank | None) -> None:
     if launch.spec.layout == "dedicated" and rank is not None and rank.size < 3:
-        raise UsageError(f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
-                         f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
-                         f"--layout shared")
+        raise UsageError(
+            f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
+            f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
+            f"--layout shared"
+        )
 
 
 def _early_error(launch: Launch) -> HpcdaskError | None:
@@ -92,8 +94,10 @@ def _check_port(address: str) -> None:
     """Refuse a port that was asked for by number and is taken."""
     host, _, number = address.rpartition(":")
     if not number.isdigit() or int(number) > 65535:
-        raise UsageError(f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
-                         f"0.0.0.0:8787, :0 (any free port)")
+        raise UsageError(
+            f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
+            f"0.0.0.0:8787, :0 (any free port)"
+        )
     if int(number) == 0:
         return
     with socket.socket() as probe:
@@ -101,12 +105,15 @@ def _check_port(address: str) -> None:
         try:
             probe.bind((host, int(number)))
         except OSError as error:
-            raise UsageError(f"--dashboard-address: port {number} cannot be used on "
-                             f"{socket.gethostname()}: {error.strerror}. Name another, or leave the option "
-                             f"out to take any") from None
+            raise UsageError(
+                f"--dashboard-address: port {number} cannot be used on "
+                f"{socket.gethostname()}: {error.strerror}. Name another, or leave the option "
+                f"out to take any"
+            ) from None
 
 
 def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Program:
+    bootstrap.mark("options read")
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
@@ -117,6 +124,7 @@ def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Progra
     from .member import Member, new_scratch
     from .worker import quiet
 
+    bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn()
     spec = launch.spec
     scratch = new_scratch(spec, janitor)
@@ -126,16 +134,18 @@ def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Progra
     nursery = children.Nursery(janitor)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
-    if launch.program and (maybe or rank is not None and rank.index == _program_rank(spec)):
+    if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
         forked = nursery.fork_into()
         if isinstance(forked, socket.socket):
             children.await_start(forked)
             return launch.program
         program = forked
     quiet()  # not in the program, whose logging is the user's
-    scheduler_child = nursery.fork(scheduler.main) if maybe or rank and rank.index == 0 else None
-    template.start(scratch, nursery.close_in_child)
+    scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
+    cuda = spec.device != "cpu" and devices.has_nvidia_driver()
+    template.start(scratch, nursery.close_in_child, ["cuda.core"] if cuda else [])
 
+    bootstrap.mark("processes forked")
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)
@@ -149,9 +159,14 @@ def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Progra
         attached = None
         if launch.attached is not None:
             attached = children.Child(0, socket.socket(fileno=launch.attached))
-        leader = Leader(member, meeting, scheduler_child, attached=attached,
-                        has_program=launch.program is not None or attached is not None,
-                        early_error=_early_error(launch))
+        leader = Leader(
+            member,
+            meeting,
+            scheduler_child,
+            attached=attached,
+            has_program=launch.program is not None or attached is not None,
+            early_error=_early_error(launch),
+        )
         if isinstance(meeting, rendezvous.FileRendezvous):
             janitor.remove_at_end(meeting.folder)
         code = asyncio_run(leader.lead(), loop_factory=get_loop_factory())
@@ -160,7 +175,7 @@ def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Progra
             scheduler_child.sock.close()
         assert meeting is not None
         code = asyncio_run(follow(member, meeting), loop_factory=get_loop_factory())
-    member.leave(code)
+    return member.leave(code)
 
 
 def _program_rank(spec: RunSpec) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import warnings
 from typing import Any
@@ -35,8 +34,13 @@ class _Census(SchedulerPlugin):
         self._tell()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._channel.send(workers=[str(state.name) for address, state in
-                                    self._scheduler.workers.items() if address != worker])
+        self._channel.send(
+            workers=[
+                str(state.name)
+                for address, state in self._scheduler.workers.items()
+                if address != worker
+            ]
+        )
 
 
 class LazyDashboard(web.RequestHandler):
@@ -54,7 +58,8 @@ class LazyDashboard(web.RequestHandler):
                 await asyncio.get_running_loop().run_in_executor(None, _load_bokeh)
             except ImportError:
                 raise web.HTTPError(
-                    404, reason="the dashboard needs bokeh: pip install bokeh") from None
+                    404, reason="the dashboard needs bokeh: pip install bokeh"
+                ) from None
         if self.application in application.applications:
             application.applications.remove(self.application)
             from distributed.dashboard import scheduler as dashboard
@@ -85,9 +90,14 @@ async def _main(sock: socket.socket) -> None:
         return
     try:
         scheduler = Scheduler(
-            host=order["host"], interface=order["interface"], protocol=order["protocol"], port=0,
-            security=to_security(order["credentials"]), dashboard=False,
-            dashboard_address=order["dashboard"] or ":8787")
+            host=order["host"],
+            interface=order["interface"],
+            protocol=order["protocol"],
+            port=0,
+            security=to_security(order["credentials"]),
+            dashboard=False,
+            dashboard_address=order["dashboard"] or ":8787",
+        )
         lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
         scheduler.http_application.add_application(lazy)
         scheduler.add_plugin(_Census(scheduler, channel))
@@ -96,7 +106,8 @@ async def _main(sock: socket.socket) -> None:
         channel.send(error=f"the scheduler did not start: {error}")
         await channel.flush()
         return
-    channel.send(address=scheduler.address, dashboard=scheduler.http_server.port, pid=os.getpid())
+    server: Any = scheduler.http_server
+    channel.send(address=scheduler.address, dashboard=server.port)
     told = asyncio.create_task(_obey(scheduler, channel))
     await scheduler.finished()
     told.cancel()

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
 
 
-def write(path: str, address: str, credentials: security.Credentials, *, job: str | None,
-          dashboard: str | None = None) -> str:
+def write(
+    path: str,
+    address: str,
+    credentials: security.Credentials,
+    *,
+    job: str | None,
+    dashboard: str | None = None,
+) -> str:
     """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it.
 
     Returns
@@ -40,8 +46,12 @@ def write(path: str, address: str, credentials: security.Credentials, *, job: st
         "address": address,
         "services": {"dashboard": dashboard} if dashboard else {},
         "workers": {},
-        "hpcdask": {"keys": keys if credentials else None, "job": job,
-                    "host": socket.gethostname(), "pid": os.getpid()},
+        "hpcdask": {
+            "keys": keys if credentials else None,
+            "job": job,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        },
     }
     security.write_private(path, json.dumps(content, indent=2))
     return keys
@@ -59,15 +69,19 @@ def check_writable(path: str) -> None:
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise SchedulerFileError(f"--scheduler-file: the folder {folder} does not exist or cannot be "
-                                 f"written. It must be one that the clients' machine shares")
+        raise SchedulerFileError(
+            f"--scheduler-file: the folder {folder} does not exist or cannot be "
+            f"written. It must be one that the clients' machine shares"
+        )
     if not os.path.lexists(path):
         return
     content = read(path)
     host, port = _endpoint(content["address"])
     if _answers(host, port):
-        raise SchedulerFileError(f"--scheduler-file: {path} belongs to a cluster that still answers at "
-                                 f"{content['address']}. End that one first, or name another file")
+        raise SchedulerFileError(
+            f"--scheduler-file: {path} belongs to a cluster that still answers at "
+            f"{content['address']}. End that one first, or name another file"
+        )
 
 
 def read(path: str) -> dict[str, Any]:
@@ -85,16 +99,21 @@ def read(path: str) -> dict[str, Any]:
             content = json.load(file)
         _endpoint(content["address"])
     except FileNotFoundError:
-        raise SchedulerFileError(f"{path} does not exist: start the cluster with --scheduler-file "
-                                 f"{path}, and see that this machine shares that folder") from None
+        raise SchedulerFileError(
+            f"{path} does not exist: start the cluster with --scheduler-file "
+            f"{path}, and see that this machine shares that folder"
+        ) from None
     except OSError as error:
         raise SchedulerFileError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise SchedulerFileError(f"{path} is not a scheduler file. Name the one that --scheduler-file "
-                                 f"wrote") from None
+        raise SchedulerFileError(
+            f"{path} is not a scheduler file. Name the one that --scheduler-file wrote"
+        ) from None
     if owner != os.getuid():
-        raise SchedulerFileError(f"{path} belongs to another user (uid {owner}); a cluster takes "
-                                 f"programs of its owner only")
+        raise SchedulerFileError(
+            f"{path} belongs to another user (uid {owner}); a cluster takes "
+            f"programs of its owner only"
+        )
     return dict(content)
 
 
@@ -124,13 +143,18 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     own = content.get("hpcdask") or {}
     credentials = security.load_credentials(own["keys"]) if own.get("keys") else None
     try:
-        return Client(content["address"], security=security.to_security(credentials),
-                      timeout=timeout, **kwargs)
+        return Client(
+            content["address"],
+            security=security.to_security(credentials),
+            timeout=timeout,
+            **kwargs,
+        )
     except OSError as error:
         raise SchedulerFileError(
             f"the cluster of {os.path.abspath(path)} does not answer at {content['address']} "
-            f"({type(error).__name__} after {timeout:g} s): it has ended, or its node {own.get('host')} "
-            f"cannot be reached from here. Remove the file if it is stale") from None
+            f"({type(error).__name__} after {timeout:g} s): it has ended, or its node "
+            f"{own.get('host')} cannot be reached from here. Remove the file if it is stale"
+        ) from None
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:

@@ -21,8 +21,11 @@ VALIDITY = datetime.timedelta(days=90)
 #: File names in a key folder -> fields of distributed's Security.
 FILES = {
     "ca.pem": "tls_ca_file",
-    **{f"{role}.{kind}.pem": f"tls_{role}_{kind}" for role in ("scheduler", "worker", "client")
-       for kind in ("cert", "key")},
+    **{
+        f"{role}.{kind}.pem": f"tls_{role}_{kind}"
+        for role in ("scheduler", "worker", "client")
+        for kind in ("cert", "key")
+    },
 }
 
 Credentials = dict[str, str]
@@ -41,7 +44,7 @@ def create_credentials() -> Credentials:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
 
     def build(subject: str, issuer: str, public: Any, signer: Any, authority: bool) -> str:
         builder = (
@@ -63,17 +66,24 @@ def create_credentials() -> Credentials:
     made = {"tls_ca_file": build(name, name, authority.public_key(), authority, True)}
     for role in ("scheduler", "worker", "client"):
         key = ec.generate_private_key(ec.SECP256R1())
-        made[f"tls_{role}_cert"] = build(f"hpcdask {role}", name, key.public_key(), authority, False)
+        made[f"tls_{role}_cert"] = build(
+            f"hpcdask {role}", name, key.public_key(), authority, False
+        )
         made[f"tls_{role}_key"] = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption()).decode()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ).decode()
     return made
 
 
 def client_only(credentials: Credentials) -> Credentials:
     """The part of the credentials that a client needs."""
-    return {name: credentials[name] for name in ("tls_ca_file", "tls_client_cert", "tls_client_key")
-            if name in credentials}
+    return {
+        name: credentials[name]
+        for name in ("tls_ca_file", "tls_client_cert", "tls_client_key")
+        if name in credentials
+    }
 
 
 def to_security(credentials: Mapping[str, str] | None) -> Security:
@@ -103,13 +113,20 @@ def load_credentials(folder: str) -> Credentials:
     try:
         status = os.stat(folder)
     except OSError:
-        raise SchedulerFileError(f"the key folder {folder} is gone: the cluster has ended, "
-                                 f"or this node does not share the folder") from None
+        raise SchedulerFileError(
+            f"the key folder {folder} is gone: the cluster has ended, "
+            f"or this node does not share the folder"
+        ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise SchedulerFileError(f"the key folder {folder} belongs to, or is open to, somebody else; "
-                                 f"it must be yours with mode 0700")
-    return {field: os.path.join(folder, name) for name, field in FILES.items()
-            if os.path.exists(os.path.join(folder, name))}
+        raise SchedulerFileError(
+            f"the key folder {folder} belongs to, or is open to, somebody else; "
+            f"it must be yours with mode 0700"
+        )
+    return {
+        field: os.path.join(folder, name)
+        for name, field in FILES.items()
+        if os.path.exists(os.path.join(folder, name))
+    }
 
 
 def write_private(path: str, text: str) -> None:

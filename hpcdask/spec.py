@@ -1,7 +1,8 @@
 """WorkerSpec: everything a worker needs, parsed and checked once.
 
 Every launcher turns its options into a `WorkerSpec`, and every process that it starts
-gets it back from argv. The command line is made from the fields' metadata, so an option exists in one place.
+gets it back from argv. The command line is made from the fields' metadata, so that an option
+exists in one place.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def parse_device_memory(text: str | int | float | None, name: str) -> int | floa
     try:
         return parse_memory(text, name)
     except UsageError as error:
-        raise UsageError(str(error).replace("0 (no limit), auto",
-                                            "a fraction of the device such as 0.8 or 80%")) from None
+        raise UsageError(
+            str(error).replace("0 (no limit), auto", "a fraction of the device such as 0.8 or 80%")
+        ) from None
 
 
 def parse_seconds(text: str | float | None, name: str) -> float | None:
@@ -91,8 +93,10 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
         pairs = (pair.split("=") for pair in text.replace(",", " ").split())
         return {key: float(value) for key, value in pairs}
     except ValueError:
-        raise UsageError(f"{name}: {text!r} is not a list of resources. "
-                         f"Accepted: GPU=2, or several: GPU=2 MEM=10e9") from None
+        raise UsageError(
+            f"{name}: {text!r} is not a list of resources. "
+            f"Accepted: GPU=2, or several: GPU=2 MEM=10e9"
+        ) from None
 
 
 def _choice(*choices: str) -> Callable[[Any, str], Any]:
@@ -127,8 +131,8 @@ def _plain(value: Any, name: str) -> Any:
     return value
 
 
-def _field(default: Any, help: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, "parse": parse, **more})
+def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, "parse": parse, **more})
 
 
 @dataclass(frozen=True)
@@ -145,45 +149,71 @@ class WorkerSpec:
     """
 
     device: Device = _field(
-        "auto", "What workers compute on. auto: GPUs where there are any.",
-        _choice("auto", "cuda", "cpu"))
+        "auto",
+        "What workers compute on. auto: GPUs where there are any.",
+        _choice("auto", "cuda", "cpu"),
+    )
     protocol: Protocol = _field(
-        "auto", "How workers exchange data: tcp (TLS) or ucx (NVLink, InfiniBand).",
-        _choice("auto", "tcp", "ucx"))
+        "auto",
+        "How workers exchange data: tcp (TLS) or ucx (NVLink, InfiniBand).",
+        _choice("auto", "tcp", "ucx"),
+    )
     interface: str | None = _field(
-        None, "Network interface to listen on, such as ib0. Default: the one with the default route.")
+        None,
+        "Network interface to listen on, such as ib0. Default: the one with the default route.",
+    )
     nthreads: int | None = _field(
-        None, "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
-        _count(1))
+        None,
+        "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
+        _count(1),
+    )
     memory_limit: int | None = _field(
-        None, "Host memory per worker, such as 64GiB. Default: what the job may use on the node, "
-        "shared among its workers.", parse_memory)
+        None,
+        "Host memory per worker, such as 64GiB. Default: what the job may use on the node, "
+        "shared among its workers.",
+        parse_memory,
+    )
     rmm_pool_size: int | float | None = _field(
-        None, "Device memory to set aside as an RMM pool that CuPy uses, such as 100GiB or 0.8.",
-        parse_device_memory)
+        None,
+        "Device memory to set aside as an RMM pool that CuPy uses, such as 100GiB or 0.8.",
+        parse_device_memory,
+    )
     device_memory_limit: int | float | None = _field(
-        None, "Spill to host memory above this much device memory, such as 100GiB or 0.8.",
-        parse_device_memory)
+        None,
+        "Spill to host memory above this much device memory, such as 100GiB or 0.8.",
+        parse_device_memory,
+    )
     local_directory: str | None = _field(
-        None, "Node-local folder for spilled data and scratch. Default: $TMPDIR.")
-    name: str | None = _field(
-        None, "Prefix of the workers' names. Default: the host's name.")
+        None, "Node-local folder for spilled data and scratch. Default: $TMPDIR."
+    )
+    name: str | None = _field(None, "Prefix of the workers' names. Default: the host's name.")
     resources: dict[str, float] | None = _field(
-        None, 'Abstract resources of each worker, such as "GPU=1 MEM=10e9".', parse_resources)
+        None, 'Abstract resources of each worker, such as "GPU=1 MEM=10e9".', parse_resources
+    )
     preload: tuple[str, ...] = _field(
-        (), "Module or file that each worker loads at start (may be repeated).", _strings,
-        multiple=True)
+        (),
+        "Module or file that each worker loads at start (may be repeated).",
+        _strings,
+        multiple=True,
+    )
     preload_nanny: tuple[str, ...] = _field(
-        (), "Module or file that each nanny loads at start (may be repeated).", _strings,
-        multiple=True)
+        (),
+        "Module or file that each nanny loads at start (may be repeated).",
+        _strings,
+        multiple=True,
+    )
     lifetime: float | None = _field(
-        None, "Close each worker after this time, such as 50min.", parse_seconds)
+        None, "Close each worker after this time, such as 50min.", parse_seconds
+    )
     lifetime_stagger: float | None = _field(
-        None, "Spread the lifetimes by up to this time.", parse_seconds)
+        None, "Spread the lifetimes by up to this time.", parse_seconds
+    )
     lifetime_restart: bool = _field(
-        False, "Start a worker again when its lifetime is over.", flag=True)
+        False, "Start a worker again when its lifetime is over.", flag=True
+    )
     death_timeout: float | None = _field(
-        60.0, "A worker that finds no scheduler for this long ends.", parse_seconds)
+        60.0, "A worker that finds no scheduler for this long ends.", parse_seconds
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -241,15 +271,23 @@ def options(cls: Any) -> list[Any]:
         option = option_name(item.name)
         if item.metadata.get("flag"):
             declaration = f"{option}/{option.replace('--', '--no-', 1)}"
-            result.append(click.Option([declaration], default=item.default,
-                                       help=item.metadata["help"]))
+            result.append(
+                click.Option([declaration], default=item.default, help=item.metadata["help"])
+            )
         elif item.metadata.get("multiple"):
             result.append(click.Option([option], multiple=True, help=item.metadata["help"]))
         else:
             shown = item.default not in (None, "")
-            result.append(click.Option([option], default=item.default, type=str,
-                                       show_default=shown, help=item.metadata["help"],
-                                       metavar=item.metadata.get("metavar")))
+            result.append(
+                click.Option(
+                    [option],
+                    default=item.default,
+                    type=str,
+                    show_default=shown,
+                    help=item.metadata["help"],
+                    metavar=item.metadata.get("metavar"),
+                )
+            )
     return result
 
 
@@ -258,18 +296,27 @@ class RunSpec(WorkerSpec):
     """A `WorkerSpec` and what the runner needs beside it."""
 
     layout: Layout = _field(
-        "shared", "shared: every rank has a worker, rank 0's node also the scheduler and the "
+        "shared",
+        "shared: every rank has a worker, rank 0's node also the scheduler and the "
         "program. dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
-        _choice("shared", "dedicated"))
+        _choice("shared", "dedicated"),
+    )
     scheduler_file: str | None = _field(
-        None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere.")
+        None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere."
+    )
     dashboard_address: str | None = _field(
-        None, "Where the dashboard listens, such as :8787. Default: :8787, or any free port.")
+        None, "Where the dashboard listens, such as :8787. Default: :8787, or any free port."
+    )
     tls: bool = _field(True, "Encrypt and authenticate all tcp connections.", flag=True)
     oversubscribe: bool = _field(
-        False, "Allow more ranks on a node than it has devices.", flag=True)
+        False, "Allow more ranks on a node than it has devices.", flag=True
+    )
     timeout: float = _field(
-        300.0, "Give up when the cluster is not complete after this time.", parse_seconds)
+        300.0, "Give up when the cluster is not complete after this time.", parse_seconds
+    )
     workers_min: int | None = _field(
-        None, "Start the program when this many workers are there, and go on while they are. "
-        "Default: all, and the loss of a rank ends the run.", _count(1))
+        None,
+        "Start the program when this many workers are there, and go on while they are. "
+        "Default: all, and the loss of a rank ends the run.",
+        _count(1),
+    )

@@ -14,8 +14,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 from .bootstrap import detach_standard_streams
 
@@ -35,7 +36,7 @@ def _leave_it(number: int, frame: object) -> None:
     """A signal for the rank, not for its parts."""
 
 
-def start(folder: str, in_child: Callable[[], None]) -> int:
+def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = ()) -> int:
     """Fork the template and make it this process's fork server.
 
     Parameters
@@ -44,19 +45,24 @@ def start(folder: str, in_child: Callable[[], None]) -> int:
         A 0700 folder for its socket.
     in_child
         Called in the template first, to close what belongs to the rank.
+    preimport
+        Modules that the template imports while the rank goes on, where they are installed.
+        They must make no CUDA call.
 
     Returns
     -------
     int
         The template's process id.
     """
+    import dask.config
     import distributed.utils
 
     # The nanny would else import every optional package here, to name them to a fork server
     # that is already running.
     distributed.utils._forkserver_preload_set = True
+    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
-    server: forkserver.ForkServer = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     address = os.path.join(folder, "template")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -71,7 +77,7 @@ def start(folder: str, in_child: Callable[[], None]) -> int:
             leave_signals_to_the_rank()
             detach_standard_streams(output=False)
             multiprocessing.current_process().name = "template"
-            forkserver.main(listener.detach(), alive_read, [])
+            forkserver.main(listener.detach(), alive_read, list(preimport))
         finally:
             os._exit(0)
     listener.close()
@@ -84,7 +90,7 @@ def start(folder: str, in_child: Callable[[], None]) -> int:
 
 def stop() -> None:
     """Close this process's hold on the template, which ends when its workers have too."""
-    server: forkserver.ForkServer = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

@@ -11,6 +11,7 @@ import dask
 from distributed import Nanny, Security, Worker
 
 from . import devices, template
+from .bootstrap import mark
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
 from .spec import WorkerSpec
@@ -63,21 +64,35 @@ class BoundWorker(Worker):
         Bytes of an RMM pool that CuPy then uses; None for CuPy's own pool.
     """
 
-    def __init__(self, *args: Any, bind_cores: Sequence[int] = (), bind_gpu: str | None = None,
-                 rmm_pool_size: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bind_cores: Sequence[int] = (),
+        bind_gpu: str | None = None,
+        rmm_pool_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         template.leave_signals_to_the_rank()
         quiet()
+        mark("worker forked")
         if bind_cores:
             devices.widen(bind_cores)
         if bind_gpu is not None:
             make_context()
+            mark("CUDA context made")
         if rmm_pool_size is not None:
             from dask_cuda.plugins import RMMSetup
 
             RMMSetup(
-                initial_pool_size=rmm_pool_size, maximum_pool_size=None, managed_memory=False,
-                async_alloc=False, release_threshold=None, log_directory=None,
-                track_allocations=False, external_lib_list=["cupy"]).setup(self)
+                initial_pool_size=rmm_pool_size,
+                maximum_pool_size=None,
+                managed_memory=False,
+                async_alloc=False,
+                release_threshold=None,
+                log_directory=None,
+                track_allocations=False,
+                external_lib_list=["cupy"],
+            ).setup(self)
         super().__init__(*args, **kwargs)
 
 
@@ -145,8 +160,9 @@ def check_extras(spec: WorkerSpec, *, cuda: bool) -> None:
             raise MissingExtra(package, CUDA_EXTRA, why)
 
 
-def make_nanny(spec: WorkerSpec, place: Place, *, scheduler: str, security: Security,
-               scratch: str) -> BoundNanny:
+def make_nanny(
+    spec: WorkerSpec, place: Place, *, scheduler: str, security: Security, scratch: str
+) -> BoundNanny:
     """The nanny of one worker; await it to start both.
 
     Parameters
@@ -184,7 +200,6 @@ def make_nanny(spec: WorkerSpec, place: Place, *, scheduler: str, security: Secu
         worker_class=BoundWorker,
         dashboard=False,
         env={"CUDA_VISIBLE_DEVICES": place.gpu.uuid} if place.gpu else {},
-        config={"distributed.worker.multiprocessing-method": "forkserver"},
         bind_cores=place.cores,
         bind_gpu=place.gpu and place.gpu.uuid,
         rmm_pool_size=_bytes_of(spec.rmm_pool_size, place.gpu),
@@ -197,8 +212,14 @@ def quiet(level: str = "WARNING") -> None:
     import logging
 
     if dask.config.get("logging", None) is None:
-        for name in ("distributed", "distributed.scheduler", "distributed.worker",
-                     "distributed.nanny", "distributed.core", "tornado.application"):
+        for name in (
+            "distributed",
+            "distributed.scheduler",
+            "distributed.worker",
+            "distributed.nanny",
+            "distributed.core",
+            "tornado.application",
+        ):
             logging.getLogger(name).setLevel(level)
 
 
@@ -219,5 +240,7 @@ def scratch_folder(spec: WorkerSpec) -> str:
         os.makedirs(base, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
     except OSError as error:
-        raise UsageError(f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
-                         f"on the node's own disk that you can write") from None
+        raise UsageError(
+            f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
+            f"on the node's own disk that you can write"
+        ) from None
