@@ -21,7 +21,7 @@ from .devices import View
 from .errors import HpcdaskError, UsageError
 from .ranks import Rank
 from .spec import RunSpec
-from .worker import BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
+from .worker import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0
@@ -146,7 +146,7 @@ class Member:
             async with asyncio.timeout(CLOSE_DEADLINE_S + 0.5):
                 await asyncio.gather(
                     *(
-                        nanny.close(timeout=CLOSE_DEADLINE_S, reason="the run is over")
+                        nanny.close(timeout=CLOSE_DEADLINE_S, reason=RUN_IS_OVER)
                         for nanny in self.nannies
                     ),
                     return_exceptions=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import warnings
 from typing import Any
@@ -80,6 +81,8 @@ def main(sock: socket.socket) -> None:
     leave_signals_to_the_rank()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
+    # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.
+    gc.set_threshold(*(3 * count for count in gc.get_threshold()))
     asyncio_run(_main(sock), loop_factory=get_loop_factory())
 
 

@@ -16,6 +16,9 @@ from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
 from .spec import WorkerSpec
 
+#: Why workers are closed at the end of a run, as they are told.
+RUN_IS_OVER = "the run is over"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -94,6 +97,12 @@ class BoundWorker(Worker):
                 external_lib_list=["cupy"],
             ).setup(self)
         super().__init__(*args, **kwargs)
+
+    async def close(self, *args: Any, reason: str = "worker-close", **kwargs: Any) -> Any:
+        """Close; at the end of the run without complaints about what is closed already."""
+        if reason == RUN_IS_OVER:
+            quiet("CRITICAL")
+        return await super().close(*args, reason=reason, **kwargs)
 
 
 class BoundNanny(Nanny):

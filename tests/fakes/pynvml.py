@@ -2,9 +2,10 @@
 
 Put this folder first on PYTHONPATH and describe the machine in FAKE_NVML, as JSON: a list of GPUs,
 in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory`` (bytes), ``bus`` (PCI bus
-id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable; a list: enabled,
-one entry per slot, each a slice with ``uuid``, ``name`` and ``memory``, or null for a free slot).
-Without FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit.
+id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable; empty:
+disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null where
+the slot is free). Without FAKE_NVML there is no driver. Like the real one it refuses calls before
+nvmlInit.
 """
 
 import json
@@ -19,23 +20,23 @@ class NVMLError(Exception):
     """Base of NVML's errors."""
 
 
-class NVMLError_Uninitialized(NVMLError):  # noqa: N818
+class NVMLError_Uninitialized(NVMLError):
     """Called before nvmlInit or after nvmlShutdown."""
 
 
-class NVMLError_LibraryNotFound(NVMLError):  # noqa: N818
+class NVMLError_LibraryNotFound(NVMLError):
     """There is no driver."""
 
 
-class NVMLError_NotSupported(NVMLError):  # noqa: N818
+class NVMLError_NotSupported(NVMLError):
     """The device cannot do that."""
 
 
-class NVMLError_NotFound(NVMLError):  # noqa: N818
+class NVMLError_NotFound(NVMLError):
     """There is no such slice."""
 
 
-class NVMLError_InvalidArgument(NVMLError):  # noqa: N818
+class NVMLError_InvalidArgument(NVMLError):
     """There is no such index."""
 
 

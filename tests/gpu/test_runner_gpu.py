@@ -1,0 +1,154 @@
+"""The runner on real GPUs: which worker gets which device, and what runs there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdask.devices import Gpu
+
+pytestmark = pytest.mark.gpu
+
+REPORT = """
+import json, os
+from distributed import Client
+
+def look():
+    import cupy
+    from distributed.diagnostics.nvml import has_cuda_context
+    import pynvml
+    pynvml.nvmlInit()
+    with_me = []
+    for i in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+        pids = [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        if os.getpid() in pids:
+            with_me.append(uuid)
+    return {"visible": os.environ["CUDA_VISIBLE_DEVICES"], "count": cupy.cuda.runtime.getDeviceCount(),
+            "contexts": with_me, "sum": float(cupy.arange(10.0).sum()),
+            "cores": len(os.sched_getaffinity(0))}
+
+client = Client()
+first = client.run(look)
+client.restart()
+again = client.run(look)
+print(json.dumps([list(first.values()), list(again.values())]))
+"""
+
+TRANSPOSE = """
+import json
+import dask.array as da, numpy as np
+from distributed import Client, wait
+
+def block(block_id=None):
+    import cupy
+    i, j = block_id
+    return cupy.full((1000, 1000), 10.0 * i + j)
+
+client = Client()
+x = da.map_blocks(block, chunks=((1000,) * 4, (1000,) * 4), dtype=float, meta=np.empty((0, 0)))
+y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
+expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.ones((1000, 1000)))
+print(json.dumps({"right": bool((y == expected).all()),
+                  "addresses": [w.split(":")[0] for w in client.scheduler_info()["workers"]]}))
+"""
+
+
+def launch(ranks: int, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    """Run under the mpirun on PATH."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.fail("no mpirun on PATH")
+    return subprocess.run(
+        [
+            mpirun,
+            "--oversubscribe",
+            "-n",
+            str(ranks),
+            sys.executable,
+            "-m",
+            "hpcdask.run",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    )
+
+
+def test_every_worker_has_its_own_gpu_also_after_a_restart(gpus: list[Gpu], tmp_path: Path) -> None:
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    done = launch(len(gpus), str(script))
+    assert done.returncode == 0, done.stderr
+    for workers in json.loads(done.stdout.splitlines()[-1]):
+        assert sorted(w["visible"] for w in workers) == sorted(gpu.uuid for gpu in gpus)
+        for worker in workers:
+            assert worker["count"] == 1
+            assert worker["sum"] == 45.0
+    assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
+
+
+def test_more_ranks_than_gpus_is_an_error(gpus: list[Gpu], tmp_path: Path) -> None:
+    script = tmp_path / "never.py"
+    script.write_text("print('started')")
+    done = launch(len(gpus) + 1, str(script))
+    assert done.returncode == 2
+    assert "started" not in done.stdout
+    assert f"{len(gpus) + 1} ranks but only {len(gpus)} distinct GPU" in done.stderr
+
+
+def test_oversubscribe_shares_a_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text("from distributed import Client\nprint(len(Client().run(int)))")
+    done = launch(len(gpus) + 1, "--oversubscribe", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(len(gpus) + 1)
+
+
+@pytest.mark.parametrize(("workload", "size"), [("array", "50GB"), ("svd", "10GB")])
+@pytest.mark.parametrize("pool", [[], ["--rmm-pool-size", "0.5"]])
+def test_workloads_are_right(gpus: list[Gpu], workload: str, size: str, pool: list[str]) -> None:
+    done = launch(
+        len(gpus), *pool, "-m", f"hpcdask.workloads.{workload}", "--size", size, "--repeats", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["devices"] == {gpus[0].name: len(gpus)}
+    assert all(check["ok"] for check in record["checks"])
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "ucx"])
+def test_exchange_between_workers(gpus: list[Gpu], tmp_path: Path, protocol: str) -> None:
+    script = tmp_path / "transpose.py"
+    script.write_text(TRANSPOSE)
+    done = launch(len(gpus), "--protocol", protocol, str(script))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["right"]
+    assert set(result["addresses"]) == {"tls" if protocol == "tcp" else "ucx"}
+
+
+def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text("from distributed import Client\nprint(len(Client().run(int)))")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask.run", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(len(gpus))

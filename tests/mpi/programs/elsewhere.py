@@ -1,0 +1,27 @@
+"""A program of its own that knows a cluster by its scheduler file only."""
+
+import json
+import sys
+import urllib.request
+
+import hpcdask
+
+
+def has_bokeh() -> bool:
+    return "bokeh" in sys.modules
+
+
+if __name__ == "__main__":
+    file, what = sys.argv[1:]
+    client = hpcdask.connect(file)
+    found = {"sum": client.submit(sum, [1, 2]).result()}
+    if what == "shutdown":
+        client.shutdown()
+    else:
+        found["bokeh before"] = client.run_on_scheduler(has_bokeh)
+        with urllib.request.urlopen(what, timeout=20) as page:
+            found["dashboard"] = page.status
+        found["bokeh after"] = client.run_on_scheduler(has_bokeh)
+        found["bokeh in workers"] = any(client.run(has_bokeh).values())
+        client.close()
+    print(json.dumps(found))

@@ -1,0 +1,45 @@
+"""Waits to be ended. Its first argument says what it does about signals."""
+
+import os
+import signal
+import sys
+import time
+
+from common import show, stamp
+from distributed import Client
+
+
+def leave(number: int, frame: object) -> None:
+    show("signal", number)
+    time.sleep(1)
+    stamp()
+    os._exit(9)
+
+
+how = sys.argv[1] if len(sys.argv) > 1 else ""
+client = Client()
+if how == "handler":
+    signal.signal(signal.SIGTERM, leave)
+elif how == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+caught = 0
+show(
+    "ready",
+    {
+        "program": os.getpid(),
+        "scheduler": client.run_on_scheduler(os.getpid),
+        "workers": list(client.run(os.getpid).values()),
+    },
+)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    if how != "catch":
+        raise
+    caught += 1
+    try:
+        time.sleep(1)  # is there a second one?
+    except KeyboardInterrupt:
+        caught += 1
+    stamp()
+    sys.exit(5 if caught == 1 else 6)

@@ -1,0 +1,421 @@
+"""How a run ends: the program's exit code, soon, in silence, and with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from running import PROGRAMS, Ended, Running, Site
+
+pytestmark = pytest.mark.mpi
+
+ENDS = {
+    "return": 0,
+    "exit-3": 3,
+    "exit-text": 1,
+    "exception": 1,
+    "os-exit": 7,
+    "SIGKILL": 137,
+    "SIGSEGV": 139,
+    "task-runs": 0,
+    "shutdown": 0,
+}
+SOME_ENDS = ("return", "exit-3", "exception", "SIGKILL")
+
+
+def under(*launchers: str):
+    """Run the test under these launchers."""
+    return pytest.mark.parametrize("site", launchers, indirect=True)
+
+
+# The program ends
+
+
+@pytest.mark.parametrize(
+    ("site", "how"),
+    [("openmpi", how) for how in ENDS]
+    + [(launcher, how) for launcher in ("mpich", "alone") for how in SOME_ENDS],
+    indirect=["site"],
+)
+def test_the_program_s_end_is_the_run_s_end(site: Site, how: str):
+    ended = site.run("ends.py", how)
+    assert ended.code == ENDS[how], str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert not ended.errors, str(ended)
+    if how == "exception":
+        assert_traceback_is_the_user_s(ended)
+    elif how == "exit-text":
+        assert ended.foreign_lines == ["that is why"], str(ended)
+    else:
+        assert not ended.foreign_lines, str(ended)
+        assert len(ended.err.splitlines()) == 1, str(ended)
+
+
+def check_soon(ended: Ended, within: float = 3.0) -> None:
+    """Fail unless the launcher returned soon after the program's end."""
+    assert ended.program_end is not None, str(ended)
+    assert ended.at - ended.program_end < within, str(ended)
+
+
+def assert_traceback_is_the_user_s(ended: Ended) -> None:
+    lines = ended.foreign_lines
+    assert lines[0] == "Traceback (most recent call last):", str(ended)
+    assert lines[-1] == ended.err.splitlines()[-1] == "ValueError: the user's own error", str(ended)
+    frames = [line for line in lines if line.lstrip().startswith("File ")]
+    assert len(frames) == 2, str(ended)
+    assert all("ends.py" in frame for frame in frames), str(ended)
+
+
+# A signal ends the run
+
+
+@under("openmpi", "mpich", "alone")
+def test_sigterm_ends_everything(site: Site):
+    run = site.start("waits.py")
+    run.line("ready")
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end()
+    site.check_nothing_left(sent)
+    assert ended.code == 143 if site.launcher.name == "no launcher" else ended.code != 0, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
+
+
+@under("openmpi", "mpich", "alone")
+def test_sigterm_while_the_cluster_comes_up(site: Site):
+    run = site.start("waits.py", "--timeout", "30")
+    run.wait_for(site.files, "a first folder of the run")
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end()
+    site.check_nothing_left(sent)
+    assert ended.code != 0, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
+
+
+@under("alone")
+def test_an_interrupt_is_the_program_s_keyboardinterrupt(site: Site):
+    run = site.start("waits.py")
+    run.line("ready")
+    sent = run.signal(signal.SIGINT)
+    ended = run.end()
+    site.check_nothing_left(sent)
+    assert ended.code == 130, str(ended)
+    assert ended.err.splitlines()[-1] == "KeyboardInterrupt", str(ended)
+    frames = [line for line in ended.foreign_lines if line.lstrip().startswith("File ")]
+    assert len(frames) == 1, str(ended)
+    assert "waits.py" in frames[0], str(ended)
+
+
+@under("alone")
+def test_a_program_may_catch_the_interrupt(site: Site):
+    run = site.start("waits.py", "catch")
+    run.line("ready")
+    run.signal(signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 5, str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert not ended.foreign_lines, str(ended)
+
+
+@under("alone")
+def test_control_c_on_a_terminal_interrupts_the_program_once(site: Site):
+    run = site.start("waits.py", "catch", terminal=True)
+    run.line("ready")
+    run.type("\x03")
+    ended = run.end()
+    assert ended.code == 5, str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+
+
+@under("alone")
+def test_a_program_may_handle_sigterm(site: Site):
+    run = site.start("waits.py", "handler")
+    run.line("ready")
+    run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 9, str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert not ended.foreign_lines, str(ended)
+
+
+@under("alone")
+def test_a_second_signal_ends_it_at_once(site: Site):
+    run = site.start("waits.py", "ignore")
+    run.line("ready")
+    run.signal(signal.SIGTERM)
+    time.sleep(1)  # the program ignores the first one
+    assert run.process.poll() is None
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 143, str(ended)
+    site.check_nothing_left(sent)
+
+
+# A worker dies
+
+
+def test_a_killed_worker_is_restarted_and_the_result_is_right(site: Site):
+    ended = site.run("killed_worker.py", timeout=60)
+    assert ended.code == 0, str(ended)
+    assert json.loads(result_of(ended)) == {
+        "total": sum(x * x for x in range(40)),
+        "workers": [2, 2, 2],
+        "new": 1,
+        "same after restart": 0,
+        "hashes": 1,
+        "own hash": True,
+    }
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert "Traceback" not in ended.err, str(ended)
+
+
+def test_a_worker_over_its_memory_limit_is_restarted(site: Site):
+    ended = site.run(
+        *("--memory-limit", "400MiB", "over_memory.py"),
+        env={"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"},
+        timeout=60,
+    )
+    assert ended.code == 6, str(ended)
+    assert json.loads(result_of(ended)) == {"new": 1, "all": 2}
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+
+
+def result_of(ended: Ended) -> str:
+    found = re.search("^result (.*)$", ended.out, re.MULTILINE)
+    assert found, str(ended)
+    return found[1]
+
+
+# A rank, or the scheduler, dies
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@under("openmpi", "mpich")
+def test_a_killed_rank_ends_the_run(site: Site, rank: int):
+    run = site.start("waits.py")
+    run.line("ready")
+    killed = kill(run.rank_pids()[rank])
+    ended = run.end()
+    site.check_nothing_left(killed, within=10)
+    assert ended.code != 0, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
+
+
+@under("openmpi", "alone")
+def test_a_killed_scheduler_ends_the_run_with_a_line_that_says_so(site: Site):
+    run = site.start("waits.py")
+    killed = kill(json.loads(run.line("ready"))["scheduler"])
+    ended = run.end()
+    site.check_nothing_left(killed, within=10)
+    assert ended.code not in (0, 2), str(ended)
+    assert len(ended.errors) == 1, str(ended)
+    assert "scheduler" in ended.errors[0], str(ended)
+    assert "Traceback" not in ended.err, str(ended)
+
+
+@under("alone")
+def test_a_killed_runner_leaves_nothing(site: Site):
+    run = site.start("waits.py")
+    run.line("ready")
+    killed = run.signal(signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == -signal.SIGKILL
+    site.check_nothing_left(killed)
+
+
+def kill(pid: int) -> float:
+    now = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return now
+
+
+# What there is at run time
+
+
+def test_each_rank_is_made_of_these_processes(site: Site):
+    run = site.start("waits.py")
+    found = json.loads(run.line("ready"))
+    ranks = run.rank_pids()
+    groups = processes_by_rank(site)
+    special = {found["program"], found["scheduler"], *found["workers"]}
+    parts = {}
+    for rank, members in groups.items():
+        trackers = [p for p in members if "resource_tracker" in " ".join(p.cmdline())]
+        own = [p for p in members if p.pid not in special and p not in trackers]
+        janitors = [p for p in own if os.getsid(p.pid) == p.pid and p.pid != ranks[rank]]
+        parts[rank] = {
+            "rank": sum(p.pid == ranks[rank] for p in own),
+            "janitor": len(janitors),
+            "template": sum(p.pid != ranks[rank] and p not in janitors for p in own),
+            "resource tracker": len(trackers),
+            "worker": sum(p.pid in found["workers"] for p in members),
+            "scheduler": sum(p.pid == found["scheduler"] for p in members),
+            "program": sum(p.pid == found["program"] for p in members),
+        }
+    every = {"rank": 1, "janitor": 1, "template": 1, "resource tracker": 1, "worker": 1}
+    assert parts == {
+        0: {**every, "scheduler": 1, "program": 1},
+        1: {**every, "scheduler": 0, "program": 0},
+    }
+
+    beside_the_worker = [p for p in groups[1] if p.pid not in special]
+    unique = {p.pid: p.memory_full_info().uss / 1e6 for p in beside_the_worker}
+    print(f"USS of rank 1 beside its worker: {sum(unique.values()):.1f} MB of {unique}")
+    assert sum(unique.values()) < 60, unique
+    run.signal(signal.SIGTERM)
+    run.end()
+
+
+def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
+    from running import rank_of
+
+    groups: dict[int, list[psutil.Process]] = {}
+    for process in site.processes():
+        if (rank := rank_of(process)) is not None:
+            groups.setdefault(rank, []).append(process)
+    return groups
+
+
+# --layout dedicated
+
+
+def test_dedicated_ranks_for_scheduler_and_program(site: Site):
+    run = site.start("--layout", "dedicated", "waits.py", "catch", n=4)
+    found = json.loads(run.line("ready"))
+    of = {p.pid: rank for rank, group in processes_by_rank(site).items() for p in group}
+    assert of[found["scheduler"]] == 0
+    assert of[found["program"]] == 1
+    assert sorted(of[worker] for worker in found["workers"]) == [2, 3]
+    os.kill(found["program"], signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 5, str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert not ended.foreign_lines, str(ended)
+
+
+@pytest.mark.parametrize("how", ["exception", "SIGKILL"])
+def test_a_dedicated_program_s_exit_code_passes(site: Site, how: str):
+    ended = site.run("--layout", "dedicated", "ends.py", how, n=3)
+    assert ended.code == ENDS[how], str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    if how == "exception":
+        assert_traceback_is_the_user_s(ended)
+
+
+@under("openmpi", "mpich")
+def test_dedicated_needs_three_ranks(site: Site):
+    started = time.time()
+    ended = site.run("--layout", "dedicated", "ends.py", "return")
+    assert ended.code == 2, str(ended)
+    assert ended.at - started < 10, str(ended)
+    assert len(ended.errors) == 1, str(ended)
+    assert "3 ranks" in ended.errors[0], str(ended)
+    assert not ended.foreign_lines, str(ended)
+    site.check_nothing_left(ended.at)
+
+
+# No program: the cluster stays up
+
+
+def start_server(site: Site, **kwargs) -> Running:
+    run = site.start("--scheduler-file", "cluster.json", **kwargs)
+    run.wait_for((site.folder / "cluster.json").exists, "the scheduler file")
+    return run
+
+
+def elsewhere(site: Site, *arguments: str) -> dict:
+    """What a program on its own, with nothing but the scheduler file, prints."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "elsewhere.py"), "cluster.json", *arguments],
+        cwd=site.folder,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@under("alone")
+def test_a_cluster_for_others_serves_until_sigterm(site: Site):
+    run = start_server(site)
+    file, keys = site.folder / "cluster.json", site.folder / "cluster.json.keys"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys.iterdir())
+    content = json.loads(file.read_text())
+    tunnel = run.line("hpcdask: dashboard from your own machine", stream="err")
+    address = run.line("hpcdask: scheduler at ", stream="err")
+    ready = run.line("hpcdask: ", stream="err")
+    dashboard = re.search(r"dashboard (http://\S+)", ready)
+    assert content["address"] in address
+    assert "hpcdask.connect" in address
+    assert dashboard, ready
+    port = dashboard[1].rsplit(":", 1)[1].partition("/")[0]
+    assert re.search(rf"ssh -L {port}:\S+:{port} ", tunnel), tunnel
+
+    assert elsewhere(site, dashboard[1]) == {
+        "sum": 3,
+        "bokeh before": False,
+        "dashboard": 200,
+        "bokeh after": True,
+        "bokeh in workers": False,
+    }
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 143, str(ended)
+    site.check_nothing_left(sent)
+    assert not file.exists()
+    assert not keys.exists()
+    assert not ended.foreign_lines, str(ended)
+
+
+@under("openmpi", "mpich")
+def test_a_cluster_for_others_leaves_no_keys_when_its_launcher_gets_sigterm(site: Site):
+    run = start_server(site)
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end()
+    assert ended.code != 0, str(ended)
+    site.check_nothing_left(sent)
+    assert not (site.folder / "cluster.json").exists()
+
+
+def test_a_client_may_shut_a_cluster_down(site: Site):
+    run = start_server(site)
+    assert elsewhere(site, "shutdown")["sum"] == 3
+    ended = run.end()
+    assert ended.code == 0, str(ended)
+    site.check_nothing_left(ended.at)
+    assert not (site.folder / "cluster.json").exists()
+    assert not ended.foreign_lines, str(ended)
+
+
+# Over several nodes
+
+
+def test_ranks_of_two_nodes_meet_by_mpi(mpich):
+    mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "2"]
+    with Site(mpich) as site:
+        ended = site.run("ends.py", "exit-3", n=4)
+        assert ended.code == 3, str(ended)
+        assert "4 workers" in ended.err, str(ended)
+        check_soon(ended)
+        site.check_nothing_left(ended.program_end)
+        assert not ended.foreign_lines, str(ended)

@@ -1,0 +1,286 @@
+"""Runs of `python -m hpcdask.run` that a test watches: their output, their processes, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+import psutil
+import pytest
+
+from launching import Launcher, clean_environment, describe, end, wait_for
+
+T = TypeVar("T")
+PROGRAMS = Path(__file__).parent / "mpi" / "programs"
+#: What the launchers tell each rank about itself.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def no_launcher() -> Launcher:
+    """A plain command in the place of a launcher: it drops `-n N`."""
+    shell = ["sh", "-c", 'shift 2; exec "$@"', "alone"]
+    return Launcher("no launcher", shell, clean_environment())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes
+    ----------
+    code
+        The launcher's exit code; negative: the signal that ended it.
+    out, err
+        What came out until the last process closed it.
+    at
+        The clock (`time.time`) when the launcher was gone and its output closed.
+    program_end
+        The clock when the program wrote its stamp; None if it wrote none.
+    """
+
+    code: int
+    out: str
+    err: str
+    at: float
+    program_end: float | None
+
+    def __str__(self) -> str:
+        return f"code {self.code}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
+
+    @property
+    def foreign_lines(self) -> list[str]:
+        """Lines on stderr that are not the runner's own."""
+        return [line for line in self.err.splitlines() if not line.startswith("hpcdask: ")]
+
+    @property
+    def errors(self) -> list[str]:
+        """The runner's lines on stderr that tell of an error."""
+        return [line for line in self.err.splitlines() if line.startswith("hpcdask: error: ")]
+
+
+class Running:
+    """A run that goes on."""
+
+    def __init__(self, site: Site, process: subprocess.Popen[str]) -> None:
+        self.site = site
+        self.process = process
+        self._lines: dict[str, list[str]] = {"out": [], "err": []}
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in (("out", process.stdout), ("err", process.stderr))
+            if stream is not None
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str, stream) -> None:
+        with stream:
+            for line in stream:
+                self._lines[name].append(line)
+
+    def line(self, start: str, *, stream: str = "out", timeout: float = 30) -> str:
+        """Wait for a line that begins with `start`, and return the rest of it."""
+
+        def found() -> str | None:
+            over = not any(reader.is_alive() for reader in self._readers)
+            for line in list(self._lines[stream]):
+                if line.startswith(start) and line.endswith("\n"):
+                    return line
+            if over:
+                pytest.fail(f"ended without a line {start!r}: {self.end()}")
+            return None
+
+        try:
+            return wait_for(found, timeout, f"a line {start!r}", interval=0.02)[len(start) :].strip()
+        except AssertionError as error:
+            pytest.fail(f"{error}\n{self._output()}")
+
+    def wait_for(self, condition: Callable[[], T], what: str, timeout: float = 30) -> T:
+        """Wait for something that the run does; fail with its output if it ends first."""
+
+        def reached_or_over() -> tuple[T | None, bool]:
+            value = condition()
+            over = self.process.poll() is not None
+            return (value, over) if value or over else ()  # type: ignore[return-value]
+
+        try:
+            value, _ = wait_for(reached_or_over, timeout, what, interval=0.01)
+        except AssertionError as error:
+            pytest.fail(f"{error}\n{self._output()}")
+        if not value:
+            pytest.fail(f"ended before {what}: {self.end()}")
+        return value
+
+    def _output(self) -> str:
+        return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self._lines.items())
+
+    def signal(self, number: int) -> float:
+        """Send a signal to the launcher (without one: to the runner); return the clock."""
+        now = time.time()
+        self.process.send_signal(number)
+        return now
+
+    def type(self, text: str) -> None:
+        """Write to the run's standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process ids of the ranks: they have a rank, and their parent, the launcher, has none."""
+        ranks = {process.pid: rank_of(process) for process in self.site.processes()}
+        found = {}
+        for pid, rank in ranks.items():
+            with contextlib.suppress(psutil.Error):
+                if rank is not None and ranks.get(psutil.Process(pid).ppid()) is None:
+                    found[rank] = pid
+        return found
+
+    def end(self, timeout: float = 20) -> Ended:
+        """Wait for the launcher's end, and for the last process to close its output."""
+        deadline = time.monotonic() + timeout
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._give_up(f"not over after {timeout:g} s")
+        for reader in self._readers:
+            reader.join(max(0.1, deadline - time.monotonic()))
+            if reader.is_alive():
+                self._give_up("the launcher is gone, but a process holds its output")
+        stamp = self.site.folder / "ended"
+        return Ended(
+            self.process.returncode,
+            "".join(self._lines["out"]),
+            "".join(self._lines["err"]),
+            time.time(),
+            float(stamp.read_text()) if stamp.exists() else None,
+        )
+
+    def _give_up(self, why: str) -> None:
+        running = describe(self.site.processes())
+        end(self.site.processes())
+        self.process.wait()
+        pytest.fail(f"{why}\n--- running\n{running}\n{self._output()}")
+
+
+class Site:
+    """A private corner for one test's runs: home, temporary and working folder, and a marker.
+
+    The paths are short, since those of sockets may have 107 characters.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.folder = Path(tempfile.mkdtemp(prefix="hd-", dir="/tmp"))
+        self.tmp = self.folder / "t"
+        self.tmp.mkdir()
+        self.started = time.time()
+        self.env = {"TMPDIR": str(self.tmp), "HOME": str(self.folder)}
+        self._runs: list[Running] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end(self.processes())
+        for run in self._runs:
+            run.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(
+        self,
+        *arguments: str | os.PathLike[str],
+        n: int = 2,
+        env: Mapping[str, str] | None = None,
+        device: str = "cpu",
+        terminal: bool = False,
+        **kwargs,
+    ) -> Running:
+        """Start `python -m hpcdask.run --device cpu ARGUMENTS` on `n` ranks, in this folder.
+
+        A program is found by its name among the tests' programs. With `terminal` the run has a
+        terminal of its own as standard input, to which `Running.type` types.
+        """
+        command = ["python", "-m", "hpcdask.run", "--device", device]
+        command += [str(PROGRAMS / a) if str(a).endswith(".py") else str(a) for a in arguments]
+        options = {"cwd": self.folder, **kwargs}
+        if terminal:
+            ours, theirs = pty.openpty()
+            options["stdin"] = theirs
+            command = ["python", "-c", TAKE_TERMINAL, *command]
+        process = self.launcher.popen(n, *command, env={**self.env, **(env or {})}, **options)
+        if terminal:
+            os.close(theirs)
+            process.stdin = os.fdopen(ours, "w")
+        self._runs.append(Running(self, process))
+        return self._runs[-1]
+
+    def run(self, *arguments: str | os.PathLike[str], timeout: float = 40, **kwargs) -> Ended:
+        """Start a run and wait for its end."""
+        return self.start(*arguments, **kwargs).end(timeout)
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes of this site's runs."""
+        return self.launcher.leftovers()
+
+    def check_nothing_left(self, since: float | None, within: float = 3.0) -> None:
+        """Fail unless all is gone `within` seconds after the clock showed `since`."""
+        assert since is not None, "the program left no time stamp"
+
+        def remaining() -> str:
+            parts = [describe(self.processes()), *self.files(), *self.semaphores()]
+            return "\n".join(part for part in parts if part)
+
+        while left := remaining():
+            if time.time() > since + within:
+                pytest.fail(f"{within:g} s after the end there are still\n{left}")
+            time.sleep(0.02)
+
+    def files(self) -> list[str]:
+        """Folders and key files of the runs."""
+        found = self.folder.rglob("*")
+        return [str(p) for p in found if "hpcdask" in p.name or p.suffix in (".pem", ".keys")]
+
+    def semaphores(self) -> list[str]:
+        """Semaphores younger than this site that no living process uses: somebody forgot them."""
+        young = {
+            str(path)
+            for path in Path("/dev/shm").glob("sem.mp-*")
+            if _modified(path) >= self.started
+        }
+        for process in psutil.process_iter() if young else ():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                young -= {name for name in young if name in maps}
+        return sorted(name for name in young if os.path.exists(name))
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """The rank that the launcher gave a process, or None."""
+    try:
+        environ = process.environ()
+    except (psutil.Error, OSError):
+        return None
+    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

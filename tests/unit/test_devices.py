@@ -1,0 +1,426 @@
+"""Which GPUs a process sees, which one is whose, and what memory and cores belong to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdask import devices
+from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
+from hpcdask.errors import DeviceError, MissingExtra
+
+FAKES = str(Path(__file__).parents[1] / "fakes")
+FOUR = [
+    {"uuid": "GPU-aaaa1111-0000", "name": "Fake A", "memory": 80 << 30, "cores": [0, 1]},
+    {"uuid": "GPU-aabb2222-0000", "name": "Fake A", "memory": 80 << 30, "cores": [2, 3]},
+    {"uuid": "GPU-cccc3333-0000", "name": "Fake B", "memory": 40 << 30, "cores": None},
+    {"uuid": "GPU-dddd4444-0000", "name": "Fake B", "memory": 40 << 30},
+]
+SLICE = {"name": "Fake A MIG 3g.40gb", "memory": 40 << 30}
+MIG = [
+    {"uuid": "GPU-aaaa1111-0000", "name": "Fake A", "memory": 80 << 30, "mig": []},
+    {
+        "uuid": "GPU-aabb2222-0000",
+        "memory": 80 << 30,
+        "cores": [2, 3],
+        "mig": [{"uuid": "MIG-1111", **SLICE}, None, {"uuid": "MIG-2222", **SLICE}, None],
+    },
+]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that describes the machine's GPUs to a mock of NVML's package."""
+    monkeypatch.syspath_prepend(FAKES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
+    monkeypatch.delenv("FAKE_NVML", raising=False)
+    yield lambda gpus: monkeypatch.setenv("FAKE_NVML", json.dumps(gpus))
+    sys.modules.pop("pynvml", None)
+
+
+def uuids(environ: dict[str, str]) -> list[str]:
+    return [gpu.uuid for gpu in visible_gpus(environ)]
+
+
+A, B, C, D = (gpu["uuid"] for gpu in FOUR)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [A, B, C, D]),
+        ("0", [A]),
+        ("2,0", [C, A]),
+        (" 1 , 3 ", [B, D]),
+        (A, [A]),
+        (f"{D},{A}", [D, A]),
+        ("GPU-cccc", [C]),
+        ("GPU-aab,GPU-d", [B, D]),
+        ("0,9,1", [A]),  # CUDA stops at the first that does not exist
+        ("9,0", []),
+        ("0,-1,1", [A]),
+        ("GPU-eeee,0", []),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_gpus(nvml, visible, expected):
+    nvml(FOUR)
+    assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_what_is_known_of_a_gpu(nvml):
+    nvml(FOUR)
+    one, _, three, four = visible_gpus({})
+    assert one == Gpu(A, "Fake A", 80 << 30, (0, 1))
+    assert three == Gpu(C, "Fake B", 40 << 30, ())  # where affinity is not supported
+    assert four.cores == ()
+
+
+def test_gpus_come_in_the_order_of_their_bus(nvml):
+    nvml(
+        [
+            {"uuid": "GPU-b", "bus": "00000000:C1:00.0"},
+            {"uuid": "GPU-c", "bus": "00000001:01:00.0"},
+            {"uuid": "GPU-a", "bus": "00000000:4B:00.0"},
+        ]
+    )
+    assert uuids({}) == ["GPU-a", "GPU-b", "GPU-c"]
+    assert uuids({"CUDA_VISIBLE_DEVICES": "1"}) == ["GPU-b"]
+
+
+def test_cores_beyond_the_first_64(nvml, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    nvml([{"uuid": "GPU-a", "cores": [0, 63, 64, 191]}])
+    assert visible_gpus({})[0].cores == (0, 63, 64, 191)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-aaaa1111-0000", "MIG-1111", "MIG-2222"]),
+        ("MIG-2222", ["MIG-2222"]),
+        ("MIG-2222,MIG-1111", ["MIG-2222", "MIG-1111"]),
+        ("MIG-11", ["MIG-1111"]),
+        ("1:1", ["MIG-2222"]),
+        ("1.0", ["MIG-1111"]),
+        ("1:2", []),
+        ("0", ["GPU-aaaa1111-0000"]),
+        ("1", ["MIG-1111", "MIG-2222"]),
+    ],
+)
+def test_mig_slices(nvml, visible, expected):
+    nvml(MIG)
+    assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_a_slice_has_its_own_memory_and_its_gpu_s_cores(nvml):
+    nvml(MIG)
+    assert visible_gpus({})[1] == Gpu("MIG-1111", "Fake A MIG 3g.40gb", 40 << 30, (2, 3))
+
+
+def test_no_driver(nvml):
+    assert visible_gpus({}) == []
+
+
+def test_device_files_but_no_nvml(nvml, monkeypatch):
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    with pytest.raises(DeviceError, match=r"NVML does not start.*nvidia-smi.*--device cpu"):
+        visible_gpus({})
+
+
+def test_device_files_but_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    with pytest.raises(MissingExtra, match=r"nvidia-ml-py.*pip install \"hpcdask\[cuda"):
+        visible_gpus({})
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
+    assert visible_gpus({}) == []
+
+
+# --- which one is mine ----------------------------------------------------------------------------
+
+G = [Gpu(f"GPU-{i}", "Fake", 80 << 30) for i in range(8)]
+
+
+def views(*seen: tuple[str, list[int]]) -> list[View]:
+    """One view per rank: its host, and the numbers of the GPUs it sees."""
+    local: Counter[str] = Counter()
+    result = []
+    for rank, (host, numbers) in enumerate(seen):
+        gpus = tuple(Gpu(f"{host}-{G[i].uuid}", "Fake", 80 << 30) for i in numbers)
+        result.append(View(rank, host, local[host], gpus, (0, 1), 1 << 30))
+        local[host] += 1
+    return result
+
+
+def given_to(seen: list[View], **options) -> list[str]:
+    options = {"device": "auto", "oversubscribe": False, "job": "7.r0", **options}
+    chosen = assign(seen, **options)
+    assert sorted(chosen) == [view.rank for view in seen]
+    for view in seen:
+        assert len(chosen[view.rank]) == 1
+        assert chosen[view.rank][0] in view.gpus
+    return [chosen[view.rank][0].uuid.removeprefix(f"{view.host}-GPU-") for view in seen]
+
+
+def test_all_visible_each_takes_the_one_of_its_number():
+    assert given_to(views(*[("n1", [0, 1, 2, 3])] * 4)) == ["0", "1", "2", "3"]
+
+
+def test_fewer_ranks_than_gpus():
+    assert given_to(views(*[("n1", [0, 1, 2, 3])] * 2)) == ["0", "1"]
+
+
+def test_each_has_its_own():
+    assert given_to(views(("n1", [2]), ("n1", [0]), ("n1", [1]))) == ["2", "0", "1"]
+
+
+def test_two_visible_to_each_pair():
+    pairs = [("n1", [0, 1]), ("n1", [0, 1]), ("n1", [2, 3]), ("n1", [2, 3])]
+    assert sorted(given_to(views(*pairs))) == ["0", "1", "2", "3"]
+
+
+def test_one_sees_all_and_the_other_only_the_one_it_would_take():
+    assert given_to(views(("n1", [0, 1]), ("n1", [0]))) == ["1", "0"]
+
+
+def test_in_different_orders():
+    assert len(set(given_to(views(("n1", [0, 1, 2]), ("n1", [2, 0, 1]), ("n1", [1, 2, 0]))))) == 3
+
+
+def test_several_hosts_are_apart():
+    seen = views(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 2, ("n3", [5]))
+    assert given_to(seen) == ["0", "1", "0", "1", "5"]
+
+
+def test_ranks_dealt_round_the_hosts():
+    seen = views(("n1", [0, 1]), ("n2", [0, 1]), ("n1", [0, 1]), ("n2", [0, 1]))
+    assert given_to(seen) == ["0", "0", "1", "1"]
+
+
+def test_too_few_distinct():
+    seen = views(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 3)
+    with pytest.raises(DeviceError) as caught:
+        given_to(seen)
+    for word in ("n2", "3 ranks", "2 distinct GPUs", "at most 2", "--oversubscribe"):
+        assert word in str(caught.value)
+    assert "n1" not in str(caught.value)
+
+
+def test_one_gpu_given_to_both_ranks():
+    with pytest.raises(DeviceError, match="2 ranks but only 1 distinct GPU:"):
+        given_to(views(("n1", [3]), ("n1", [3])))
+
+
+def test_enough_distinct_but_not_for_everyone():
+    """Two ranks are confined to one GPU, and another sits idle: that too is one GPU too few."""
+    seen = views(("n1", [0]), ("n1", [0]), ("n1", [0, 1, 2]))
+    with pytest.raises(DeviceError, match="n1"):
+        given_to(seen)
+
+
+def test_a_gpu_is_taken_by_its_uuid_alone():
+    """NVML may describe a GPU differently to two ranks."""
+    one = View(0, "n1", 0, (Gpu("GPU-0", "Fake", 80, (0, 1)),), (0,), 1)
+    two = View(1, "n1", 1, (Gpu("GPU-0", "Fake", 80, (2, 3)),), (0,), 1)
+    with pytest.raises(DeviceError, match="1 distinct"):
+        assign([one, two], device="cuda", oversubscribe=False, job=None)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5, 7, 8])
+def test_oversubscribe_shares_evenly(ranks):
+    shares = Counter(given_to(views(*[("n1", [0, 1])] * ranks), oversubscribe=True))
+    assert set(shares) == {"0", "1"}
+    assert max(shares.values()) - min(shares.values()) <= 1
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), min_size=1, max_size=6
+    )
+)
+def test_everyone_gets_one_it_sees_and_no_two_the_same_where_that_can_be(seen):
+    def distinct_choice_exists(index: int, used: frozenset[int]) -> bool:
+        return index == len(seen) or any(
+            distinct_choice_exists(index + 1, used | {gpu})
+            for gpu in seen[index]
+            if gpu not in used
+        )
+
+    taken = given_to(views(*(("n1", numbers) for numbers in seen)), oversubscribe=True)
+    assert (len(set(taken)) == len(taken)) is distinct_choice_exists(0, frozenset())
+
+
+def test_started_by_hand_a_worker_for_every_gpu():
+    seen = views(("n1", [2, 0]))
+    chosen = assign(seen, device="auto", oversubscribe=False, job=None, every_gpu=True)
+    assert chosen == {0: list(seen[0].gpus)}
+
+
+def test_cpu_where_it_is_asked_for():
+    seen = views(*[("n1", [0, 1])] * 3)
+    chosen = assign(seen, device="cpu", oversubscribe=False, job="7.r0")
+    assert chosen == {0: [None], 1: [None], 2: [None]}
+
+
+def test_no_gpu_on_a_workstation_means_cpu():
+    seen = views(("n1", []), ("n1", []))
+    assert assign(seen, device="auto", oversubscribe=False, job=None) == {0: [None], 1: [None]}
+
+
+@pytest.mark.parametrize(
+    ("device", "job", "words"),
+    [
+        ("auto", "7.r1", ["(7)", "#SBATCH --gpus-per-node=1", "--gpus-per-task=1"]),
+        ("cuda", "7.r1", ["(7)", "#SBATCH --gpus-per-node=1"]),
+        ("cuda", None, ["nvidia-smi", "CUDA_VISIBLE_DEVICES"]),
+    ],
+)
+def test_no_gpu(monkeypatch, device, job, words):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(DeviceError) as caught:
+        assign(views(("n1", []), ("n2", [])), device=device, oversubscribe=False, job=job)
+    for word in [*words, "n1", "n2", "--device cpu"]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "job"), [("auto", None), ("auto", "7.r0"), ("cuda", None)])
+def test_one_rank_without_a_gpu(device, job):
+    seen = views(("n1", [0]), ("n2", []))
+    with pytest.raises(DeviceError, match=r"rank 1 .*n2"):
+        assign(seen, device=device, oversubscribe=False, job=job)
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [("PBS_JOBID", "ngpus=1"), ("LSB_JOBID", "#BSUB -gpu"), ("OAR_JOB_ID", "oarsub")],
+)
+def test_each_system_s_way_to_request_a_gpu(monkeypatch, variable, words):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(variable, "7")
+    with pytest.raises(DeviceError, match=words):
+        assign(views(("n1", [])), device="auto", oversubscribe=False, job="7.r0")
+
+
+# --- cores and memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owned", "near", "expected"),
+    [
+        ([0, 1, 2, 3], (2, 3, 4), [2, 3]),
+        ([3, 1], (7, 8), [1, 3]),
+        ([1, 0], (), [0, 1]),
+        ([5, 4], None, [4, 5]),
+    ],
+)
+def test_worker_cores(owned, near, expected):
+    gpu = None if near is None else Gpu("GPU-0", "Fake", 1, near)
+    assert worker_cores(owned, gpu) == expected
+
+
+def test_cores_of_an_mpirun_around_it_are_not_guessed_of_others():
+    assert devices.launcher_cores() >= os.sched_getaffinity(0)
+
+
+HOST = int(psutil.virtual_memory().total)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A function that writes recorded files under a root, which it returns."""
+
+    def write(files: dict[str, str]) -> str:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+        return f"{tmp_path}/"
+
+    return write
+
+
+JOB_V2 = "system.slice/slurmstepd.scope/job_11"
+JOB_V1 = "sys/fs/cgroup/memory/slurm/uid_1000/job_11"
+V1_MEMBERSHIP = (
+    "12:pids:/system.slice/slurmd.service\n"
+    "9:cpu,cpuacct:/slurm/uid_1000/job_11\n"
+    "7:memory:/slurm/uid_1000/job_11/step_0\n"
+    "1:name=systemd:/system.slice/slurmd.service"
+)
+
+
+def test_memory_of_the_host(machine):
+    assert job_memory({}, machine({})) <= HOST
+
+
+def test_memory_limit_of_the_job_above_the_step_in_cgroup_v2(machine):
+    root = machine(
+        {
+            "proc/self/cgroup": f"0::/{JOB_V2}/step_0/user/task_0",
+            f"sys/fs/cgroup/{JOB_V2}/step_0/user/task_0/memory.max": "max",
+            f"sys/fs/cgroup/{JOB_V2}/step_0/user/memory.max": "max",
+            f"sys/fs/cgroup/{JOB_V2}/memory.max": str(100 * MIB),
+            "sys/fs/cgroup/system.slice/memory.max": str(200 * MIB),
+        }
+    )
+    assert job_memory({}, root) == 100 * MIB
+
+
+def test_memory_limit_in_cgroup_v1(machine):
+    root = machine(
+        {
+            "proc/self/cgroup": V1_MEMBERSHIP,
+            f"{JOB_V1}/step_0/memory.limit_in_bytes": str(100 * MIB),
+            f"{JOB_V1}/memory.limit_in_bytes": str(150 * MIB),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        }
+    )
+    assert job_memory({}, root) == 100 * MIB
+
+
+def test_memory_limit_of_a_container_s_root_group(machine):
+    root = machine({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": str(100 * MIB)})
+    assert job_memory({}, root) == 100 * MIB
+
+
+def test_no_limit_in_any_group(machine):
+    root = machine(
+        {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"}
+    )
+    assert job_memory({}, root) == job_memory({}, machine({}))
+
+
+@pytest.mark.parametrize(
+    ("environ", "mebibytes"),
+    [
+        ({"SLURM_MEM_PER_NODE": "100"}, 100),
+        ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, 150),
+        ({"SLURM_MEM_PER_CPU": "50"}, 50),
+    ],
+)
+def test_memory_that_slurm_granted_without_a_cgroup(machine, environ, mebibytes):
+    assert job_memory(environ, machine({})) == mebibytes * MIB
+
+
+def test_all_of_the_node_s_memory(machine):
+    """SLURM's word for ``--mem=0`` is 0 or the node's memory; neither is a limit of nothing."""
+    assert job_memory({"SLURM_MEM_PER_NODE": "0"}, machine({})) == job_memory({}, machine({}))
+
+
+def test_the_least_limit_counts(machine):
+    root = machine({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.max": str(80 * MIB)})
+    assert job_memory({"SLURM_MEM_PER_NODE": "100"}, root) == 80 * MIB
+    assert job_memory({"SLURM_MEM_PER_NODE": "60"}, root) == 60 * MIB
