@@ -58,7 +58,7 @@ def main() -> None:
     result: dict[str, Any] = {"ready_s": time.time() - float(os.environ["LAUNCHED"])}
     if options.case == "startup" and options.cluster in ("runner", "local-cuda"):
         if os.environ.get("NEEDS_CONTEXT"):
-            result["contexts"] = sum(client.run(has_context).values())
+            result["contexts"] = all(client.run(has_context).values())
     elif options.case == "tasks":
         from distributed import wait
 

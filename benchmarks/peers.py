@@ -128,6 +128,8 @@ def compare(
             who: run(command, environment or {}, timeout)
             for who, command in (order if number % 2 == 0 else reversed(order))
         }
+        if any(side.get("contexts", True) is False for side in pair.values()):
+            raise SystemExit(f"{name}: a worker has no CUDA context: {pair}")
         if any(not side.get("correct", True) for side in pair.values()):
             raise SystemExit(f"{name}: a result is wrong: {pair}")
         pairs.append(pair)
@@ -177,8 +179,8 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
         results.append(
             compare(
                 f"10,000 empty Dask tasks, {gpus} workers",
-                runner(gpus, "--case", "tasks"),
-                peer("local-cuda", gpus, "--case", "tasks"),
+                runner(gpus, "--case", "tasks", "--repeats", "2"),
+                peer("local-cuda", gpus, "--case", "tasks", "--repeats", "2"),
                 measure="seconds",
                 rounds=rounds,
                 peer_name="LocalCUDACluster",

@@ -9,8 +9,7 @@ if [ "$gpus" -gt 0 ]; then
 else
     ranks=2 device=cpu array=2GB svd=1GB
 fi
-# Open MPI binds each rank to one core; a worker's threads want all of theirs
-mpirun=("$bin/mpirun" -n "$ranks" --oversubscribe --bind-to none)
+mpirun=("$bin/mpirun" -n "$ranks" --oversubscribe)
 [ "$(id -u)" != 0 ] || mpirun+=(--allow-run-as-root)
 
 demo() {
