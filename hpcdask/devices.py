@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from .errors import DeviceError, MissingExtra
+from .errors import DeviceError, MissingExtra, UsageError
 from .ranks import QUEUE_JOBS, launcher_pid
 
 #: The extra that brings CUDA packages, as named in messages.
@@ -41,6 +43,11 @@ class Gpu:
     name: str
     memory: int
     cores: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Gpu:
+        """Read what ``dataclasses.asdict`` and JSON made of a GPU."""
+        return cls(**{**data, "cores": tuple(data["cores"])})
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class View:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> View:
         """Read what ``dataclasses.asdict`` and JSON made of a view."""
-        gpus = tuple(Gpu(**{**gpu, "cores": tuple(gpu["cores"])}) for gpu in data["gpus"])
+        gpus = tuple(map(Gpu.from_json, data["gpus"]))
         return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"])})
 
 
@@ -113,6 +120,55 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
         if wanted is None:
             return [gpu for gpus in full for gpu in gpus]
         return _select(wanted, full)
+
+
+class Scout:
+    """A process that asks NVML (0.2 s) while the rank imports distributed."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    @classmethod
+    def start(cls, in_child: Callable[[], None]) -> Scout | None:
+        """Fork the scout, where there is a driver to ask.
+
+        Parameters
+        ----------
+        in_child
+            Called in the scout first, to close what belongs to the rank.
+        """
+        if not has_nvidia_driver() and find_spec("pynvml") is None:
+            return None
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            try:
+                in_child()
+                os.close(read_end)
+                try:
+                    found: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in visible_gpus()]}
+                except UsageError as error:
+                    found = {"error": str(error)}
+                with open(write_end, "w") as stream:
+                    json.dump(found, stream)
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        return cls(read_end)
+
+    def report(self) -> list[Gpu]:
+        """What `visible_gpus` found. Call it once.
+
+        Raises
+        ------
+        DeviceError
+            What it raised.
+        """
+        with open(self._pipe) as stream:
+            text = stream.read()
+        found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
+        if "error" in found:
+            raise DeviceError(found["error"])
+        return [Gpu.from_json(gpu) for gpu in found["gpus"]]
 
 
 def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:

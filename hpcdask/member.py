@@ -61,6 +61,8 @@ class Member:
         Removes this rank's folders however it dies.
     program
         The process that waits to become the program, in the rank that has it.
+    scout
+        Knows which GPUs this rank sees; None where there is no driver.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Member:
         self.janitor = janitor
         self.scratch = scratch
         self.program = program
+        self.scout = scout
         self.nannies: list[BoundNanny] = []
         self.credentials: security.Credentials = {}
         self.ending = False
@@ -83,7 +86,7 @@ class Member:
         UsageError
             The interface does not exist here, a package is missing, or the GPUs cannot be asked.
         """
-        gpus = [] if self.spec.device == "cpu" else devices.visible_gpus()
+        gpus = [] if self.scout is None or self.spec.device == "cpu" else self.scout.report()
         if self.spec.interface:
             from distributed.utils import get_ip_interface
 

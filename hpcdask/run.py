@@ -7,12 +7,16 @@ from hpcdask import bootstrap
 if __name__ == "__main__":
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
+    from hpcdask.devices import Scout
+
+    _scout = Scout.start(_janitor.release_in_child)
 
 import sys
 from collections.abc import Sequence
 
 import click
 
+from hpcdask.devices import Scout
 from hpcdask.errors import UsageError
 from hpcdask.program import Program
 from hpcdask.runner import Launch, launch
@@ -82,7 +86,7 @@ def parse(argv: Sequence[str]) -> Launch:
     return Launch(RunSpec(**values), program, attached)
 
 
-def main(janitor: bootstrap.Janitor) -> Program:
+def main(janitor: bootstrap.Janitor, scout: Scout | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
     from hpcdask import ranks
 
@@ -93,8 +97,8 @@ def main(janitor: bootstrap.Janitor) -> Program:
         if rank is None or rank.index == 0:
             print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    return launch(asked, janitor)
+    return launch(asked, janitor, scout)
 
 
 if __name__ == "__main__":
-    main(_janitor).run()
+    main(_janitor, _scout).run()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from . import bootstrap, ranks
 from .bootstrap import Janitor
+from .devices import Scout
 from .errors import HpcdaskError, UsageError
 from .program import Program
 from .spec import RunSpec
@@ -42,7 +43,7 @@ class Launch:
     attached: int | None = None
 
 
-def launch(launch: Launch, janitor: Janitor) -> Program:
+def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
     Returns
@@ -55,7 +56,7 @@ def launch(launch: Launch, janitor: Janitor) -> Program:
     rank = ranks.detect()
     try:
         _check_layout(launch, rank)
-        return _launch(launch, janitor, rank)
+        return _launch(launch, janitor, scout, rank)
     except HpcdaskError as error:
         if rank is None or rank.index == 0:
             complain(error)
@@ -112,7 +113,9 @@ def _check_port(address: str) -> None:
             ) from None
 
 
-def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Program:
+def _launch(
+    launch: Launch, janitor: Janitor, scout: Scout | None, rank: ranks.Rank | None
+) -> Program:
     bootstrap.mark("options read")
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
     from distributed.compatibility import asyncio_run
@@ -153,7 +156,7 @@ def _launch(launch: Launch, janitor: Janitor, rank: ranks.Rank | None) -> Progra
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
-    member = Member(spec, rank, janitor, scratch, program)
+    member = Member(spec, rank, janitor, scratch, program, scout)
     if rank.index == 0:
         assert scheduler_child is not None
         attached = None

@@ -15,7 +15,7 @@ from tornado import web
 from .control import Channel
 from .security import to_security
 from .template import leave_signals_to_the_rank
-from .worker import quiet
+from .worker import BATCH_INTERVAL_S, quiet
 
 
 class _Census(SchedulerPlugin):
@@ -32,6 +32,7 @@ class _Census(SchedulerPlugin):
         self._channel.send(workers=names)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        scheduler.stream_comms[worker].interval = BATCH_INTERVAL_S
         self._tell()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:

@@ -16,6 +16,10 @@ from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
 from .spec import WorkerSpec
 
+#: Seconds between two messages of a worker and its scheduler to each other. distributed holds
+#: messages back for 2 and 5 ms, and a worker with one thread then idles between short Dask tasks;
+#: what gathers while a message is being written still travels together.
+BATCH_INTERVAL_S = 0.0
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
 
@@ -50,7 +54,7 @@ class Place:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:
         """Read what ``dataclasses.asdict`` and JSON made of a place."""
-        gpu = data["gpu"] and Gpu(**{**data["gpu"], "cores": tuple(data["gpu"]["cores"])})
+        gpu = data["gpu"] and Gpu.from_json(data["gpu"])
         return cls(**{**data, "gpu": gpu, "cores": tuple(data["cores"])})
 
 
@@ -97,12 +101,13 @@ class BoundWorker(Worker):
                 external_lib_list=["cupy"],
             ).setup(self)
         super().__init__(*args, **kwargs)
+        self.batched_stream.interval = BATCH_INTERVAL_S
 
-    async def close(self, *args: Any, reason: str = "worker-close", **kwargs: Any) -> Any:
+    async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close; at the end of the run without complaints about what is closed already."""
-        if reason == RUN_IS_OVER:
+        if kwargs.get("reason") == RUN_IS_OVER:
             quiet("CRITICAL")
-        return await super().close(*args, reason=reason, **kwargs)
+        return await super().close(*args, **kwargs)
 
 
 class BoundNanny(Nanny):
