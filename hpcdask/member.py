@@ -66,7 +66,13 @@ class Member:
     """
 
     def __init__(
-        self, spec: RunSpec, rank: Rank, janitor: Janitor, scratch: str, program: Child | None
+        self,
+        spec: RunSpec,
+        rank: Rank,
+        janitor: Janitor,
+        scratch: str,
+        program: Child | None,
+        scout: Scout | None,
     ) -> None:
         self.spec = spec
         self.rank = rank
