@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from . import devices, schedulerfile, security, template
 from .bootstrap import STARTED, Janitor
 from .children import Child
-from .devices import View
+from .devices import Scout, View
 from .errors import HpcdaskError, UsageError
 from .ranks import Rank
 from .spec import RunSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import shutil
 import subprocess
 import tempfile
@@ -106,9 +107,11 @@ class Running:
             return None
 
         try:
-            return wait_for(found, timeout, f"a line {start!r}", interval=0.02)[len(start) :].strip()
+            line = wait_for(found, timeout, f"a line {start!r}", interval=0.02)
         except AssertionError as error:
             pytest.fail(f"{error}\n{self._output()}")
+        self.site.note_semaphores()
+        return line[len(start) :].strip()
 
     def wait_for(self, condition: Callable[[], T], what: str, timeout: float = 30) -> T:
         """Wait for something that the run does; fail with its output if it ends first."""
@@ -189,9 +192,9 @@ class Site:
         self.folder = Path(tempfile.mkdtemp(prefix="hd-", dir="/tmp"))
         self.tmp = self.folder / "t"
         self.tmp.mkdir()
-        self.started = time.time()
         self.env = {"TMPDIR": str(self.tmp), "HOME": str(self.folder)}
         self._runs: list[Running] = []
+        self._semaphores: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +203,8 @@ class Site:
         end(self.processes())
         for run in self._runs:
             run.process.wait()
+        for name in self.semaphores():
+            os.unlink(name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(
@@ -208,16 +213,17 @@ class Site:
         n: int = 2,
         env: Mapping[str, str] | None = None,
         device: str = "cpu",
+        find: bool = True,
         terminal: bool = False,
         **kwargs,
     ) -> Running:
         """Start `python -m hpcdask.run --device cpu ARGUMENTS` on `n` ranks, in this folder.
 
-        A program is found by its name among the tests' programs. With `terminal` the run has a
-        terminal of its own as standard input, to which `Running.type` types.
+        With `find`, a program `NAME.py` is the one among the tests' programs. With `terminal` the
+        run has a terminal of its own as standard input, to which `Running.type` types.
         """
         command = ["python", "-m", "hpcdask.run", "--device", device]
-        command += [str(PROGRAMS / a) if str(a).endswith(".py") else str(a) for a in arguments]
+        command += [str(PROGRAMS / a if find and str(a).endswith(".py") else a) for a in arguments]
         options = {"cwd": self.folder, **kwargs}
         if terminal:
             ours, theirs = pty.openpty()
@@ -256,18 +262,16 @@ class Site:
         found = self.folder.rglob("*")
         return [str(p) for p in found if "hpcdask" in p.name or p.suffix in (".pem", ".keys")]
 
-    def semaphores(self) -> list[str]:
-        """Semaphores younger than this site that no living process uses: somebody forgot them."""
-        young = {
-            str(path)
-            for path in Path("/dev/shm").glob("sem.mp-*")
-            if _modified(path) >= self.started
-        }
-        for process in psutil.process_iter() if young else ():
+    def note_semaphores(self) -> None:
+        """Remember which semaphores the runs use now, so that `check_nothing_left` knows them."""
+        for process in self.processes():
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                young -= {name for name in young if name in maps}
-        return sorted(name for name in young if os.path.exists(name))
+                self._semaphores.update(re.findall(r"/dev/shm/sem\.mp-\S+", maps))
+
+    def semaphores(self) -> list[str]:
+        """Semaphores of the runs that are still there."""
+        return sorted(name for name in self._semaphores if os.path.exists(name))
 
 
 def rank_of(process: psutil.Process) -> int | None:
@@ -277,10 +281,3 @@ def rank_of(process: psutil.Process) -> int | None:
     except (psutil.Error, OSError):
         return None
     return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

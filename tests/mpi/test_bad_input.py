@@ -487,6 +487,15 @@ def test_launcher_that_needs_mpi4py_without_it(alone, script, hidden):
     assert_refused(alone.run(1, *CPU, script, env=env), "mpi4py", 'pip install "hpcdask[mpi]"')
 
 
+def test_several_nodes_of_mpich_without_mpi4py(mpich, private, script, hidden):
+    """Its nodes have nothing in common by which ranks could find a file of their launch."""
+    mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "1"]
+    env = {**pythonpath(hidden), "HIDDEN": "mpi4py"}
+    options = ("--timeout", "8s", script)
+    result = with_folders(mpich, private).run(2, *CPU, *options, env=env)
+    assert_refused(result, "mpi4py", 'pip install "hpcdask[mpi]"')
+
+
 # --- nothing is left, also while it still waits ---------------------------------------------------
 
 

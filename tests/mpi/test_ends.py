@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from running import PROGRAMS, Ended, Running, Site
+from running import PROGRAMS, Ended, Running, Site, rank_of
 
 pytestmark = pytest.mark.mpi
 
@@ -28,6 +28,7 @@ ENDS = {
     "SIGSEGV": 139,
     "task-runs": 0,
     "shutdown": 0,
+    "leaves-child": 0,
 }
 SOME_ENDS = ("return", "exit-3", "exception", "SIGKILL")
 
@@ -47,7 +48,9 @@ def under(*launchers: str):
     indirect=["site"],
 )
 def test_the_program_s_end_is_the_run_s_end(site: Site, how: str):
-    ended = site.run("ends.py", how)
+    run = site.start("ends.py", how)
+    run.line("ready")
+    ended = run.end()
     assert ended.code == ENDS[how], str(ended)
     check_soon(ended)
     site.check_nothing_left(ended.program_end)
@@ -161,6 +164,18 @@ def test_a_second_signal_ends_it_at_once(site: Site):
     ended = run.end()
     assert ended.code == 143, str(ended)
     site.check_nothing_left(sent)
+
+
+@under("openmpi", "mpich", "alone")
+def test_sigusr1_is_the_program_s_alone(site: Site):
+    run = site.start("waits.py", "usr1")
+    run.line("ready")
+    run.signal(signal.SIGUSR1)
+    ended = run.end()
+    assert ended.code == 4, str(ended)
+    check_soon(ended)
+    site.check_nothing_left(ended.program_end)
+    assert not ended.foreign_lines, str(ended)
 
 
 # A worker dies
@@ -281,8 +296,6 @@ def test_each_rank_is_made_of_these_processes(site: Site):
 
 
 def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
-    from running import rank_of
-
     groups: dict[int, list[psutil.Process]] = {}
     for process in site.processes():
         if (rank := rank_of(process)) is not None:
@@ -326,7 +339,7 @@ def test_dedicated_needs_three_ranks(site: Site):
     assert ended.at - started < 10, str(ended)
     assert len(ended.errors) == 1, str(ended)
     assert "3 ranks" in ended.errors[0], str(ended)
-    assert not ended.foreign_lines, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
     site.check_nothing_left(ended.at)
 
 

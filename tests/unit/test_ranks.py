@@ -246,10 +246,14 @@ def test_job_id(environ, job):
     assert job_id(environ) == job
 
 
-def test_a_job_of_grid_engine_that_is_no_array():
-    """Its SGE_TASK_ID is "undefined", and JOB_ID its id."""
-    environ = {"SGE_TASK_ID": "undefined", "JOB_ID": "7", "SGE_ROOT": "/opt/sge"}
-    assert job_id(environ) is not None
+def test_jobs_of_grid_engine():
+    """Only in an array job is SGE_TASK_ID a number, and then it is not the job's."""
+    environ = {"SGE_JOB_SPOOL_DIR": "/var/spool/sge/7", "JOB_ID": "7", "SGE_TASK_ID": "undefined"}
+    environs = [environ, {**environ, "SGE_TASK_ID": "1"}, {**environ, "SGE_TASK_ID": "2"}]
+    environs.append({**environs[1], "JOB_ID": "8"})
+    ids = [job_id(one) for one in environs]
+    assert None not in ids
+    assert len(set(ids)) == 4
 
 
 # --- how ranks meet -------------------------------------------------------------------------------

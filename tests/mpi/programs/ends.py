@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -22,6 +23,8 @@ if how == "task-runs":
     sleeping = client.submit(time.sleep, 600)
     while not any(client.processing().values()):
         time.sleep(0.01)
+if how == "leaves-child":
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
 if how == "shutdown":
     client.shutdown()
 stamp()

@@ -16,12 +16,21 @@ def leave(number: int, frame: object) -> None:
     os._exit(9)
 
 
+def leave_by_usr1(number: int, frame: object) -> None:
+    # Computes once more: the workers must not mind the signal
+    result = client.submit(sum, [1, 3]).result()
+    stamp()
+    sys.exit(result)
+
+
 how = sys.argv[1] if len(sys.argv) > 1 else ""
 client = Client()
 if how == "handler":
     signal.signal(signal.SIGTERM, leave)
 elif how == "ignore":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif how == "usr1":
+    signal.signal(signal.SIGUSR1, leave_by_usr1)
 caught = 0
 show(
     "ready",
