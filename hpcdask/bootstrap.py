@@ -192,4 +192,10 @@ def marked_processes(marker: str, besides: set[int]) -> list[int]:
 def _remove_tree(folder: str) -> None:
     import shutil
 
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.isdir(folder) and not os.path.islink(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        try:
+            os.unlink(folder)
+        except OSError:
+            pass

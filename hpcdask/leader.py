@@ -95,6 +95,7 @@ class Leader:
         self.registered: set[str] = set()
         self.orders: Channel | None = None
         self.address = ""
+        self.written = ""
         self.dashboard = 0
         self.signalled: int | None = None
         self.deadline = time.monotonic() + self.spec.timeout
@@ -279,6 +280,7 @@ class Leader:
             path = os.path.abspath(file)
             self.member.janitor.remove_at_end(path)
             self.member.janitor.remove_at_end(f"{path}.keys")
+            self.written = path
             schedulerfile.write(path, self.address, self.member.credentials, job=job_id())
         if not self.has_program:
             way = f'hpcdask.connect("{file}")' if file else f'Client("{self.address}")'
@@ -452,11 +454,10 @@ class Leader:
         self.scheduler.send_signal(signal.SIGKILL)
         if self.rendezvous is not None:
             self.rendezvous.close()
-        if self.spec.scheduler_file and self.registered:
-            path = os.path.abspath(self.spec.scheduler_file)  # noqa: ASYNC240
+        if self.written:
             with contextlib.suppress(OSError):
-                os.unlink(path)
-            shutil.rmtree(f"{path}.keys", ignore_errors=True)
+                os.unlink(self.written)
+            shutil.rmtree(f"{self.written}.keys", ignore_errors=True)
 
     async def _others_gone(self) -> None:
         """Wait until every other rank has left: a launcher reports the ranks that still live."""

@@ -72,6 +72,15 @@ class Program:
             )
         return spec
 
+    def set_path(self) -> None:
+        """Put first in sys.path what plain python would, which workers need too."""
+        if self.is_module or sys.flags.safe_path:
+            return  # the working folder is there already, or python -P wants nothing there
+        if os.path.isfile(self.target) and not _is_zip(self.target):
+            sys.path[0] = os.path.dirname(os.path.realpath(self.target))
+        else:
+            sys.path[0] = os.path.join(os.getcwd(), self.target)
+
     def run(self) -> NoReturn:
         """Become the program. Ends by `SystemExit`, with the code that plain Python would give."""
         module = types.ModuleType("__main__")
@@ -90,16 +99,16 @@ class Program:
     def _load(self, module: types.ModuleType) -> types.CodeType:
         if not self.is_module and os.path.isfile(self.target) and not _is_zip(self.target):
             sys.argv = [self.target, *self.arguments]
-            sys.path[0:1] = [os.path.dirname(os.path.realpath(self.target))]
-            module.__file__ = self.target
-            loader = SourceFileLoader("__main__", self.target)
+            self.set_path()
+            module.__file__ = path = os.path.join(os.getcwd(), self.target)
+            loader = SourceFileLoader("__main__", path)
             module.__loader__ = loader
-            return compile(loader.get_data(self.target), self.target, "exec", dont_inherit=True)
+            return compile(loader.get_data(path), path, "exec", dont_inherit=True)
         if self.is_module:
             spec = self._find_module()
         else:
-            sys.path[0:1] = [self.target]
-            found = PathFinder.find_spec("__main__", [self.target])
+            self.set_path()
+            found = PathFinder.find_spec("__main__", sys.path[:1])
             if found is None:
                 raise UsageError(f"{self.target} has no __main__.py")
             spec = found

@@ -55,7 +55,6 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
 
     rank = ranks.detect()
     try:
-        _check_layout(launch, rank)
         return _launch(launch, janitor, scout, rank)
     except HpcdaskError as error:
         if rank is None or rank.index == 0:
@@ -66,8 +65,8 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
         leave(1)
 
 
-def _check_layout(launch: Launch, rank: ranks.Rank | None) -> None:
-    if launch.spec.layout == "dedicated" and rank is not None and rank.size < 3:
+def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
+    if launch.spec.layout == "dedicated" and rank.size < 3:
         raise UsageError(
             f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
             f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
@@ -75,11 +74,12 @@ def _check_layout(launch: Launch, rank: ranks.Rank | None) -> None:
         )
 
 
-def _early_error(launch: Launch) -> HpcdaskError | None:
+def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
     """Bad input that only rank 0 can see."""
     from . import schedulerfile
 
     try:
+        _check_layout(launch, rank)
         if launch.program is not None:
             launch.program.check()
         if launch.spec.scheduler_file:
@@ -130,6 +130,8 @@ def _launch(
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn()
     spec = launch.spec
+    if launch.program is not None:
+        launch.program.set_path()  # before the forks: tasks may need modules beside the script
     scratch = new_scratch(spec, janitor)
     devices.widen(devices.launcher_cores())
     template.freeze()
@@ -152,7 +154,6 @@ def _launch(
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)
-        _check_layout(launch, rank)
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
@@ -168,7 +169,7 @@ def _launch(
             scheduler_child,
             attached=attached,
             has_program=launch.program is not None or attached is not None,
-            early_error=_early_error(launch),
+            early_error=_early_error(launch, rank),
         )
         if isinstance(meeting, rendezvous.FileRendezvous):
             janitor.remove_at_end(meeting.folder)

@@ -97,14 +97,26 @@ def stop() -> None:
 
 
 def _start_resource_tracker() -> None:
-    """Start it silent: after a SIGKILL it would report the semaphores it then cleans up."""
-    stderr = sys.stderr
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.stderr.close()
-        sys.stderr = stderr
+    """Start it in a session of its own, and silent.
+
+    Launchers signal the rank's whole process group. MPICH kills it, and the tracker with it, which
+    then unlinks no semaphore; Open MPI sends SIGUSR1 to it, which the tracker does not survive.
+    """
+    read_end, write_end = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    program = f"from multiprocessing.resource_tracker import main;main({read_end})"
+    os.set_inheritable(read_end, True)
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-c", program],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
+        setsid=True,
+    )
+    os.close(read_end)
+    os.close(null)
+    tracker = resource_tracker._resource_tracker
+    tracker._fd, tracker._pid = write_end, pid
 
 
 def freeze() -> None:

@@ -105,7 +105,7 @@ class BoundWorker(Worker):
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close; at the end of the run without complaints about what is closed already."""
-        if kwargs.get("reason") == RUN_IS_OVER:
+        if kwargs.get("reason") in (RUN_IS_OVER, "scheduler-close"):
             quiet("CRITICAL")
         return await super().close(*args, **kwargs)
 

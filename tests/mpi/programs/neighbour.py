@@ -1,0 +1,5 @@
+"""A module beside a script."""
+
+
+def triple(x: int) -> int:
+    return 3 * x

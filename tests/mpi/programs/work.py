@@ -1,0 +1,45 @@
+"""Works with the cluster in many ways; at the top level, with no guard."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import dask.array as da
+import neighbour
+from common import show, stamp
+from dask import delayed
+from distributed import Client
+
+print("top level", flush=True)
+
+
+@dataclass
+class Point:
+    x: int
+
+
+def double(point: Point) -> Point:
+    return Point(2 * point.x)
+
+
+IN_A_CHILD = """
+from distributed import Client
+with Client() as client:
+    print(client.submit(sum, [3, 4]).result())
+"""
+
+client = Client()
+found = {
+    "workers": len(client.scheduler_info(n_workers=-1)["workers"]),
+    "submit": client.submit(double, Point(1)).result().x,
+    "map": [point.x for point in client.gather(client.map(double, [Point(x) for x in range(3)]))],
+    "delayed": delayed(lambda x: x + 1)(1).compute(),
+    "array": int(da.arange(100, chunks=10).sum().compute()),
+    "remote": client.submit(os.getpid).result() != os.getpid(),
+    "from a child": int(subprocess.check_output([sys.executable, "-c", IN_A_CHILD], text=True)),
+    "second client": Client().submit(sum, [1, 2]).result(),
+    "module beside the script": client.submit(neighbour.triple, 3).result(),
+}
+show("found", found)
+stamp()
