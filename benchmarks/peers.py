@@ -159,6 +159,32 @@ def value(result: dict[str, Any], measure: str) -> float:
     return float(statistics.median(seconds) if isinstance(seconds, list) else seconds)
 
 
+CONTEXT = """
+import ctypes, time
+start = time.perf_counter()
+cuda = ctypes.CDLL("libcuda.so.1")
+device, context = ctypes.c_int(), ctypes.c_void_p()
+codes = [cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(device), 0),
+         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)]
+assert codes == [0, 0, 0], codes
+print(time.perf_counter() - start)
+"""
+
+
+def bare_contexts(gpus: int) -> float:
+    """Seconds until as many bare processes, started at once, have their CUDA contexts."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONTEXT],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(gpus)
+    ]
+    return max(float(process.communicate(timeout=60)[0]) for process in started)
+
+
 def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]:
     """What runs on a GPU host."""
     results = []
@@ -186,6 +212,9 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
                 peer_name="LocalCUDACluster",
             )
         )
+    if "startup" in wanted:
+        results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
+        results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
     array = ["--case", "array", "--size", "2TB"]
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
@@ -255,7 +284,10 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
             )
         )
     if "array" in wanted:
-        array = ["--case", "array", "--size", "2GB"]
+        if "startup" in wanted:
+        results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
+        results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
+    array = ["--case", "array", "--size", "2GB"]
         results.append(
             compare(
                 "array 2 GB, 2 workers, tuned against stock",
@@ -296,6 +328,9 @@ def write_docs(paths: list[str]) -> None:
                 f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
                 f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
             )
+        for case in content["cases"]:
+            if "floor_s" in case:
+                text += f"\n{case['case']}: {case['floor']} take {case['floor_s']:.2f} s here.\n"
         used = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
         text += f"\nVersions: {used}.\n"
     (HERE.parent / "docs" / "benchmarks.md").write_text(text)

@@ -115,7 +115,7 @@ def _start_resource_tracker() -> None:
     )
     os.close(read_end)
     os.close(null)
-    tracker = resource_tracker._resource_tracker
+    tracker: Any = resource_tracker._resource_tracker
     tracker._fd, tracker._pid = write_end, pid
 
 
