@@ -284,10 +284,7 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
             )
         )
     if "array" in wanted:
-        if "startup" in wanted:
-        results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
-        results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
-    array = ["--case", "array", "--size", "2GB"]
+        array = ["--case", "array", "--size", "2GB"]
         results.append(
             compare(
                 "array 2 GB, 2 workers, tuned against stock",
