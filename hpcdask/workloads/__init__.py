@@ -3,8 +3,7 @@
 What the programs share lives here. Two rules shape it:
 
 - the client often has no GPU (a login node), so a graph carries NumPy metas and plain functions,
-and
-  CuPy is imported only inside functions that run on workers;
+  and CuPy is imported only inside functions that run on workers;
 - results leave the workers as NumPy arrays, so that the client can read them.
 """
 
@@ -35,6 +34,9 @@ __all__ = [
 
 Device = Literal["cuda", "cpu"]
 Form = Literal["tuned", "stock"]
+
+SLABS_PER_SLOT = 4
+MIN_SLAB_NBYTES = 1 << 20
 
 CUPY_INSTALL = 'pip install "hpcdask[cuda13]"'
 
@@ -125,15 +127,13 @@ def slab_rows(
     *,
     n_slots: int,
     max_nbytes: int,
-    min_nbytes: int = 1 << 20,
     multiple: int = 1,
-    per_slot: int = 4,
 ) -> tuple[int, ...]:
     """Cut rows into slabs of full width: few, even, and enough for every worker thread.
 
     The number of slabs is the smallest that keeps each within ``max_nbytes`` and gives every slot
-    ``per_slot`` of them, as long as they stay above ``min_nbytes``; it is then raised to a
-    multiple of the slots so that all finish together.
+    four of them, as long as they stay above 1 MiB; it is then raised to a multiple of the slots so
+    that all finish together.
 
     Parameters
     ----------
@@ -143,12 +143,10 @@ def slab_rows(
         Bytes of one row.
     n_slots
         Worker threads that compute at once.
-    max_nbytes, min_nbytes
-        Bounds of a slab, in bytes. One ``multiple`` of rows is the least, whatever the bounds.
+    max_nbytes
+        Bound of a slab, in bytes. One ``multiple`` of rows is the least, whatever the bound.
     multiple
         Every slab but the last has a multiple of this many rows.
-    per_slot
-        Slabs wanted for each slot.
 
     Returns
     -------
@@ -161,7 +159,7 @@ def slab_rows(
     n_units = math.ceil(n_rows / multiple)
     rows_that_fit = max(multiple, max_nbytes // row_nbytes // multiple * multiple)
     needed = math.ceil(n_rows / rows_that_fit)
-    n_slabs = max(needed, min(per_slot * n_slots, nbytes // min_nbytes), 1)
+    n_slabs = max(needed, min(SLABS_PER_SLOT * n_slots, nbytes // MIN_SLAB_NBYTES), 1)
     if n_slabs > n_slots:
         n_slabs = math.ceil(n_slabs / n_slots) * n_slots
     n_slabs = min(n_slabs, n_units)

@@ -81,7 +81,6 @@ def tuned(
     *,
     device: Device = "cuda",
     seed: int = 0,
-    bit_generator: str = BIT_GENERATOR,
 ) -> da.Array:
     """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, one Dask task per chunk.
 
@@ -97,9 +96,7 @@ def tuned(
     seed
         Chunk ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``: the same numbers on any
         cluster. cuRAND takes 32 bits of it, so 500 chunks contain a repeated stream with
-        probability 3e-5.
-    bit_generator
-        Name in ``cupy.random``; the CPU always uses SFC64, NumPy's fastest.
+        probability 3e-5. The CPU uses SFC64, NumPy's fastest generator.
 
     Returns
     -------
@@ -122,7 +119,6 @@ def tuned(
         n_columns=n_columns,
         device=device,
         seed=seed,
-        bit_generator=bit_generator,
         chunks=((1,) * len(rows), (2,)),
         dtype=np.float64,
         meta=np.empty((0, 0)),
@@ -136,23 +132,18 @@ def _chunk_total(
     n_columns: int,
     device: Device,
     seed: int,
-    bit_generator: str,
     block_id: tuple[int, int],
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     seeds = np.random.SeedSequence(seed, spawn_key=(block_id[0],))
     shape = rows[block_id[0]], n_columns
-    total, count = (
-        _total_cuda(shape, seeds, bit_generator) if device == "cuda" else _total_cpu(shape, seeds)
-    )
+    total, count = _total_cuda(shape, seeds) if device == "cuda" else _total_cpu(shape, seeds)
     return np.array([[total, count]])
 
 
-def _total_cuda(
-    shape: tuple[int, int], seeds: np.random.SeedSequence, bit_generator: str
-) -> tuple[float, int]:
+def _total_cuda(shape: tuple[int, int], seeds: np.random.SeedSequence) -> tuple[float, int]:
     cupy = array_module("cuda")
     # The state is private to the chunk: generators are not safe to share between worker threads.
-    rng = cupy.random.Generator(getattr(cupy.random, bit_generator)(seeds))
+    rng = cupy.random.Generator(getattr(cupy.random, BIT_GENERATOR)(seeds))
     z = rng.standard_normal(shape, dtype=np.float64)
     # The arithmetic is elementwise, so the slice may go first: one pass over a quarter of the
     # elements. Its result is contiguous, as CuPy's fast reduction wants it; on a strided view

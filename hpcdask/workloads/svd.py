@@ -8,7 +8,7 @@ Notes
 -----
 The method is the randomised range finder of Halko, Martinsson and Tropp, SIAM Review 53 (2011),
 217-288: with a random Ω of k + oversample columns, Y = AΩ, Q an orthonormal basis of Y, B = QᵀA,
-and the SVD of the small B.As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa,
+and the SVD of the small B. As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa,
 Fukaya, ETNA 44 (2015), 306-326) Q comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1. Here
 B is not computed from Q in a second pass but as B = TᵀZᵀ with Z = AᵀY, which is the same by
 linearity, so both sums, G and Z, come from one reading of A and one Dask task per chunk. The price
@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpcdask.workloads import (
-    Check,
     Device,
     WorkloadError,
     array_module,
@@ -40,7 +39,7 @@ from hpcdask.workloads import (
     to_host,
 )
 
-__all__ = ["check", "chunk_rows", "planted", "shape_for", "stock", "svd_rows"]
+__all__ = ["chunk_rows", "shape_for", "stock", "svd_rows"]
 
 ASPECT = 500  # rows per column of the reference matrix
 STOCK_CHUNKS = (20_000, 5_000)
@@ -315,133 +314,6 @@ def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da
     if device == "cuda":
         seed = da.random.RandomState(RandomState=client_cupy().random.RandomState)
     return cast("tuple[da.Array, da.Array, da.Array]", da.linalg.svd_compressed(x, k, seed=seed))
-
-
-def planted(
-    shape: tuple[int, int],
-    rank: int,
-    *,
-    chunks: tuple[tuple[int, ...], tuple[int, ...]],
-    device: Device = "cuda",
-    cupy_meta: bool = False,
-) -> tuple[da.Array, Floats]:
-    """Make a uint8 matrix of known singular values, chunk by chunk on the workers.
-
-    The matrix is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C.
-    Its singular values are those of diag(√rows) C diag(√columns), with the sizes of the groups
-    of rows and columns, and exactly ``rank`` of them are not zero.
-
-    Parameters
-    ----------
-    shape
-        (m, n).
-    rank
-        Number of non-zero singular values, 1 to ``min(m, n, 64)``.
-    chunks
-        Row and column chunks, in full.
-    device
-        Where the chunks are made.
-    cupy_meta
-        Say in the graph that chunks are CuPy arrays, as ``stock`` needs; takes a GPU on the
-        client.
-
-    Returns
-    -------
-    x : dask.array.Array
-        Shape (m, n), uint8.
-    s : numpy.ndarray
-        Shape (rank,), float64, descending.
-
-    Raises
-    ------
-    WorkloadError
-        ``rank`` out of range.
-    """
-    if not 1 <= rank <= min(*shape, 64):
-        raise WorkloadError(
-            f"k={rank} is out of range: the test matrix of {shape[0]} x {shape[1]} "
-            f"has 1 to {min(*shape, 64)} non-zero singular values"
-        )
-    library = client_cupy() if cupy_meta else np
-    x = da.map_blocks(
-        _planted_block,
-        shape=shape,
-        rank=rank,
-        device=device,
-        chunks=chunks,
-        dtype=np.uint8,
-        meta=library.empty((0, 0), np.uint8),
-    )
-    rows, columns = (np.diff(_group_bounds(size, rank)) for size in shape)
-    small = np.sqrt(rows)[:, None] * _core(rank) * np.sqrt(columns)
-    return x, np.linalg.svd(small, compute_uv=False)
-
-
-def _core(rank: int) -> NDArray[np.uint8]:
-    # A falling diagonal over small mixed values: full rank, condition below ten, distinct
-    # singular values.
-    i, j = np.indices((rank, rank))
-    core = (3 * i + 5 * j) % 7
-    core[np.diag_indices(rank)] = 250 - 200 * np.arange(rank) // rank
-    return core.astype(np.uint8)
-
-
-def _group_bounds(size: int, rank: int) -> NDArray[np.int64]:
-    return np.arange(rank + 1, dtype=np.int64) * size // rank
-
-
-def _planted_block(*, shape: tuple[int, int], rank: int, device: Device, block_info: Any) -> Any:
-    xp = array_module(device)
-    (top, bottom), (start, stop) = block_info[None]["array-location"]
-    groups = np.searchsorted(_group_bounds(shape[1], rank), np.arange(start, stop), "right") - 1
-    lines = xp.asarray(_core(rank)[:, groups])
-    bounds = np.clip(_group_bounds(shape[0], rank), top, bottom) - top
-    out = xp.empty((bottom - top, stop - start), np.uint8)
-    for group in range(rank):
-        out[bounds[group] : bounds[group + 1]] = lines[group]
-    return out
-
-
-def check(
-    s: Floats,
-    v: Floats,
-    u_gram: Floats,
-    rows: Floats,
-    u_rows: Floats,
-    expected: Floats,
-    tolerance: float = 1e-3,
-) -> list[Check]:
-    """Compare an SVD of a planted matrix with what is known of it.
-
-    Parameters
-    ----------
-    s, v
-        Singular values, shape (k,), and right singular vectors, shape (k, n).
-    u_gram
-        uᵀu, shape (k, k).
-    rows, u_rows
-        Some rows of the matrix, shape (p, n), and the same rows of u, shape (p, k).
-    expected
-        The k singular values, shape (k,).
-    tolerance
-        For each of the checks.
-
-    Returns
-    -------
-    list of Check
-        Largest relative error of a singular value, largest deviation of uᵀu and vvᵀ from the
-        identity, and relative residual of the rows.
-    """
-    one = np.eye(s.size)
-    exact = rows.astype(np.float64)
-    residual = np.linalg.norm(exact - u_rows * s @ v) / np.linalg.norm(exact)
-    values = {
-        "singular values, relative error": np.abs(s / expected - 1).max(),
-        "u, orthogonality": np.abs(u_gram - one).max(),
-        "v, orthogonality": np.abs(v @ v.T - one).max(),
-        "sampled rows, relative residual": residual,
-    }
-    return [Check(name, float(value), 0.0, tolerance) for name, value in values.items()]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import dask
 import pytest
 from distributed import Client, LocalCluster
 
-from hpcdask import bench
+from hpcdask import bench, cluster_info, timing
+from hpcdask.errors import UsageError
+from hpcdask.records import Case, record
 from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import array as array_workload
 
@@ -58,7 +60,7 @@ def client():
     ],
 )
 def test_device(found, wanted, chosen):
-    assert bench.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted) == chosen
+    assert cluster_info.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted) == chosen
 
 
 @pytest.mark.parametrize(
@@ -71,20 +73,20 @@ def test_device(found, wanted, chosen):
     ],
 )
 def test_device_errors(found, wanted, message):
-    with pytest.raises(bench.InputError, match=message):
-        bench.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted)
+    with pytest.raises(UsageError, match=message):
+        cluster_info.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted)
 
 
 def test_a_worker_whose_gpu_has_no_cupy_is_an_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(bench.InputError, match=r'pip install "hpcdask\[cuda13\]"'):
-        bench.choose_device({"w0": bench.probe()}, "auto")
+    with pytest.raises(UsageError, match=r'pip install "hpcdask\[cuda13\]"'):
+        cluster_info.choose_device({"w0": cluster_info.probe()}, "auto")
 
 
 def test_a_worker_that_hides_its_gpus_has_none(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not bench.probe()["gpu"]
+    assert not cluster_info.probe()["gpu"]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -141,14 +143,13 @@ def test_a_wrong_result_is_exit_code_1(client, capsys, monkeypatch):
 
 def _wrong(cluster):
     checks = array_workload.check(11.0 * 250_000, 250_000, (1000, 1000))
-    return bench.record(
-        cluster, "array", "tuned", (1000, 1000), "float64", 8, (1, (1, 1)), [1.0], 1, {}, checks
-    )
+    case = Case("array", "tuned", (1000, 1000), "float64", 1, (1000, 1000))
+    return record(case, cluster, [1.0], 1, {}, checks)
 
 
 def test_progress_follows_the_scheduler(client, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(bench, "PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(timing, "PROGRESS_INTERVAL_S", 0.01)
     cluster = bench.inspect(client, "cpu")
     assert bench.run_array(cluster, 8_000_000, repeats=1)["checks"][0]["ok"]
 
@@ -162,7 +163,8 @@ def test_progress_follows_the_scheduler(client, monkeypatch):
         ("array", ["--size", "2XX"], "'2XX' is not a size: a number of bytes with a unit"),
         ("array", ["--size", "-5GB"], "is not a size"),
         ("array", ["--size", "31"], "too small: the least is 32 B"),
-        ("array", ["--size", "1MB", "--chunk-size", "0"], "is not a size"),
+        ("array", ["--size", "1MB", "--chunk-size", "0"], "'--chunk-size': '0' is not a size"),
+        ("array", ["--size", "1MB", "--scheduler-file", "/none.json"], "/none.json does not exist"),
         ("array", ["--size", "1MB", "--repeats", "0"], "--repeats"),
         ("array", ["--form", "best"], "--form"),
         ("array", ["--frob"], "--frob"),

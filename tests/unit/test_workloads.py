@@ -20,6 +20,7 @@ from hpcdask.workloads import (
     array_module,
     client_cupy,
     count_tasks,
+    planted,
     slab_rows,
 )
 from hpcdask.workloads import array as array_workload
@@ -182,7 +183,7 @@ def test_svd_equals_numpy(m, n, n_chunks, n_power_iter, data):
 @pytest.mark.parametrize("n_power_iter", [0, 1])
 def test_svd_finds_planted_values_in_integers(dtype, n_power_iter):
     shape = (5000, 60)
-    x, expected = svd_workload.planted(shape, 10, chunks=((1200, 1300, 2500), (60,)), device="cpu")
+    x, expected = planted.matrix(shape, 10, chunks=((1200, 1300, 2500), (60,)), device="cpu")
     matrix = x.compute()
     assert (matrix.shape, matrix.dtype) == (shape, np.uint8)
     np.testing.assert_allclose(np.linalg.svd(matrix)[1][:10], expected)
@@ -190,13 +191,13 @@ def test_svd_finds_planted_values_in_integers(dtype, n_power_iter):
     u, s, v = dask.compute(
         *svd_workload.svd_rows(x, 10, dtype=dtype, n_power_iter=n_power_iter, device="cpu")
     )
-    checks = svd_workload.check(s, v, u.T @ u, matrix[:50], u[:50], expected)
+    checks = planted.check(s, v, u.T @ u, matrix[:50], u[:50], expected)
     assert all(c.ok for c in checks), checks
-    assert not svd_workload.check(1.01 * s, v, u.T @ u, matrix[:5], u[:5], expected)[0].ok
+    assert not planted.check(1.01 * s, v, u.T @ u, matrix[:5], u[:5], expected)[0].ok
 
 
 def test_svd_is_zero_past_the_rank():
-    x, expected = svd_workload.planted((400, 30), 3, chunks=((200, 200), (30,)), device="cpu")
+    x, expected = planted.matrix((400, 30), 3, chunks=((200, 200), (30,)), device="cpu")
     u, s, v = dask.compute(*svd_workload.svd_rows(x, 5, device="cpu"))
     np.testing.assert_allclose(s, [*expected, 0, 0])
     assert not u[:, 3:].any()
@@ -212,7 +213,7 @@ RESULTS = 1 + 2 * 2
 @pytest.mark.parametrize("n_chunks", [8, 20, 56, 100])
 @pytest.mark.parametrize("n_power_iter", [0, 1, 2])
 def test_svd_has_one_task_for_each_chunk_and_pass(n_chunks, n_power_iter):
-    x, _ = svd_workload.planted((9 * n_chunks, 30), 2, chunks=((9,) * n_chunks, (30,)))
+    x, _ = planted.matrix((9 * n_chunks, 30), 2, chunks=((9,) * n_chunks, (30,)))
     u, s, v = svd_workload.svd_rows(x, 2, n_power_iter=n_power_iter)
     passes = (1 + n_power_iter) * (n_chunks + tree(n_chunks, 8)) + RESULTS
     if not n_power_iter:
@@ -268,18 +269,18 @@ def test_svd_wants_known_chunk_sizes():
 
 def test_planted_errors():
     with pytest.raises(WorkloadError, match="1 to 4 non-zero"):
-        svd_workload.planted((9, 4), 5, chunks=((9,), (4,)))
+        planted.matrix((9, 4), 5, chunks=((9,), (4,)))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 10, 40, 64])
 def test_planted_values_are_distinct_and_well_conditioned(rank):
-    _, s = svd_workload.planted((500 * rank, rank), rank, chunks=((500 * rank,), (rank,)))
+    _, s = planted.matrix((500 * rank, rank), rank, chunks=((500 * rank,), (rank,)))
     assert (s[:-1] > 1.0001 * s[1:]).all()
     assert s[-1] > s[0] / 50
 
 
 def test_svd_stock_agrees():
-    x, expected = svd_workload.planted((3000, 40), 4, chunks=((1500,) * 2, (20,) * 2), device="cpu")
+    x, expected = planted.matrix((3000, 40), 4, chunks=((1500,) * 2, (20,) * 2), device="cpu")
     _, s, _ = dask.compute(*svd_workload.stock(x, 4, device="cpu"))
     np.testing.assert_allclose(s, expected, rtol=1e-3)
     with pytest.raises(WorkloadError, match="k=41"):
@@ -289,10 +290,10 @@ def test_svd_stock_agrees():
 # --- clients without GPU, without CuPy ------------------------------------------------------------
 
 BUILD_ALL = """
-from hpcdask.workloads import array, count_tasks, svd
+from hpcdask.workloads import array, count_tasks, planted, svd
 x = array.tuned((4,) * 100, 8, device="cuda")
 assert count_tasks(x) > 100
-m, s = svd.planted((10_000_000, 20_000), 10, chunks=((100_000,) * 100, (20_000,)), device="cuda")
+m, s = planted.matrix((10_000_000, 20_000), 10, chunks=((100_000,) * 100, (20_000,)), device="cuda")
 for q in 0, 1:
     u, s, v = svd.svd_rows(m, 10, n_power_iter=q, device="cuda")
     assert count_tasks(u, s, v) > 200
@@ -371,7 +372,7 @@ def test_the_count_is_what_the_scheduler_runs(cluster, what, expected):
     if what == "array":
         collections = [array_workload.tuned((2,) * 100, 10, device="cpu")]
     else:
-        x, _ = svd_workload.planted((2000, 60), 10, chunks=((100,) * 20, (60,)), device="cpu")
+        x, _ = planted.matrix((2000, 60), 10, chunks=((100,) * 20, (60,)), device="cpu")
         x = x.persist(scheduler=cluster)
         wait(x)
         triplets = svd_workload.svd_rows(x, 10, device="cpu", n_power_iter=int("power" in what))

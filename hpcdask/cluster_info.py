@@ -1,0 +1,168 @@
+"""What a running cluster computes on, asked of its workers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+import distributed
+import numpy as np
+
+from hpcdask import schedulerfile
+from hpcdask.errors import UsageError
+from hpcdask.workloads import CUPY_INSTALL, Device
+
+__all__ = ["Cluster", "choose_device", "connect", "inspect", "probe"]
+
+WORKER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The workers of a cluster as a workload sees them.
+
+    Parameters
+    ----------
+    client
+        Connected to the cluster.
+    device
+        What the workers compute on.
+    devices
+        Name and number of workers on it, such as ``{"NVIDIA H200": 8}``.
+    n_slots
+        Worker threads in all.
+    memory_nbytes
+        Memory of all devices, or of all workers without a GPU, in bytes.
+    cupy
+        Version of CuPy on the workers.
+    """
+
+    client: distributed.Client
+    device: Device
+    devices: dict[str, int]
+    n_slots: int
+    memory_nbytes: int
+    cupy: str | None
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{count} x {name}" for name, count in self.devices.items())
+        return f"{names} ({f'CuPy {self.cupy}' if self.cupy else f'NumPy {np.__version__}'})"
+
+
+def probe() -> dict[str, Any]:
+    """Tell what this worker can compute on; runs on workers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpu = bool(visible) if visible is not None else _nvml_count() > 0
+    found: dict[str, Any] = {"host": platform.node(), "gpu": gpu, "cuda": False, "why": ""}
+    try:
+        import cupy
+
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        found.update(
+            cuda=True,
+            cupy=cupy.__version__,
+            name=properties["name"].decode(),
+            memory=cupy.cuda.Device().mem_info[1],
+        )
+    except ImportError as exc:
+        found["why"] = f"CuPy is missing ({exc}): {CUPY_INSTALL}"
+    except Exception as exc:  # the CUDA errors are CuPy's own classes
+        found["why"] = f"{type(exc).__name__}: {exc}"
+    return found
+
+
+def _nvml_count() -> int:
+    import ctypes
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    nvml.nvmlShutdown()
+    return count.value
+
+
+def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
+    """Decide what to compute on from what the workers said.
+
+    Parameters
+    ----------
+    found
+        Worker address to the answer of :func:`probe`.
+    wanted
+        ``"auto"``, ``"cuda"`` or ``"cpu"``.
+
+    Raises
+    ------
+    UsageError
+        A worker that should compute on its GPU cannot, or only some workers have one.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    lacking = {address: f for address, f in found.items() if not f["cuda"]}
+    if not lacking:
+        return "cuda"
+    for address, answer in lacking.items():
+        if answer["gpu"]:
+            where = f"worker {address} on {answer['host']}"
+            raise UsageError(f"{where} sees a GPU but cannot use it: {answer['why']}")
+    if wanted == "auto" and len(lacking) == len(found):
+        return "cpu"
+    names = ", ".join(f"{address} on {f['host']} ({f['why']})" for address, f in lacking.items())
+    raise UsageError(
+        f"{len(lacking)} of {len(found)} workers have no CUDA device: {names}; "
+        "start all of them on GPUs, or pass --device cpu"
+    )
+
+
+def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
+    """Ask all workers of a cluster what they compute on.
+
+    Raises
+    ------
+    UsageError
+        No worker within a minute, or see :func:`choose_device`.
+    """
+    try:
+        client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
+    except TimeoutError as exc:
+        raise UsageError(f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s") from exc
+    found = client.run(probe)
+    device = choose_device(found, wanted)
+    info = client.scheduler_info(n_workers=-1)["workers"]
+    n_slots = sum(worker["nthreads"] for worker in info.values())
+    if device == "cuda":
+        names = Counter(answer["name"] for answer in found.values())
+        memory = sum(answer["memory"] for answer in found.values())
+        version = ", ".join(sorted({answer["cupy"] for answer in found.values()}))
+        return Cluster(client, device, dict(names), n_slots, memory, version)
+    limits = [worker["memory_limit"] or 0 for worker in info.values()]
+    # A worker without a limit may use all it finds: nothing to compare with.
+    memory = sum(limits) if all(limits) else sys.maxsize
+    return Cluster(client, device, {"cpu": len(found)}, n_slots, memory, None)
+
+
+def connect(workload: str, scheduler_file: str | None) -> distributed.Client:
+    """Connect to the cluster of a scheduler file, or to the one that surrounds this program.
+
+    Raises
+    ------
+    UsageError
+        Neither is there, or the file is stale or foreign.
+    """
+    if scheduler_file is not None:
+        return schedulerfile.connect(scheduler_file)
+    if dask.config.get("scheduler-address", None) is None:
+        raise UsageError(
+            f"no cluster: start this with `python -m hpcdask.run -m hpcdask.workloads.{workload}`, "
+            "or pass --scheduler-file"
+        )
+    return distributed.Client()
