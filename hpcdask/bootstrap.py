@@ -89,6 +89,18 @@ def mark(event: str) -> None:
         print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
 
 
+def process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with its id, it names one process for good.
+
+    Empty if the process is gone.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
 def detach_standard_streams(*, output: bool) -> None:
     """Point stdin, and with `output` stdout and stderr too, at /dev/null.
 

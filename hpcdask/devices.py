@@ -304,13 +304,20 @@ def assign(
             taken[ranks[0].rank] = list(ranks[0].gpus)
             continue
         distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
-        if len(distinct) < len(ranks) and not oversubscribe:
+        matched = _match(ranks)
+        if len({gpu.uuid for gpu in matched}) < len(ranks) and not oversubscribe:
+            if len(distinct) >= len(ranks):
+                raise DeviceError(
+                    f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
+                    f"the same ones: request one per rank (srun --gpus-per-task=1), or let "
+                    f"workers share a GPU with --oversubscribe"
+                )
             raise DeviceError(
                 f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
                 f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
                 f"workers share a GPU with --oversubscribe"
             )
-        for view, gpu in zip(ranks, _match(ranks), strict=True):
+        for view, gpu in zip(ranks, matched, strict=True):
             taken[view.rank] = [gpu]
     return taken
 
@@ -390,10 +397,13 @@ def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int
     The least of the cgroup limits from this process's group upwards, of what SLURM
     granted on this node, and of the host's memory.
     """
+    import resource
+
     import psutil
 
     environ = os.environ if environ is None else environ
-    limits = [int(psutil.virtual_memory().total)]
+    # SLURM sets this one even where no cgroup confines memory; distributed honours it too
+    limits = [int(psutil.virtual_memory().total), resource.getrlimit(resource.RLIMIT_RSS)[1]]
     with contextlib.suppress(OSError, ValueError):
         with open(f"{root}proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]

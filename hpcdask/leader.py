@@ -116,7 +116,12 @@ class Leader:
                 await self._gather_to_dismiss()
         except _Interrupted as stop:
             code = 128 + stop.number
+        missing = self.rank.size - len(self.hellos)
         await self._take_down(code)
+        if missing and self.rank.launcher == "hydra" and "PMI_FD" in os.environ:
+            # A rank that never came would hold the launch for ever: PMI-1's abort ends it
+            with contextlib.suppress(OSError, ValueError):
+                os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         return code
 
     def _happened(self, what: str, value: Any = None) -> None:
@@ -140,6 +145,7 @@ class Leader:
             protocol="tls" if self.spec.tls else "tcp",
             credentials=self.member.credentials,
             dashboard=self.spec.dashboard_address,
+            scratch=self.member.scratch,
         )
         views = await self._meet()
         mark("ranks met")

@@ -87,6 +87,7 @@ class Member:
         self.nannies: list[BoundNanny] = []
         self.credentials: security.Credentials = {}
         self.ending = False
+        self.problem: UsageError | None = None
 
     def view(self) -> View:
         """What this rank sees, checked.
@@ -96,6 +97,8 @@ class Member:
         UsageError
             The interface does not exist here, a package is missing, or the GPUs cannot be asked.
         """
+        if self.problem is not None:
+            raise self.problem
         gpus = [] if self.scout is None or self.spec.device == "cpu" else self.scout.report()
         if self.spec.interface:
             from distributed.utils import get_ip_interface

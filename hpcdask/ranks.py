@@ -13,13 +13,15 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .bootstrap import process_start
+
 #: Variables that queueing systems set inside a job, and how one asks each for a GPU.
 QUEUE_JOBS = {
     "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1",
     "PBS_JOBID": "#PBS -l select=1:ngpus=1",
     "LSB_JOBID": "#BSUB -gpu num=1",
     "OAR_JOB_ID": "oarsub -l gpu=1",
-    "SGE_TASK_ID": "#$ -l gpu=1",
+    "SGE_JOB_SPOOL_DIR": "#$ -l gpu=1",
     "_CONDOR_JOB_AD": "request_gpus = 1",
     "COBALT_JOBID": "#COBALT -q <a queue with GPUs>",
     "FLUX_JOB_ID": "flux run --gpus-per-task=1",
@@ -76,7 +78,9 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     """
     environ = os.environ if environ is None else environ
     for name in QUEUE_JOBS:
-        if environ.get(name) not in (None, "", "undefined"):
+        if environ.get(name):
+            if name == "SGE_JOB_SPOOL_DIR":  # JOB_ID alone might be anybody's
+                return f"{environ.get('JOB_ID')}.{environ.get('SGE_TASK_ID')}"
             restarts = environ.get("SLURM_RESTART_COUNT", "0") if "SLURM" in name else "0"
             return f"{environ[name]}.r{restarts}"
     return None
@@ -196,12 +200,7 @@ def launcher_pid() -> int:
 def _parent_id() -> str:
     """Id of the launcher's process on this node: all its ranks are its children."""
     parent = launcher_pid()
-    try:
-        with open(f"/proc/{parent}/stat", "rb") as file:
-            started = file.read().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        started = "0"
-    return f"p{parent}.{started}"
+    return f"p{parent}.{process_start(parent)}"
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:

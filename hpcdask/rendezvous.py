@@ -70,8 +70,15 @@ class FileRendezvous:
 
     def publish(self, note: Note) -> None:
         """Write the note, over that of a life that left one."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder, 0o700)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder, 0o700)
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks cannot meet in {self.base}: {error.strerror}. It must be a folder that "
+                f"all nodes share and you can write: set HOME, or hpcdask.shared-directory in "
+                f"Dask's configuration"
+            ) from None
         self._check_owner()
         os.chmod(self.folder, 0o700)
         write_private(self.path, json.dumps({**note, "launch": self._launch_id}))
@@ -84,7 +91,7 @@ class FileRendezvous:
             self._check_owner()
             with open(self.path) as file:
                 note = json.load(file)
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):  # ESTALE of NFS, too
             return None
         return dict(note) if note.get("launch") == self._launch_id else None
 
@@ -158,7 +165,8 @@ def wants_mpi(rank: Rank | None, environ: Mapping[str, str] | None = None) -> bo
     try:
         import mpi4py  # noqa: F401
     except ImportError:
-        return False
+        # only these launchers tell all nodes the same id, under which a note can lie
+        return rank.launcher not in ("openmpi", "pals", "srun")
     return True
 
 
@@ -218,7 +226,7 @@ def mismatch(expected: int, rank: Rank) -> LaunchError:
 
 
 def _plugin_hint(rank: Rank | None) -> str:
-    if rank is None or rank.launcher == "srun" or "SLURM_STEP_ID" in os.environ:
+    if (rank is not None and rank.launcher == "srun") or "SLURM_STEP_ID" in os.environ:
         return (
             "Try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list "
             "shows what this site has. With srun --mpi=none no MPI is needed at all"

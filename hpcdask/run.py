@@ -96,7 +96,8 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> Program:
         rank = ranks.detect()
         if rank is None or rank.index == 0:
             print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+            sys.exit(error.exit_code)
+        sys.exit(0)  # mpirun would kill rank 0 before it has said so
     return launch(asked, janitor, scout)
 
 

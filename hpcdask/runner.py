@@ -11,6 +11,7 @@ A rank consists of
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import traceback
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
     except HpcdaskError as error:
         if rank is None or rank.index == 0:
             complain(error)
-        leave(error.exit_code)
+            leave(error.exit_code)
+        leave(0)  # mpirun would kill rank 0 before it has said so
     except Exception:
         traceback.print_exc()
         leave(1)
@@ -107,8 +109,8 @@ def _check_port(address: str) -> None:
             probe.bind((host, int(number)))
         except OSError as error:
             raise UsageError(
-                f"--dashboard-address: port {number} cannot be used on "
-                f"{socket.gethostname()}: {error.strerror}. Name another, or leave the option "
+                f"--dashboard-address: port {number} of {host or 'all addresses'} cannot be used "
+                f"on {socket.gethostname()}: {error.strerror}. Name another, or leave the option "
                 f"out to take any"
             ) from None
 
@@ -132,7 +134,12 @@ def _launch(
     spec = launch.spec
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
-    scratch = new_scratch(spec, janitor)
+    problem = None
+    try:
+        scratch = new_scratch(spec, janitor)
+    except UsageError as error:
+        problem = error  # rank 0 says it, whichever rank has it
+        scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
     devices.widen(devices.launcher_cores())
     template.freeze()
 
@@ -158,6 +165,7 @@ def _launch(
         program.sock.close()
         program = None
     member = Member(spec, rank, janitor, scratch, program, scout)
+    member.problem = problem
     if rank.index == 0:
         assert scheduler_child is not None
         attached = None

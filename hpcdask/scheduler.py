@@ -100,6 +100,7 @@ async def _main(sock: socket.socket) -> None:
             port=0,
             security=to_security(order["credentials"]),
             dashboard=False,
+            local_directory=order["scratch"],
             dashboard_address=order["dashboard"] or ":8787",
         )
         lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])

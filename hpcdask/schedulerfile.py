@@ -73,6 +73,11 @@ def check_writable(path: str) -> None:
             f"--scheduler-file: the folder {folder} does not exist or cannot be "
             f"written. It must be one that the clients' machine shares"
         )
+    keys = f"{path}.keys"
+    if os.path.lexists(keys) and os.lstat(keys).st_uid != os.getuid():
+        raise SchedulerFileError(
+            f"--scheduler-file: {keys} belongs to another user. Name another file"
+        )
     if not os.path.lexists(path):
         return
     content = read(path)
@@ -142,19 +147,25 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     content = read(path)
     own = content.get("hpcdask") or {}
     credentials = security.load_credentials(own["keys"]) if own.get("keys") else None
+    stale = (
+        f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it has "
+        f"ended, or its node {own.get('host')} cannot be reached from here. Remove the file if it "
+        f"is stale"
+    )
+    access = security.to_security(credentials)
     try:
-        return Client(
-            content["address"],
-            security=security.to_security(credentials),
-            timeout=timeout,
-            **kwargs,
-        )
+        _knock(content["address"], access)  # Client would try for `timeout`
+        return Client(content["address"], security=access, timeout=timeout, **kwargs)
     except OSError as error:
-        raise SchedulerFileError(
-            f"the cluster of {os.path.abspath(path)} does not answer at {content['address']} "
-            f"({type(error).__name__} after {timeout:g} s): it has ended, or its node "
-            f"{own.get('host')} cannot be reached from here. Remove the file if it is stale"
-        ) from None
+        raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
+
+
+def _knock(address: str, access: Security) -> None:
+    """Connect once, with a whole TLS handshake, which the scheduler would miss. Raises OSError."""
+    with socket.create_connection(_endpoint(address), timeout=5) as sock:
+        if access.require_encryption:
+            context = access.get_connection_args("client")["ssl_context"]
+            context.wrap_socket(sock).close()
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:

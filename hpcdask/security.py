@@ -6,8 +6,10 @@ issue more. Scheduler, workers and clients have keys of their own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,9 @@ def to_security(credentials: Mapping[str, str] | None) -> Security:
 
 def save_credentials(credentials: Credentials, folder: str) -> None:
     """Write each credential to a 0600 file in a new 0700 folder."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(folder).st_uid == os.getuid():
+            shutil.rmtree(folder)  # of a cluster that could not clean up
     os.mkdir(folder, 0o700)
     os.chmod(folder, 0o700)
     for name, field in FILES.items():
@@ -122,11 +127,16 @@ def load_credentials(folder: str) -> Credentials:
             f"the key folder {folder} belongs to, or is open to, somebody else; "
             f"it must be yours with mode 0700"
         )
-    return {
+    found = {
         field: os.path.join(folder, name)
         for name, field in FILES.items()
         if os.path.exists(os.path.join(folder, name))
     }
+    if len(client_only(found)) < 3:
+        raise SchedulerFileError(
+            f"the key folder {folder} is incomplete: the cluster has ended, or is still starting"
+        )
+    return found
 
 
 def write_private(path: str, text: str) -> None:

@@ -8,6 +8,7 @@ exists in one place.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,12 @@ def parse_memory(text: str | int | float | None, name: str) -> int | None:
     if text is None or text == "auto":
         return None
     try:
+        if isinstance(text, str) and not re.search(r"\d", text):
+            raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
         value = int(parse_bytes(text))
         if value < 0:
             raise ValueError(text)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         raise UsageError(
             f"{name}: {text!r} is not an amount of memory. "
             f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes, 0 (no limit), auto"
@@ -46,52 +49,68 @@ def parse_memory(text: str | int | float | None, name: str) -> int | None:
 
 def parse_device_memory(text: str | int | float | None, name: str) -> int | float | None:
     """Bytes, or a fraction of the worker's own device from ``0.8`` or ``80%``."""
-    if isinstance(text, str) and re.fullmatch(r"\d+(\.\d+)?\s*%", text.strip()):
-        text = float(text.strip().rstrip("%")) / 100
+    percent = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     try:
-        fraction = float(text)  # type: ignore[arg-type]
+        number = float(percent[1]) / 100 if percent else float(text)  # type: ignore[arg-type]
     except (ValueError, TypeError):
-        fraction = 0.0
-    if 0 < fraction <= 1:
-        return fraction
+        number = 0.0
+    if 0 < number <= 1:
+        return number
     try:
+        if percent or number % 1:  # more than the device, and no number of bytes
+            return parse_memory("", name)
         return parse_memory(text, name)
     except UsageError as error:
+        forms = str(error).partition(" is not ")[2]
         raise UsageError(
-            str(error).replace("0 (no limit), auto", "a fraction of the device such as 0.8 or 80%")
+            f"{name}: {text!r} is not {forms}".replace(
+                "0 (no limit), auto", "a fraction of the device such as 0.8 or 80%"
+            )
         ) from None
 
 
 def parse_seconds(text: str | float | None, name: str) -> float | None:
     """Seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
-    if text is None:
+    if text is None or text == "none":
         return None
     try:
-        if isinstance(text, str):
-            if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-                days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-                return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-            if match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text) if text else None:
-                hours, minutes, seconds = (int(part or 0) for part in match.groups())
-                return float((hours * 60 + minutes) * 60 + seconds)
-        value = float(parse_timedelta(text))
-        if value <= 0:
+        value = _seconds(text.strip()) if isinstance(text, str) else float(text)
+        if not 0 < value < math.inf:
             raise ValueError(text)
         return value
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         raise UsageError(
             f"{name}: {text!r} is not a time. "
             f"Accepted: 90s, 5min, 1h30m, 2 hours, 00:30:00, a number of seconds"
         ) from None
 
 
+def _seconds(text: str) -> float:
+    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not re.search(r"\d", text):
+        raise ValueError(text)  # parse_timedelta takes "" for 1
+    if match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text):
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float((hours * 60 + minutes) * 60 + seconds)
+    return float(parse_timedelta(re.sub(r"mins?$", "minutes", text)))
+
+
 def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[str, float] | None:
     """Worker resources from ``"GPU=2 MEM=10e9"`` (spaces or commas), as distributed takes them."""
-    if text is None or isinstance(text, Mapping):
-        return None if text is None else {key: float(value) for key, value in text.items()}
+    if text is None:
+        return None
     try:
-        pairs = (pair.split("=") for pair in text.replace(",", " ").split())
-        return {key: float(value) for key, value in pairs}
+        pairs: Any = (
+            text.items()
+            if isinstance(text, Mapping)
+            else (pair.split("=") for pair in text.replace(",", " ").split())
+        )
+        found = {key: float(value) for key, value in pairs}
+        if not all(key and 0 <= value < math.inf for key, value in found.items()):
+            raise ValueError(text)
+        return found
     except ValueError:
         raise UsageError(
             f"{name}: {text!r} is not a list of resources. "
@@ -258,7 +277,7 @@ def to_argv(spec: Any) -> list[str]:
         elif isinstance(value, dict):
             argv += [option, " ".join(f"{key}={number!r}" for key, number in value.items())]
         else:
-            argv += [option, str(value)]
+            argv += [option, "none" if value is None else str(value)]
     return argv
 
 

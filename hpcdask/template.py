@@ -63,7 +63,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
     server: Any = forkserver._forkserver
-    address = os.path.join(folder, "template")
+    # A socket's path may have 107 characters, the folder's may have more
+    address = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/template"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     os.chmod(address, 0o600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import dask
 from distributed import Nanny, Security, Worker
 
 from . import devices, template
-from .bootstrap import mark
+from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
 from .spec import WorkerSpec
@@ -252,9 +253,32 @@ def scratch_folder(spec: WorkerSpec) -> str:
     base = spec.local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
     try:
         os.makedirs(base, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
+        purge(base)
+        folder = tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
+        with open(os.path.join(folder, "owner"), "w") as file:
+            file.write(f"{socket.gethostname()} {os.getpid()} {process_start(os.getpid())}")
+        return folder
     except OSError as error:
         raise UsageError(
             f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
             f"on the node's own disk that you can write"
         ) from None
+
+
+def purge(base: str) -> None:
+    """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
+    import glob
+    import shutil
+
+    for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
+        try:
+            with open(os.path.join(folder, "owner")) as file:
+                host, pid, start = file.read().split()
+            if (
+                os.lstat(folder).st_uid == os.getuid()
+                and host == socket.gethostname()
+                and (start != process_start(int(pid)))
+            ):
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError):
+            continue

@@ -1,0 +1,181 @@
+"""The note that tells the ranks where rank 0 is: private, whole, and of this launch."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import stat
+import tempfile
+import threading
+from pathlib import Path
+
+import dask
+import pytest
+
+from hpcdask.errors import LaunchError
+from hpcdask.rendezvous import FileRendezvous
+
+NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    """The temporary folder of this test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def mode(path: str) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_what_rank_0_publishes_the_others_fetch(base):
+    one = FileRendezvous("launch", shared=False)
+    other = FileRendezvous("launch", shared=False)
+    assert other.fetch() is None
+    one.publish(NOTE)
+    assert (other.fetch() or {}).items() >= NOTE.items()
+    one.close()
+    assert other.fetch() is None
+    assert not list(base.iterdir())
+    one.close()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_read_it(base, umask):
+    meeting = FileRendezvous("launch", shared=False)
+    before = os.umask(umask)
+    try:
+        meeting.publish(NOTE)
+    finally:
+        os.umask(before)
+    assert (mode(meeting.folder), mode(meeting.path)) == (0o700, 0o600)
+    assert [path.name for path in Path(meeting.folder).iterdir()] == ["note.json"]
+
+
+def test_a_folder_that_was_left_open_is_closed(base):
+    meeting = FileRendezvous("launch", shared=False)
+    os.mkdir(meeting.folder)
+    os.chmod(meeting.folder, 0o777)
+    meeting.publish(NOTE)
+    assert mode(meeting.folder) == 0o700
+
+
+def test_launches_do_not_meet(base):
+    one, other = (FileRendezvous(name, shared=False) for name in ("job 7.r0", "job 7.r1"))
+    one.publish(NOTE)
+    assert one.folder != other.folder
+    assert other.fetch() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**NOTE, "launch": "job 7.r0"}),
+        json.dumps(NOTE),
+        json.dumps({**NOTE, "launch": "job 7.r1"})[:-9],
+        "",
+    ],
+    ids=["another life", "no launch", "cut off", "empty"],
+)
+def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
+    meeting = FileRendezvous("job 7.r1", shared=False)
+    os.mkdir(meeting.folder, 0o700)
+    Path(meeting.path).write_text(text)
+    assert meeting.fetch() is None
+    meeting.publish(NOTE)
+    assert (meeting.fetch() or {}).get("launch") == "job 7.r1"
+
+
+def test_a_link_in_the_folder_s_place(base):
+    meeting = FileRendezvous("launch", shared=False)
+    elsewhere = base / "elsewhere"
+    elsewhere.mkdir()
+    os.symlink(elsewhere, meeting.folder)
+    for act in (lambda: meeting.publish(NOTE), meeting.fetch):
+        with pytest.raises(LaunchError, match=meeting.folder):
+            act()
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_file_in_the_folder_s_place(base):
+    meeting = FileRendezvous("launch", shared=False)
+    Path(meeting.folder).touch()
+    with pytest.raises(LaunchError, match=meeting.folder):
+        meeting.publish(NOTE)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to another user")
+def test_another_user_s_folder(base):
+    meeting = FileRendezvous("launch", shared=False)
+    os.mkdir(meeting.folder)
+    os.chmod(meeting.folder, 0o777)
+    os.chown(meeting.folder, 65534, 65534)
+    for act in (lambda: meeting.publish(NOTE), meeting.fetch):
+        with pytest.raises(LaunchError, match=r"belongs to another user.*TMPDIR"):
+            act()
+    assert not list(Path(meeting.folder).iterdir())
+
+
+def test_a_note_is_seen_whole_or_not_at_all(base):
+    """Rank 0 writes over the note of an earlier life while the others already read."""
+    meeting = FileRendezvous("launch", shared=False)
+    meeting.publish({**NOTE, "credentials": {"n": 0, "key": "k" * 20_000}})
+    over = threading.Event()
+
+    def write() -> None:
+        for n in range(1, 60):
+            meeting.publish({**NOTE, "credentials": {"n": n, "key": "k" * 20_000}})
+        over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while not over.is_set():
+        note = meeting.fetch()
+        assert note is not None
+        assert len(note["credentials"]["key"]) == 20_000
+        seen.append(note["credentials"]["n"])
+    writer.join()
+    assert seen == sorted(seen)
+
+
+def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
+    meeting = FileRendezvous("launch", shared=False)
+    meeting.publish(NOTE)
+
+    def stale(path, *args, **kwargs):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", stale)
+        assert meeting.fetch() is None
+    assert meeting.fetch() is not None
+
+
+def test_ranks_of_several_nodes_meet_in_the_home_folder(base, monkeypatch):
+    home = base / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    meeting = FileRendezvous("launch", shared=True)
+    meeting.publish(NOTE)
+    assert Path(meeting.folder).parent == home
+    meeting.close()
+    assert not list(home.iterdir())
+
+
+def test_or_in_the_folder_of_the_configuration(base):
+    scratch = base / "scratch"
+    with dask.config.set({"hpcdask.shared-directory": str(scratch)}):
+        assert Path(FileRendezvous("launch", shared=True).folder).parent == scratch
+        assert Path(FileRendezvous("launch", shared=False).folder).parent == base
+
+
+def test_a_shared_folder_that_does_not_exist_is_named(base):
+    missing = base / "nowhere"
+    with dask.config.set({"hpcdask.shared-directory": str(missing)}):
+        meeting = FileRendezvous("launch", shared=True)
+    with pytest.raises(LaunchError, match=str(missing)):
+        meeting.publish(NOTE)

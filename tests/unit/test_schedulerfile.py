@@ -1,0 +1,287 @@
+"""The scheduler file: who may write, read and trust it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+import hpcdask
+from hpcdask import schedulerfile, security
+from hpcdask.errors import SchedulerFileError
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files to another user")
+
+
+@pytest.fixture(scope="module")
+def credentials() -> security.Credentials:
+    return security.create_credentials()
+
+
+@pytest.fixture(scope="module")
+def cluster(credentials) -> Iterator[LocalCluster]:
+    with LocalCluster(
+        n_workers=1,
+        threads_per_worker=1,
+        processes=False,
+        protocol="tls",
+        security=security.to_security(credentials),
+        dashboard_address=":0",
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def file(cluster, credentials, tmp_path) -> Path:
+    """The scheduler file of the cluster."""
+    path = tmp_path / "cluster.json"
+    schedulerfile.write(str(path), cluster.scheduler_address, credentials, job="7.r0")
+    return path
+
+
+def dead_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tls://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+# --- connecting -----------------------------------------------------------------------------------
+
+
+def test_connect(file):
+    with hpcdask.connect(str(file)) as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_connect_by_variable(file, monkeypatch):
+    monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
+    with hpcdask.connect() as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_plain_client_by_configuration(file, cluster, monkeypatch):
+    monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
+    loader = {"distributed.client.security-loader": "hpcdask.schedulerfile.load_security"}
+    with (
+        dask.config.set({"scheduler-address": cluster.scheduler_address, **loader}),
+        Client() as client,
+    ):
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_the_loader_has_nothing_for_another_cluster(file, monkeypatch):
+    monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
+    assert schedulerfile.load_security({"address": dead_address()}) is None
+    monkeypatch.delenv("HPCDASK_SCHEDULER_FILE")
+    assert schedulerfile.load_security({"address": dead_address()}) is None
+
+
+def test_a_file_of_distributed_s_own(tmp_path):
+    with LocalCluster(
+        n_workers=0, processes=False, protocol="tcp", dashboard_address=":0"
+    ) as plain:
+        path = tmp_path / "scheduler.json"
+        path.write_text(json.dumps({"type": "Scheduler", "address": plain.scheduler_address}))
+        with hpcdask.connect(str(path)) as client:
+            assert client.scheduler is not None
+
+
+def test_no_file_named(monkeypatch):
+    monkeypatch.delenv("HPCDASK_SCHEDULER_FILE", raising=False)
+    with pytest.raises(SchedulerFileError, match="HPCDASK_SCHEDULER_FILE"):
+        hpcdask.connect()
+
+
+def test_missing(tmp_path):
+    path = tmp_path / "cluster.json"
+    with pytest.raises(SchedulerFileError, match=rf"{path} does not exist.*--scheduler-file"):
+        hpcdask.connect(str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        "[1]",
+        "7",
+        "{}",
+        '{"address": 7}',
+        '{"address": "tcp://host"}',
+        '{"address": ""}',
+    ],
+)
+def test_not_a_scheduler_file(tmp_path, text):
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
+        hpcdask.connect(str(path))
+
+
+def test_binary_is_not_a_scheduler_file(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_bytes(b"\x80\xff\x00")
+    with pytest.raises(SchedulerFileError, match="is not a scheduler file"):
+        hpcdask.connect(str(path))
+
+
+def test_a_folder_is_not_a_scheduler_file(tmp_path):
+    with pytest.raises(SchedulerFileError, match=f"{tmp_path} cannot be read"):
+        hpcdask.connect(str(tmp_path))
+
+
+def test_cluster_that_has_ended(credentials, tmp_path):
+    path, address = tmp_path / "cluster.json", dead_address()
+    schedulerfile.write(str(path), address, credentials, job=None)
+    started = time.monotonic()
+    with pytest.raises(SchedulerFileError) as caught:
+        hpcdask.connect(str(path))
+    for word in (str(path), address, "has ended", socket.gethostname()):
+        assert word in str(caught.value)
+    assert time.monotonic() - started < 10
+
+
+def test_another_s_cluster_at_that_address(cluster, tmp_path):
+    """The port of a dead cluster has gone to a living one, whose keys are others."""
+    path = tmp_path / "cluster.json"
+    foreign = security.create_credentials()
+    schedulerfile.write(str(path), cluster.scheduler_address, foreign, job=None)
+    with pytest.raises(SchedulerFileError) as caught:
+        hpcdask.connect(str(path), timeout=2)
+    assert str(path) in str(caught.value)
+
+
+def test_keys_that_are_gone(file):
+    for key in (keys := Path(f"{file}.keys")).iterdir():
+        key.unlink()
+    keys.rmdir()
+    with pytest.raises(SchedulerFileError, match=f"{keys} is gone"):
+        hpcdask.connect(str(file))
+
+
+def test_keys_of_which_some_are_gone(file):
+    (Path(f"{file}.keys") / "client.key.pem").unlink()
+    with pytest.raises(SchedulerFileError, match=r"cluster\.json\.keys"):
+        hpcdask.connect(str(file), timeout=2)
+
+
+def test_keys_open_to_others(file):
+    Path(f"{file}.keys").chmod(0o755)
+    with pytest.raises(SchedulerFileError, match="mode 0700"):
+        hpcdask.connect(str(file))
+
+
+@root_only
+def test_file_of_another_user(file):
+    os.chown(file, 65534, 65534)
+    with pytest.raises(SchedulerFileError, match=r"belongs to another user \(uid 65534\)"):
+        hpcdask.connect(str(file))
+
+
+@root_only
+def test_keys_of_another_user(file):
+    os.chown(f"{file}.keys", 65534, 65534)
+    with pytest.raises(SchedulerFileError, match="somebody else"):
+        hpcdask.connect(str(file))
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_modes_and_content(credentials, tmp_path, umask):
+    path = tmp_path / "cluster.json"
+    before = os.umask(umask)
+    try:
+        schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r1")
+    finally:
+        os.umask(before)
+    keys = tmp_path / "cluster.json.keys"
+    assert (mode(path), mode(keys)) == (0o600, 0o700)
+    assert sorted(key.name for key in keys.iterdir()) == [
+        "ca.pem",
+        "client.cert.pem",
+        "client.key.pem",
+    ]
+    assert all(mode(key) == 0o600 for key in keys.iterdir())
+    content = json.loads(path.read_text())
+    assert content["address"] == "tls://10.0.0.1:8786"
+    assert content["hpcdask"]["keys"] == str(keys)
+    assert content["hpcdask"]["job"] == "7.r1"
+    assert "PRIVATE KEY" not in path.read_text()
+
+
+def test_without_tls_there_are_no_keys(tmp_path):
+    path = tmp_path / "cluster.json"
+    schedulerfile.write(str(path), "tcp://10.0.0.1:8786", {}, job=None)
+    assert json.loads(path.read_text())["hpcdask"]["keys"] is None
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_over_what_a_dead_cluster_left(credentials, tmp_path):
+    path = tmp_path / "cluster.json"
+    schedulerfile.write(str(path), dead_address(), security.create_credentials(), job="6.r0")
+    schedulerfile.check_writable(str(path))
+    schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r0")
+    assert json.loads(path.read_text())["hpcdask"]["job"] == "7.r0"
+    assert (Path(f"{path}.keys") / "ca.pem").read_text() == credentials["tls_ca_file"]
+
+
+def test_keys_that_a_dead_cluster_left_without_its_file(credentials, tmp_path):
+    path = tmp_path / "cluster.json"
+    (tmp_path / "cluster.json.keys").mkdir(mode=0o700)
+    schedulerfile.check_writable(str(path))
+    schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job=None)
+    assert (Path(f"{path}.keys") / "ca.pem").exists()
+
+
+@root_only
+def test_a_key_folder_of_another_user_is_refused_before_anything_starts(tmp_path):
+    keys = tmp_path / "cluster.json.keys"
+    keys.mkdir(mode=0o777)
+    os.chown(keys, 65534, 65534)
+    with pytest.raises(SchedulerFileError, match=str(keys)):
+        schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+
+
+def test_a_living_cluster_s_file_is_not_ours_to_replace(file, cluster):
+    with pytest.raises(SchedulerFileError, match="still answers") as caught:
+        schedulerfile.check_writable(str(file))
+    assert cluster.scheduler_address in str(caught.value)
+
+
+def test_something_else_is_not_ours_to_replace(tmp_path):
+    path = tmp_path / "thesis.tex"
+    path.write_text("\\documentclass{book}")
+    with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
+        schedulerfile.check_writable(str(path))
+
+
+def test_a_link_to_nowhere(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SchedulerFileError, match=str(path)):
+        schedulerfile.check_writable(str(path))
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    path = tmp_path / "nowhere" / "cluster.json"
+    with pytest.raises(SchedulerFileError, match=f"--scheduler-file.*{path.parent}"):
+        schedulerfile.check_writable(str(path))
+
+
+def test_a_new_file_is_fine(tmp_path):
+    schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+    assert not list(tmp_path.iterdir())
