@@ -146,6 +146,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
             number("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
             number("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
         )
+    alone = Rank(0, 1, 0, 1, host, "none", f"none-{one}")
+    if (
+        "SLURM_PTY_PORT" in environ
+        and environ.get("SLURM_STEP_NUM_TASKS") == "1"
+        and "MPI_LOCALRANKID" not in environ
+    ):
+        return alone  # a shell from `srun --pty`: the user is the launcher
     if (
         "SLURM_STEP_ID" in environ
         and "SLURM_STEP_NUM_TASKS" in environ
@@ -170,7 +177,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
         )
     if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
         return None
-    return Rank(0, 1, 0, 1, host, "none", f"none-{one}")
+    return alone
 
 
 def from_mpi(comm: object) -> Rank:

@@ -88,6 +88,13 @@ SRUN = {
 PMI2 = {"PMI_FD": "13", "PMI_JOBID": "11.0", "PMI_RANK": "3", "PMI_SIZE": "4"}
 PMIX = {"PMIX_NAMESPACE": "slurm.pmix.11.0", "PMIX_RANK": "3", "PMIX_SERVER_TMPDIR": "/x"}
 CRAY = {"PMI_CONTROL_PORT": "20000", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_RANK": "3"}
+# srun --pty bash
+SHELL_BY_SRUN = {
+    **SRUN,
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "40000",
+}
 # mpirun in a batch script starts its daemons, and with them the ranks, by srun: one task a node
 BY_SRUN = {
     **BATCH,
@@ -108,6 +115,8 @@ BY_SRUN = {
         (MVAPICH, "mvapich"),
         (PALS, "pals"),
         (SRUN, "srun"),
+        ({**SHELL_BY_SRUN, **OPENMPI}, "openmpi"),
+        ({**SHELL_BY_SRUN, **MPICH}, "hydra"),
         ({**SRUN, **PMI2}, "srun"),
         ({**SRUN, **PMIX}, "srun"),
         ({**SRUN, **CRAY, "PMI_SIZE": "4"}, "srun"),
@@ -275,3 +284,10 @@ def test_jobs_of_grid_engine():
 def test_mpi_is_started_only_where_it_is_needed(environ, expected):
     pytest.importorskip("mpi4py")
     assert wants_mpi(detect(environ), environ) is expected
+
+
+@pytest.mark.parametrize("plugin", [{}, PMI2, PMIX])
+def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> None:
+    found = detect({**SHELL_BY_SRUN, **plugin})
+    assert found is not None
+    assert (found.launcher, found.index, found.size) == ("none", 0, 1)

@@ -1,0 +1,60 @@
+"""`hpcdask.Runner` and `hpcdask.initialize`: programs that every rank starts itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from running import PROGRAMS, Ended, Running, Site
+
+pytestmark = pytest.mark.mpi
+EMBEDDED = str(PROGRAMS / "embedded.py")
+
+
+def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
+    process = site.launcher.popen(n, "python", EMBEDDED, how, end, env=site.env, cwd=site.folder)
+    running = Running(site, process)
+    site._runs.append(running)
+    ended = running.end(40)
+    site.check_nothing_left(since=time.time())
+    return ended
+
+
+@pytest.mark.parametrize("site", ["openmpi", "mpich", "alone"], indirect=True)
+@pytest.mark.parametrize("how", ["runner", "initialize", "runner-mpi", "initialize-mpi"])
+def test_rank_0_is_the_client_of_all_ranks_workers(site: Site, how: str) -> None:
+    ended = run(site, how)
+    assert ended.code == 0, str(ended)
+    assert ended.out.count("workers") == 1, str(ended)
+    assert "sum 6" in ended.out
+    assert "hashes 1" in ended.out
+    if site.launcher.name != "no launcher":  # which starts as many as the machine has cores for
+        assert "workers 2 " in ended.out
+    assert not ended.foreign_lines, str(ended)
+
+
+@pytest.mark.parametrize("how", ["runner", "initialize", "runner-mpi"])
+@pytest.mark.parametrize(("end", "code"), [("exit", 7), ("raise", 1)])
+def test_the_exit_code_is_the_program_s(site: Site, how: str, end: str, code: int) -> None:
+    ended = run(site, how, end)
+    assert ended.code == code, str(ended)
+    if end == "raise":
+        assert "ValueError: on purpose" in ended.err
+
+
+def test_a_killed_program_leaves_nothing(site: Site) -> None:
+    ended = run(site, "runner", "kill")
+    assert ended.code != 0
+
+
+def test_an_option_that_does_not_exist() -> None:
+    import hpcdask
+    from hpcdask.errors import UsageError
+
+    with pytest.raises(UsageError, match="unknown option nthread"):
+        hpcdask.Runner(nthread=1)
+    with pytest.raises(UsageError, match="does not take worker_class"):
+        hpcdask.initialize(worker_class="dask_cuda.CUDAWorker")
+    with pytest.raises(UsageError, match="layout dedicated"):
+        hpcdask.Runner(layout="dedicated")
