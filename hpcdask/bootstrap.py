@@ -23,6 +23,8 @@ MARKER = "HPCDASK_RANK_MARKER"
 STARTED = "HPCDASK_STARTED"
 DEFAULTED = "HPCDASK_DEFAULTED"
 
+#: Seconds after which the janitor leaves a process that does not die (hung driver, file system).
+KILL_DEADLINE_S = 30.0
 #: What distributed sets before it spawns a worker (``distributed.nanny.pre-spawn-environ``)
 #: and the hash seed it insists on. A template that is forked must have them from its start.
 PRE_SPAWN = {
@@ -47,12 +49,16 @@ def reexecute() -> None:
     environment[MARKER] = f"{os.urandom(12).hex()}.{os.getpid()}"
     if environment.get("PYTHONHASHSEED") in ("0", "random"):
         del environment["PYTHONHASHSEED"]
+    environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
     environment[DEFAULTED] = ",".join(name for name in PRE_SPAWN if name not in environment)
     _execute_again({**PRE_SPAWN, **environment})
 
 
-def adopt_configured_pre_spawn() -> None:
-    """Execute once more if the user's Dask configuration asks for other pre-spawn variables."""
+def adopt_configured_pre_spawn(janitor: Janitor) -> None:
+    """Execute once more if the user's Dask configuration asks for other pre-spawn variables.
+
+    The janitor of this life goes first: it would take the next one's for what is left.
+    """
     import dask.config
 
     configured = dask.config.get("distributed.nanny.pre-spawn-environ", {}) or {}
@@ -66,6 +72,7 @@ def adopt_configured_pre_spawn() -> None:
         and not (name == "PYTHONHASHSEED" and str(value) == "0")
     }
     if changed:
+        janitor.dismiss()
         _execute_again({**os.environ, **changed})
 
 
@@ -73,6 +80,12 @@ def _execute_again(environment: dict[str, str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def end_on_interrupt() -> None:
+    """Until there are handlers, Ctrl-C ends this process without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def restore_environment() -> None:
@@ -148,6 +161,11 @@ class Janitor:
         """Have `folder` removed when this rank is gone."""
         os.write(self._pipe, folder.encode() + b"\0")
 
+    def dismiss(self) -> None:
+        """Have it end now, with all that this rank has forked."""
+        os.close(self._pipe)
+        os.waitpid(self.pid, 0)
+
     def release_in_child(self) -> None:
         """Drop a forked child's copy of the pipe, whose end tells that the rank is gone."""
         os.close(self._pipe)
@@ -162,7 +180,10 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
     received = b""
     while chunk := os.read(pipe, 65536):
         received += chunk
-    while victims := marked_processes(marker, besides={rank, os.getpid()}):
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while time.monotonic() < deadline and (
+        victims := marked_processes(marker, besides={rank, os.getpid()})
+    ):
         for victim in victims:
             try:
                 os.kill(victim, signal.SIGKILL)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from typing import Any
 
 from .bootstrap import Janitor, detach_standard_streams, restore_environment
 from .control import Channel
+
+#: Signals that mean something to the program only.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -108,10 +112,16 @@ def await_start(sock: socket.socket) -> None:
         # The rank passes signals on. On a terminal the process stays in the foreground group,
         # where it may read and gets Ctrl-C itself.
         os.setpgid(0, 0)
+    for number in PASSED_ON:  # meant for a program that has not started yet
+        signal.signal(number, signal.SIG_IGN)
     order = hear_start(sock)
     sock.close()
     if order is None:
         os._exit(0)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     restore_environment()
     configure_client(order)
     _free_blas(order["threads"])

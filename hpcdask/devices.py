@@ -10,6 +10,8 @@ import glob
 import json
 import os
 import re
+import select
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +23,8 @@ from .ranks import QUEUE_JOBS, launcher_pid
 
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
+#: Seconds that the driver gets to name the GPUs.
+SCOUT_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     with _nvml(pynvml) as there:
         if not there:
             return []
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        handles = list(_handles(pynvml))
         if environ.get("CUDA_DEVICE_ORDER", "") != "FASTEST_FIRST":
             handles.sort(key=lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
         full = [list(_slices(pynvml, handle)) for handle in handles]
@@ -163,12 +167,22 @@ class Scout:
         DeviceError
             What it raised.
         """
-        with open(self._pipe) as stream:
-            text = stream.read()
+        deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
+        while chunk := self._read_until(deadline):
+            text += chunk
+        os.close(self._pipe)
         found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
         return [Gpu.from_json(gpu) for gpu in found["gpus"]]
+
+    def _read_until(self, deadline: float) -> bytes:
+        if not select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise DeviceError(
+                f"the NVIDIA driver did not answer within {SCOUT_DEADLINE_S:g} s: see whether "
+                f"nvidia-smi works on this node, and leave the node out if it does not"
+            )
+        return os.read(self._pipe, 65536)
 
 
 def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
@@ -185,6 +199,20 @@ def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
             break
         chosen += [gpu for gpu in found if gpu not in chosen]
     return chosen
+
+
+def _handles(pynvml: Any) -> Iterator[Any]:
+    """The GPUs that may be used: NVML counts those too that a cgroup keeps from this process."""
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            yield pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError_NoPermission:
+            continue
+        except pynvml.NVMLError as error:
+            raise DeviceError(
+                f"GPU {index} of this node cannot be used: {error}. See nvidia-smi, or leave it "
+                f"out with CUDA_VISIBLE_DEVICES"
+            ) from None
 
 
 def _slices(pynvml: Any, handle: Any) -> Iterator[Gpu]:

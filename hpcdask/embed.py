@@ -174,6 +174,7 @@ def initialize(
     bool
         Whether this rank goes on as the client.
     """
+    options.pop("dashboard", None)  # it costs nothing until somebody looks at it
     for name, instead in _DASK_MPI_ONLY.items():
         if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
             raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
@@ -187,7 +188,6 @@ def initialize(
 
 _DASK_MPI_ONLY = {
     "nanny": "workers always have a nanny",
-    "dashboard": "the dashboard costs nothing until somebody looks at it",
     "worker_class": "device chooses between GPU and CPU workers",
     "comm": "it uses the launcher's ranks",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from typing import Any
 
@@ -32,7 +33,8 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
 
     def on_signal(number: int) -> None:
         channel.send(op="signal", number=int(number))
-        asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
+        if number != signal.SIGINT:  # a program may take its time after Ctrl-C
+            asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
 
     member.handle_signals(on_signal)
     work: list[asyncio.Task[None]] = []
@@ -74,6 +76,7 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
     """Read notes until one leads to rank 0: a note may be left over from an earlier life."""
     deadline = time.monotonic() + member.spec.timeout
     heard: Note | None = None
+    pause = 0.02
     while time.monotonic() < deadline:
         note = rendezvous.fetch()
         if note is not None:
@@ -82,7 +85,8 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
                 return note, await _dial(note)
             except (OSError, TimeoutError):
                 pass
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.1, 0.5)  # a shared file system has better things to do
     me = f"rank {member.rank.index} of {member.rank.size} on {member.rank.host}"
     limit = f"within {member.spec.timeout:g} s"
     if heard is None:

@@ -33,6 +33,7 @@ from .worker import Place
 LOSS_DEADLINE_S = 2.0
 #: Seconds that the other ranks get to leave.
 LEAVE_DEADLINE_S = 3.0
+LOOPBACK = "127.0.0.1"
 
 
 class Event(NamedTuple):
@@ -109,6 +110,9 @@ class Leader:
                 raise self.early_error
             await self._bring_up()
             code = await self._watch()
+        except OSError as error:
+            complain(f"rank 0 on {self.rank.host} cannot go on: {error}")
+            code = ClusterError.exit_code
         except HpcdaskError as error:
             complain(error)
             code = error.exit_code
@@ -144,7 +148,8 @@ class Leader:
             interface=self.spec.interface,
             protocol="tls" if self.spec.tls else "tcp",
             credentials=self.member.credentials,
-            dashboard=self.spec.dashboard_address,
+            dashboard=self.spec.dashboard_address
+            or (f"{LOOPBACK}:8787" if self._host() == LOOPBACK else ":8787"),
             scratch=self.member.scratch,
         )
         views = await self._meet()
@@ -173,7 +178,7 @@ class Leader:
             with contextlib.suppress(ValueError):  # reported by this rank's view
                 return str(get_ip_interface(self.spec.interface))
         if self.rank.one_node and self.has_program and not self.spec.scheduler_file:
-            return "127.0.0.1"
+            return LOOPBACK
         return str(get_ip())
 
     async def _meet(self) -> dict[int, View]:
@@ -338,7 +343,10 @@ class Leader:
                     )
                 case "failed":
                     index, text = event.value
-                    raise ClusterError(f"a worker of {self._who(index)} did not start: {text}")
+                    failure = f"a worker of {self._who(index)} did not start: {text}"
+                    if not self._enough_without(index):
+                        raise ClusterError(failure)
+                    say(failure)
                 case "scheduler-lost":
                     raise ClusterError("the scheduler's process ended while the cluster came up")
 
@@ -382,16 +390,21 @@ class Leader:
     def _goes_on_without(self, index: int) -> bool:
         """Forget a rank that is gone; say whether enough workers remain."""
         self.channels.pop(index, None)
-        self.worker_ranks.discard(index)
-        least = self.spec.workers_min
         program_rank = 1 if self.spec.layout == "dedicated" else 0
-        if least is None or len(self.worker_ranks) < least or index == program_rank:
+        if index == program_rank or not self._enough_without(index):
             return False
+        least = self.spec.workers_min
         say(
             f"{self._who(index)} is gone; the run goes on with workers on "
             f"{len(self.worker_ranks)} ranks (--workers-min {least})"
         )
         return True
+
+    def _enough_without(self, index: int) -> bool:
+        """Whether --workers-min is still met without the workers of a rank."""
+        self.worker_ranks.discard(index)
+        least = self.spec.workers_min
+        return least is not None and len(self.worker_ranks) >= least
 
     def _loss(self, event: Event) -> ClusterError:
         if event.what == "scheduler-lost":

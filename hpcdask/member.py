@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from . import devices, schedulerfile, security, template
 from .bootstrap import STARTED, Janitor
-from .children import Child
+from .children import PASSED_ON, Child
 from .devices import Scout, View
 from .errors import HpcdaskError, UsageError
 from .ranks import Rank
@@ -28,7 +28,6 @@ from .worker import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, qu
 CLOSE_DEADLINE_S = 2.0
 #: Seconds a program gets after SIGTERM; queueing systems kill after 30.
 TERM_DEADLINE_S = 25.0
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -203,7 +202,8 @@ class Member:
                 self.leave(128 + number)
 
         for number in ENDING:
-            loop.add_signal_handler(number, handle, number)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's `&`
+                loop.add_signal_handler(number, handle, number)
         for number in PASSED_ON:
             loop.add_signal_handler(number, self.pass_on, number)
 

@@ -15,11 +15,12 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import shutil
+import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from .errors import LaunchError, MissingExtra
@@ -119,14 +120,13 @@ class MPIRendezvous:
     ----------
     comm
         An ``mpi4py.MPI.Comm``.
-    rank, timeout
-        Who waits, and for how many seconds at most.
+    deadline
+        Ends this process if the others do not come.
     """
 
-    def __init__(self, comm: Any, rank: Rank, timeout: float) -> None:
+    def __init__(self, comm: Any, deadline: MPIDeadline) -> None:
         self._comm = comm
-        self._rank = rank
-        self._timeout = timeout
+        self._deadline = deadline
         self._note: Note | None = None
 
     def publish(self, note: Note) -> None:
@@ -142,9 +142,9 @@ class MPIRendezvous:
     def _broadcast(self, note: Note | None) -> Note:
         from mpi4py import MPI
 
-        with mpi_deadline(self._timeout, self._rank):
-            received: Note = self._comm.bcast(note, root=0)
-            MPI.Finalize()
+        received: Note = self._comm.bcast(note, root=0)
+        MPI.Finalize()
+        self._deadline.met()
         return received
 
     def close(self) -> None:
@@ -188,11 +188,10 @@ def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
     if not wants_mpi(rank):
         assert rank is not None
         return rank, FileRendezvous(rank.launch_id, shared=not rank.one_node)
-    with mpi_deadline(timeout, rank):
-        return _meet_by_mpi(rank, timeout)
+    return _meet_by_mpi(rank, MPIDeadline(timeout, rank))
 
 
-def _meet_by_mpi(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
+def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendezvous]:
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -214,7 +213,7 @@ def _meet_by_mpi(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
             raise mismatch(int(count), rank)
     elif comm.size != rank.size:
         raise mismatch(rank.size, rank)
-    return rank, MPIRendezvous(comm, rank, timeout)
+    return rank, MPIRendezvous(comm, deadline)
 
 
 def mismatch(expected: int, rank: Rank) -> LaunchError:
@@ -234,24 +233,38 @@ def _plugin_hint(rank: Rank | None) -> str:
     return "Use the mpirun of the same MPI (MPI4PY_MPIABI and LD_LIBRARY_PATH choose mpi4py's)"
 
 
-@contextlib.contextmanager
-def mpi_deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
-    """End this process if MPI does not come back in time: its calls cannot be interrupted."""
+class MPIDeadline:
+    """Ends this process if MPI does not come back in time.
 
-    def give_up() -> None:
-        who = f"rank {rank.index} on {rank.host}" if rank else "this rank"
-        print(
-            f"hpcdask: error: {who} waited {timeout:g} s for the other ranks in MPI. See that all "
-            f"of them start, or allow more with --timeout",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(LaunchError.exit_code)
+    MPI's calls cannot be interrupted and hold the interpreter's lock, so a process watches, not a
+    thread. It is forked before MPI starts.
+    """
 
-    timer = threading.Timer(timeout, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    def __init__(self, timeout: float, rank: Rank | None) -> None:
+        read_end, self._pipe = os.pipe()
+        waiting = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._pipe)
+                if not select.select([read_end], [], [], timeout)[0]:
+                    _give_up(waiting, timeout, rank)
+            finally:
+                os._exit(0)
+        os.close(read_end)
+
+    def met(self) -> None:
+        """MPI came back."""
+        os.close(self._pipe)
+        os.waitpid(self._pid, 0)
+
+
+def _give_up(waiting: int, timeout: float, rank: Rank | None) -> None:
+    who = f"rank {rank.index} of {rank.size} on {rank.host}" if rank else "a rank"
+    print(
+        f"hpcdask: error: {who} waited {timeout:g} s in MPI: another rank did not start, or not "
+        f"under the same MPI. See what the others printed, or allow more with --timeout",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(waiting, signal.SIGKILL)  # its janitor cleans up

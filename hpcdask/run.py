@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpcdask import bootstrap
 
 if __name__ == "__main__":
+    bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
     from hpcdask.devices import Scout

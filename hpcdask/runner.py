@@ -130,7 +130,7 @@ def _launch(
     from .worker import quiet
 
     bootstrap.mark("distributed imported")
-    bootstrap.adopt_configured_pre_spawn()
+    bootstrap.adopt_configured_pre_spawn(janitor)
     spec = launch.spec
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script

@@ -101,7 +101,7 @@ async def _main(sock: socket.socket) -> None:
             security=to_security(order["credentials"]),
             dashboard=False,
             local_directory=order["scratch"],
-            dashboard_address=order["dashboard"] or ":8787",
+            dashboard_address=order["dashboard"],
         )
         lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
         scheduler.http_application.add_application(lazy)

@@ -10,6 +10,8 @@ from typing import Any
 
 import dask
 from distributed import Nanny, Security, Worker
+from distributed.comm import get_address_host, unparse_host_port
+from distributed.utils import get_ip
 
 from . import devices, template
 from .bootstrap import mark, process_start
@@ -192,7 +194,14 @@ def make_nanny(
         Folder for spilled data, removed by the rank.
     """
     tcp = "tls" if security.require_encryption else "tcp"
+    if spec.interface is None and place.protocol == "tcp":
+        # nanny and worker listen on the network of the scheduler only; by itself a worker would
+        # listen on all
+        host = unparse_host_port(get_ip(get_address_host(scheduler)))
+    else:
+        host = None
     optional = {
+        "host": host,
         "lifetime": spec.lifetime and f"{spec.lifetime} s",
         "lifetime_stagger": spec.lifetime_stagger and f"{spec.lifetime_stagger} s",
         "lifetime_restart": spec.lifetime_restart or None,
@@ -256,7 +265,7 @@ def scratch_folder(spec: WorkerSpec) -> str:
         purge(base)
         folder = tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
         with open(os.path.join(folder, "owner"), "w") as file:
-            file.write(f"{socket.gethostname()} {os.getpid()} {process_start(os.getpid())}")
+            file.write(f"{' '.join(_this_host())} {os.getpid()} {process_start(os.getpid())}")
         return folder
     except OSError as error:
         raise UsageError(
@@ -272,13 +281,16 @@ def purge(base: str) -> None:
 
     for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
         try:
+            if os.lstat(folder).st_uid != os.getuid():
+                continue  # a stranger's: do not even open what lies there
             with open(os.path.join(folder, "owner")) as file:
-                host, pid, start = file.read().split()
-            if (
-                os.lstat(folder).st_uid == os.getuid()
-                and host == socket.gethostname()
-                and (start != process_start(int(pid)))
-            ):
+                host, space, pid, start = file.read().split()
+            if (host, space) == _this_host() and start != process_start(int(pid)):
                 shutil.rmtree(folder, ignore_errors=True)
         except (OSError, ValueError):
             continue
+
+
+def _this_host() -> tuple[str, str]:
+    """Host and process id namespace: a process id means something only within both."""
+    return socket.gethostname(), os.readlink("/proc/self/ns/pid")

@@ -4,7 +4,7 @@ Put this folder first on PYTHONPATH and describe the machine in FAKE_NVML, as JS
 in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory`` (bytes), ``bus`` (PCI bus
 id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable; empty:
 disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null where
-the slot is free). Without FAKE_NVML there is no driver. Like the real one it refuses calls before
+the slot is free) and ``forbidden`` (true: a cgroup keeps it from this process). Without FAKE_NVML there is no driver. Like the real one it refuses calls before
 nvmlInit.
 """
 
@@ -22,6 +22,10 @@ class NVMLError(Exception):
 
 class NVMLError_Uninitialized(NVMLError):
     """Called before nvmlInit or after nvmlShutdown."""
+
+
+class NVMLError_NoPermission(NVMLError):
+    """A cgroup keeps the device from this process."""
 
 
 class NVMLError_LibraryNotFound(NVMLError):
@@ -70,6 +74,8 @@ def nvmlDeviceGetHandleByIndex(index):
     gpus = _gpus()
     if not 0 <= index < len(gpus):
         raise NVMLError_InvalidArgument("Invalid Argument")
+    if gpus[index].get("forbidden"):
+        raise NVMLError_NoPermission("Insufficient Permissions")
     return {"bus": f"00000000:{index + 1:02X}:00.0", **gpus[index]}
 
 

@@ -394,6 +394,19 @@ def test_rank_0_that_never_arrives(mpirun, script):
     assert_refused(result, "rank 1 of 2", "rank 0", "within 3 s", "--timeout")
 
 
+def test_rank_that_never_arrives_at_mpi(mpich, script, private):
+    """MPI's own start waits for every rank, and cannot say for whom."""
+    started = time.monotonic()
+    launcher = with_folders(mpich, private)
+    launcher.prefix = [*launcher.prefix, "-launcher", "fork", "-hosts", "a,b", "-ppn", "1"]
+    result = launcher.run(2, *late(1), *CPU, "--timeout", "3s", script)
+    assert result.code != 0
+    assert "waited 3 s in MPI" in result.err
+    assert "--timeout" in result.err
+    assert "started" not in result.out
+    assert time.monotonic() - started < 20
+
+
 # --- scheduler files ------------------------------------------------------------------------------
 
 

@@ -432,3 +432,17 @@ def test_ranks_of_two_nodes_meet_by_mpi(mpich):
         check_soon(ended)
         site.check_nothing_left(ended.program_end)
         assert not ended.foreign_lines, str(ended)
+
+
+@under("alone")
+def test_nohup_keeps_a_cluster_up(site: Site):
+    nohup = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    nohup += "os.execvp(sys.argv[1], sys.argv[1:])"
+    command = ["python", "-m", "hpcdask.run", "--device", "cpu"]
+    process = site.launcher.popen(1, "python", "-c", nohup, *command, env=site.env, cwd=site.folder)
+    running = Running(site, process)
+    site._runs.append(running)
+    running.line("hpcdask: dashboard", stream="err")
+    running.signal(signal.SIGHUP)
+    running.signal(signal.SIGTERM)
+    assert running.end().code == 128 + signal.SIGTERM

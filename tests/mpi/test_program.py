@@ -228,3 +228,11 @@ def test_preload_nanny_and_local_directory(site: Site):
     assert found_in(ended.out, "found")["nannies"] == ["BoundNanny"] * 2
     site.check_nothing_left(ended.at)
     assert not list(scratch.iterdir())
+
+
+@under("openmpi", "alone")
+@pytest.mark.parametrize("tls", ["--tls", "--no-tls"])
+def test_on_one_node_everything_listens_on_loopback(site: Site, tls: str):
+    parts = facts_of(site.run(tls, "sockets.py"))
+    assert len(parts) == 5  # two workers, their nannies, the scheduler
+    assert all(addresses == ["127.0.0.1"] for addresses in parts), parts

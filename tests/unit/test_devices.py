@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -424,3 +425,21 @@ def test_the_least_limit_counts(machine):
     root = machine({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.max": str(80 * MIB)})
     assert job_memory({"SLURM_MEM_PER_NODE": "100"}, root) == 80 * MIB
     assert job_memory({"SLURM_MEM_PER_NODE": "60"}, root) == 60 * MIB
+
+
+def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):
+    nvml([{**FOUR[0], "forbidden": True}, *FOUR[1:]])
+    assert uuids({}) == [B, C, D]
+
+
+def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
+    """A FIFO in place of its owner file would block for ever."""
+    from hpcdask.worker import purge
+
+    folder = tmp_path / f"hpcdask-{os.getuid()}-x"
+    folder.mkdir()
+    os.mkfifo(folder / "owner")
+    strange = SimpleNamespace(st_uid=os.getuid() + 1)
+    monkeypatch.setattr("hpcdask.worker.os.lstat", lambda path: strange)
+    purge(str(tmp_path))
+    assert folder.exists()
