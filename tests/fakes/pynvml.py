@@ -1,11 +1,11 @@
 """A stand-in for NVML's Python package, for tests on machines without a GPU.
 
-Put this folder first on PYTHONPATH and describe the machine in FAKE_NVML, as JSON: a list of GPUs,
-in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory`` (bytes), ``bus`` (PCI bus
-id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable; empty:
-disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null where
-the slot is free) and ``forbidden`` (true: a cgroup keeps it from this process). Without FAKE_NVML there is no driver. Like the real one it refuses calls before
-nvmlInit.
+Put this folder first on PYTHONPATH and describe the machine in FAKE_NVML, as JSON: a list of
+GPUs, in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory`` (bytes), ``bus``
+(PCI bus id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable;
+empty: disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null
+where the slot is free) and ``forbidden`` (true: a cgroup keeps it from this process). Without
+FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit.
 """
 
 import json
