@@ -31,6 +31,8 @@ from .worker import Place
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0
+#: Seconds without any worker after which the user is told.
+NO_WORKER_NOTICE_S = 5.0
 #: Seconds that the other ranks get to leave.
 LEAVE_DEADLINE_S = 3.0
 LOOPBACK = "127.0.0.1"
@@ -383,6 +385,12 @@ class Leader:
                     self._later(LOSS_DEADLINE_S, "gave-up")
                 case "scheduler-closed" if not self.has_program:
                     return 0
+                case "scheduler-closed":
+                    self.wanted = set()  # the program has shut the cluster down
+                case "workers" if not self.registered:
+                    self._later(NO_WORKER_NOTICE_S, "still-no-workers")
+                case "still-no-workers" if self.wanted and not self.registered:
+                    say("no worker is left: Dask tasks wait until one comes back")
 
     def _later(self, seconds: float, what: str) -> None:
         asyncio.get_running_loop().call_later(seconds, self._happened, what)

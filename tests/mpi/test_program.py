@@ -236,3 +236,12 @@ def test_on_one_node_everything_listens_on_loopback(site: Site, tls: str):
     parts = facts_of(site.run(tls, "sockets.py"))
     assert len(parts) == 5  # two workers, their nannies, the scheduler
     assert all(addresses == ["127.0.0.1"] for addresses in parts), parts
+
+
+@under("alone")
+def test_a_cluster_without_workers_says_so(site: Site):
+    run = site.start("retires.py", stdin=subprocess.PIPE)
+    run.line("retired")
+    run.line("hpcdask: no worker is left", stream="err", timeout=20)
+    run.type("end\n")
+    assert run.end().code == 0

@@ -307,7 +307,19 @@ def run_python(code: str) -> None:
 
 
 def test_cuda_graphs_need_no_gpu_on_the_client():
-    run_python("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n" + BUILD_ALL)
+    """CuPy is installed, and every CUDA call fails."""
+    code = """
+    import os
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import cupy
+    try:
+        cupy.empty((0, 0))
+    except cupy.cuda.runtime.CUDARuntimeError:
+        pass
+    else:
+        raise SystemExit("this CUDA call should have failed")
+    """
+    run_python(textwrap.dedent(code) + BUILD_ALL)
 
 
 def test_cuda_graphs_need_no_cupy_on_the_client():
