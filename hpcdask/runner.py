@@ -126,7 +126,7 @@ def _launch(
     from . import children, devices, rendezvous, scheduler, template
     from .follower import follow
     from .leader import Leader
-    from .member import Member, new_scratch
+    from .member import Member, complain, leave, new_scratch
     from .worker import quiet
 
     bootstrap.mark("distributed imported")
@@ -139,7 +139,11 @@ def _launch(
         scratch = new_scratch(spec, janitor)
     except UsageError as error:
         problem = error  # rank 0 says it, whichever rank has it
-        scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
+        try:
+            scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
+        except UsageError:
+            complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
+            leave(error.exit_code)
     devices.widen(devices.launcher_cores())
     template.freeze()
 

@@ -74,9 +74,10 @@ def check_writable(path: str) -> None:
             f"written. It must be one that the clients' machine shares"
         )
     keys = f"{path}.keys"
-    if os.path.lexists(keys) and os.lstat(keys).st_uid != os.getuid():
+    if os.path.lexists(keys) and not security.is_key_folder(keys):
         raise SchedulerFileError(
-            f"--scheduler-file: {keys} belongs to another user. Name another file"
+            f"--scheduler-file: {keys}, where the keys would go, belongs to another user or holds "
+            f"something else. Name another file"
         )
     if not os.path.lexists(path):
         return
@@ -99,8 +100,8 @@ def read(path: str) -> dict[str, Any]:
     """
     path = os.path.abspath(path)
     try:
-        owner = os.stat(path).st_uid
         with open(path) as file:
+            owner = os.fstat(file.fileno()).st_uid
             content = json.load(file)
         _endpoint(content["address"])
     except FileNotFoundError:

@@ -6,7 +6,6 @@ issue more. Scheduler, workers and clients have keys of their own.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import shutil
@@ -97,14 +96,22 @@ def to_security(credentials: Mapping[str, str] | None) -> Security:
 
 def save_credentials(credentials: Credentials, folder: str) -> None:
     """Write each credential to a 0600 file in a new 0700 folder."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.lstat(folder).st_uid == os.getuid():
-            shutil.rmtree(folder)  # of a cluster that could not clean up
+    if is_key_folder(folder):
+        shutil.rmtree(folder)  # of a cluster that could not clean up
     os.mkdir(folder, 0o700)
     os.chmod(folder, 0o700)
     for name, field in FILES.items():
         if field in credentials:
             write_private(os.path.join(folder, name), credentials[field])
+
+
+def is_key_folder(folder: str) -> bool:
+    """Whether this is a folder of ours that holds nothing but keys."""
+    try:
+        status = os.lstat(folder)
+        return status.st_uid == os.getuid() and set(os.listdir(folder)) <= set(FILES)
+    except OSError:
+        return False
 
 
 def load_credentials(folder: str) -> Credentials:

@@ -174,7 +174,7 @@ class WorkerSpec:
     )
     protocol: Protocol = _field(
         "auto",
-        "How workers exchange data: tcp (TLS) or ucx (NVLink, InfiniBand).",
+        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: tcp.",
         _choice("auto", "tcp", "ucx"),
     )
     interface: str | None = _field(

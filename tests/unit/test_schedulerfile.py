@@ -285,3 +285,14 @@ def test_a_folder_that_does_not_exist(tmp_path):
 def test_a_new_file_is_fine(tmp_path):
     schedulerfile.check_writable(str(tmp_path / "cluster.json"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_the_place_of_the_keys_is_not_removed(tmp_path):
+    folder = tmp_path / "cluster.json.keys"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("precious")
+    with pytest.raises(SchedulerFileError, match="holds something else"):
+        schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+    with pytest.raises(FileExistsError):
+        security.save_credentials({}, str(folder))
+    assert (folder / "thesis.tex").exists()
