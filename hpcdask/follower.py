@@ -29,7 +29,6 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
         complain(error)
         return error.exit_code
     member.credentials = note["credentials"]
-    channel.send(**member.hello(note["nonce"]))
 
     def on_signal(number: int) -> None:
         channel.send(op="signal", number=int(number))
@@ -37,6 +36,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
             asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
 
     member.handle_signals(on_signal)
+    channel.send(**await asyncio.to_thread(member.hello, note["nonce"]))
     work: list[asyncio.Task[None]] = []
     while (order := await channel.receive()) is not None:
         match order.get("op"):

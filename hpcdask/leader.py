@@ -186,7 +186,7 @@ class Leader:
     async def _meet(self) -> dict[int, View]:
         """Have every rank say what it sees."""
         nonce = secrets.token_hex(16)
-        self.hellos[0] = self.member.hello(nonce)
+        self.hellos[0] = await asyncio.to_thread(self.member.hello, nonce)
         if self.rendezvous is not None:
             host, context = self._host(), None
             if self.member.credentials:

@@ -28,6 +28,8 @@ from .worker import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, qu
 CLOSE_DEADLINE_S = 2.0
 #: Seconds a program gets after SIGTERM; queueing systems kill after 30.
 TERM_DEADLINE_S = 25.0
+#: A launcher and a terminal may both send the first signal.
+SAME_SIGNAL_S = 0.3
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -196,9 +198,7 @@ class Member:
             if not first:
                 first.append(time.monotonic())
                 act(number)
-            elif (
-                time.monotonic() - first[0] > 0.3
-            ):  # launchers and terminals may both send the first
+            elif time.monotonic() - first[0] > SAME_SIGNAL_S:
                 self.leave(128 + number)
 
         for number in ENDING:

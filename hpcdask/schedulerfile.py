@@ -22,21 +22,8 @@ if TYPE_CHECKING:
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
 
 
-def write(
-    path: str,
-    address: str,
-    credentials: security.Credentials,
-    *,
-    job: str | None,
-    dashboard: str | None = None,
-) -> str:
-    """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it.
-
-    Returns
-    -------
-    str
-        The key folder, whether it was needed or not.
-    """
+def write(path: str, address: str, credentials: security.Credentials, *, job: str | None) -> None:
+    """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it."""
     path = os.path.abspath(path)
     keys = f"{path}.keys"
     if credentials:
@@ -44,7 +31,7 @@ def write(
     content = {
         "type": "Scheduler",
         "address": address,
-        "services": {"dashboard": dashboard} if dashboard else {},
+        "services": {},
         "workers": {},
         "hpcdask": {
             "keys": keys if credentials else None,
@@ -54,7 +41,6 @@ def write(
         },
     }
     security.write_private(path, json.dumps(content, indent=2))
-    return keys
 
 
 def check_writable(path: str) -> None:

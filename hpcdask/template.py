@@ -36,7 +36,7 @@ def _leave_it(number: int, frame: object) -> None:
     """A signal for the rank, not for its parts."""
 
 
-def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = ()) -> int:
+def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = ()) -> None:
     """Fork the template and make it this process's fork server.
 
     Parameters
@@ -48,11 +48,6 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     preimport
         Modules that the template imports while the rank goes on, where they are installed.
         They must make no CUDA call.
-
-    Returns
-    -------
-    int
-        The template's process id.
     """
     import dask.config
     import distributed.utils
@@ -86,7 +81,6 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_write
     server._forkserver_pid = pid
-    return pid
 
 
 def stop() -> None:

@@ -245,3 +245,13 @@ def test_a_cluster_without_workers_says_so(site: Site):
     run.line("hpcdask: no worker is left", stream="err", timeout=20)
     run.type("end\n")
     assert run.end().code == 0
+
+
+@under("openmpi", "alone")
+def test_workers_get_the_environment_that_dask_s_configuration_asks_for(site: Site):
+    folder = site.folder / ".config" / "dask"
+    folder.mkdir(parents=True)
+    (folder / "nanny.yaml").write_text(
+        "distributed:\n  nanny:\n    pre-spawn-environ:\n      OMP_NUM_THREADS: 4\n"
+    )
+    assert facts_of(site.run("threads.py")) == [["4"], None]
