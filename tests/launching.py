@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -74,6 +74,12 @@ def leftovers(marker: str) -> list[psutil.Process]:
             ):
                 found.append(process)
     return found
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield what lies in a folder and below, while others remove some of it."""
+    for parent, folders, files in os.walk(folder):  # Path.rglob fails on a folder that vanishes
+        yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:

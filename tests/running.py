@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 import psutil
 import pytest
 
-from launching import Launcher, clean_environment, describe, end, wait_for
+from launching import Launcher, clean_environment, describe, end, wait_for, walk
 
 T = TypeVar("T")
 PROGRAMS = Path(__file__).parent / "mpi" / "programs"
@@ -259,7 +259,7 @@ class Site:
 
     def files(self) -> list[str]:
         """Folders and key files of the runs."""
-        found = self.folder.rglob("*")
+        found = walk(self.folder)
         return [str(p) for p in found if "hpcdask" in p.name or p.suffix in (".pem", ".keys")]
 
     def note_semaphores(self) -> None:

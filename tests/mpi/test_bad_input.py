@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from launching import Launcher, Result, clean_environment, end, openmpi_launcher, wait_for
+from launching import (
+    Launcher,
+    Result,
+    clean_environment,
+    end,
+    openmpi_launcher,
+    wait_for,
+    walk,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -48,7 +56,7 @@ def private() -> Iterator[Path]:
 
 def remains(folder: Path) -> list[str]:
     """What lies there, but for the session folder that Open MPI leaves without its mpirun."""
-    return [str(path) for path in folder.rglob("*") if "hpcdask" in path.name] + [
+    return [str(path) for path in walk(folder) if "hpcdask" in path.name] + [
         str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("ompi.")
     ]
 

@@ -26,6 +26,7 @@ from launching import (
     mpich_launcher,
     openmpi_launcher,
     wait_for,
+    walk,
 )
 from slurm_site import SlurmSite
 
@@ -160,7 +161,7 @@ class Desk:
 
     def remains(self) -> list[str]:
         """Processes and folders that are left, but for the one that Open MPI leaves under srun."""
-        named = {path for path in self.folder.rglob("*") if "hpcdask" in path.name}
+        named = {path for path in walk(self.folder) if "hpcdask" in path.name}
         named |= {path for path in self.tmp.iterdir() if not path.name.startswith("ompi.")}
         return [*(describe([p]) for p in self.processes()), *map(str, sorted(named))]
 
