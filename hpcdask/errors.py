@@ -8,7 +8,10 @@
     │   ├── LaunchError          the launcher's environment and MPI disagree, or a rank is missing
     │   ├── SchedulerFileError   a scheduler file that is stale, foreign or unreadable
     │   └── MissingExtra         a package that an optional feature needs is not installed
-    └── ClusterError             the running cluster lost a part that it cannot do without
+    ├── ClusterError             the running cluster lost a part that it cannot do without
+    │   └── JobsFailed           jobs end before their workers arrive, so no more are submitted
+    └── QueueError               a queueing system does not answer, or not as it should
+        └── Refused              it does not take a job
 
 Each message says what happened, where, and what to do next, in one line.
 """
@@ -61,3 +64,26 @@ class MissingExtra(UsageError):
 
 class ClusterError(HpcdaskError):
     """The running cluster lost its scheduler, its workers or a rank."""
+
+
+class JobsFailed(ClusterError):
+    """Jobs keep ending before they are of use, so no more are submitted."""
+
+
+class QueueError(HpcdaskError):
+    """A command of a queueing system hangs, fails, or answers something unknown."""
+
+
+class Refused(QueueError):
+    """The queueing system did not take a job.
+
+    Attributes
+    ----------
+    for_now
+        Whether it may take the same job later, or fewer of them: a limit of the site is reached, or
+        the system is too busy.
+    """
+
+    def __init__(self, text: str, *, for_now: bool = False) -> None:
+        super().__init__(text)
+        self.for_now = for_now

@@ -11,8 +11,8 @@ from . import security
 from .control import Channel, dial
 from .errors import LaunchError
 from .member import TERM_DEADLINE_S, Member, complain
+from .nanny import Place
 from .rendezvous import Note, Rendezvous
-from .worker import Place
 
 
 async def follow(member: Member, rendezvous: Rendezvous) -> int:

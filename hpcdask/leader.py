@@ -24,10 +24,10 @@ from .control import Channel, Hub
 from .devices import View
 from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from .member import TERM_DEADLINE_S, Member, complain, say, seconds_since_start
+from .nanny import Place
 from .places import owned_cores, plan
 from .ranks import job_id
 from .rendezvous import Rendezvous
-from .worker import Place
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0

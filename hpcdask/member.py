@@ -20,9 +20,9 @@ from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child
 from .devices import Scout, View
 from .errors import HpcdaskError, UsageError
+from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
 from .spec import RunSpec
-from .worker import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from . import devices
 from .devices import View
+from .nanny import Place
 from .ranks import Rank
 from .spec import RunSpec
-from .worker import Place
 
 
 def first_worker_rank(spec: RunSpec) -> int:

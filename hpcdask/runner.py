@@ -127,7 +127,7 @@ def _launch(
     from .follower import follow
     from .leader import Leader
     from .member import Member, complain, leave, new_scratch
-    from .worker import quiet
+    from .nanny import quiet
 
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)

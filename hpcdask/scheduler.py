@@ -13,9 +13,9 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 
 from .control import Channel
+from .nanny import BATCH_INTERVAL_S, quiet
 from .security import to_security
 from .template import leave_signals_to_the_rank
-from .worker import BATCH_INTERVAL_S, quiet
 
 
 class _Census(SchedulerPlugin):

@@ -434,12 +434,12 @@ def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):
 
 def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
     """A FIFO in place of its owner file would block for ever."""
-    from hpcdask.worker import purge
+    from hpcdask.nanny import purge
 
     folder = tmp_path / f"hpcdask-{os.getuid()}-x"
     folder.mkdir()
     os.mkfifo(folder / "owner")
     strange = SimpleNamespace(st_uid=os.getuid() + 1)
-    monkeypatch.setattr("hpcdask.worker.os.lstat", lambda path: strange)
+    monkeypatch.setattr("hpcdask.nanny.os.lstat", lambda path: strange)
     purge(str(tmp_path))
     assert folder.exists()

@@ -1,0 +1,211 @@
+"""The door to a queueing system: the only place that runs its commands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from hpcdask.errors import QueueError, UsageError
+from hpcdask.reconcile import Seen
+
+#: Seconds after which a command of the queueing system counts as hanging.
+COMMAND_TIMEOUT_S = 60.0
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one job asks for beside what dask-jobqueue's header asks for already.
+
+    Attributes
+    ----------
+    name
+        The job's name, as the user gave it.
+    tag
+        By which `hpcdask jobs` and `hpcdask cleanup` know the job: ``hpcdask:CLUSTER``.
+    folder
+        Existing 0700 folder of the cluster's logs, absolute. The queue's own output of a job
+        goes to a file there whose name is ``queue-``, the job's id, ``.log``, as far as the
+        queue can make that name.
+    gpus
+        GPUs per job, on all its nodes together; may be 0.
+    gpu_type
+        In the site's words, or None.
+    nodes
+        Nodes per job.
+    cores, memory
+        Cores and bytes of host memory per job.
+    """
+
+    name: str
+    tag: str
+    folder: str
+    gpus: int = 1
+    gpu_type: str | None = None
+    nodes: int = 1
+    cores: int = 1
+    memory: int = 0
+
+
+class Queue(ABC):
+    """One queueing system.
+
+    Parameters
+    ----------
+    timeout_s
+        Seconds after which one of its commands counts as hanging.
+    """
+
+    #: As users call it.
+    title: ClassVar[str]
+    #: Commands that must be on PATH; the first one submits.
+    programs: ClassVar[tuple[str, ...]]
+    #: How to list what may be asked for, per kind of refusal.
+    advice: ClassVar[str] = ""
+    #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
+    job_id: ClassVar[str]
+    restarts: ClassVar[str] = "0"
+    #: Most jobs that one submission can hold; 1 where the queue has no arrays.
+    has_arrays: ClassVar[bool] = True
+
+    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+
+    # What the script says
+
+    @abstractmethod
+    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
+        """The job script.
+
+        Parameters
+        ----------
+        job
+            An instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
+            ``_job_script_prologue`` are used.
+        request
+            What to add to the header: GPUs, name, tag, where the queue's output goes.
+        preamble
+            Shell lines that go before the user's prologue.
+        command
+            Shell command of the worker.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def parse_walltime(text: str) -> timedelta:
+        """Read a walltime in this system's forms. UsageError names them."""
+
+    # What is asked of the queue
+
+    async def limit(self) -> int:
+        """Most jobs that one submission may hold."""
+        return 1
+
+    @abstractmethod
+    async def submit(self, script: str, count: int) -> list[str]:
+        """Submit the script's file as `count` jobs with one command, and return their ids.
+
+        Raises
+        ------
+        Refused
+            The queue does not want it: ``for_now`` when a limit of the site is reached or the queue
+            is too busy, so that it may be tried later or with fewer.
+        QueueError
+            The command hangs, or its answer is not understood.
+        """
+
+    @abstractmethod
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        """The jobs as the queue shows them now, with one command; what it does not show is missing.
+
+        Raises QueueError when it does not answer.
+        """
+
+    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        """How jobs ended that `query` does not show any more, as far as accounting knows."""
+        return {}
+
+    @abstractmethod
+    async def cancel(self, ids: Collection[str]) -> None:
+        """Cancel jobs with one command. Those that are over already do not matter."""
+
+    @abstractmethod
+    async def tagged(self) -> dict[str, str]:
+        """Ids of all jobs of this user in the queue that carry a tag of hpcdask, with the tag."""
+
+    # Running commands
+
+    def check(self) -> None:
+        """Refuse a machine that has no commands of this system.
+
+        Raises
+        ------
+        UsageError
+            Naming the command, and where to run.
+        """
+        for program in self.programs:
+            if shutil.which(program) is None:
+                inside = any(os.path.exists(mark) for mark in CONTAINER_MARKS)
+                where = (
+                    "This is inside a container: bind the site's commands into it, or start outside"
+                    if inside
+                    else "Run this on a login node of the site"
+                )
+                raise UsageError(
+                    f"there is no {program} on this machine, so no job can be submitted to "
+                    f"{self.title}. {where}. job_script() still shows what would be submitted"
+                )
+
+    async def run(
+        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command in a thread; it may not take longer than `timeout_s`.
+
+        Files that the queue creates for the job are private: the umask is 077.
+
+        Raises
+        ------
+        QueueError
+            It hangs, or cannot be started.
+        """
+        return await asyncio.to_thread(self._run, command, input, env)
+
+    def _run(
+        self, command: Sequence[str], input: str | None, env: Mapping[str, str] | None
+    ) -> subprocess.CompletedProcess[str]:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                umask=0o077,
+                start_new_session=True,
+                env=None if env is None else {**os.environ, **env},
+            )
+        except OSError as error:
+            raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
+        try:
+            out, err = process.communicate(input, timeout=self.timeout_s)
+        except subprocess.TimeoutExpired:
+            # a wrapper's children hold the pipes too
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.communicate()
+            raise QueueError(
+                f"{command[0]} did not answer within {self.timeout_s:g} s: {self.title} is "
+                f"overloaded or down. See whether it answers in a terminal"
+            ) from None
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
