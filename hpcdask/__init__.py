@@ -8,11 +8,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .clusters.classes import (
+        HTCondorCUDACluster,
+        LocalCUDAJobCluster,
+        LSFCUDACluster,
+        MoabCUDACluster,
+        OARCUDACluster,
+        PBSCUDACluster,
+        SGECUDACluster,
+        SLURMCUDACluster,
+    )
     from .embed import Runner, initialize
     from .schedulerfile import connect
 
-__all__ = ["Runner", "connect", "initialize"]
-_HOMES = {"Runner": "embed", "initialize": "embed", "connect": "schedulerfile"}
+__all__ = [
+    "HTCondorCUDACluster",
+    "LSFCUDACluster",
+    "LocalCUDAJobCluster",
+    "MoabCUDACluster",
+    "OARCUDACluster",
+    "PBSCUDACluster",
+    "Runner",
+    "SGECUDACluster",
+    "SLURMCUDACluster",
+    "connect",
+    "initialize",
+]
+_HOMES = {
+    **dict.fromkeys((name for name in __all__ if name.endswith("Cluster")), "clusters.classes"),
+    "Runner": "embed",
+    "initialize": "embed",
+    "connect": "schedulerfile",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -70,6 +70,12 @@ class LazyDashboard(web.RequestHandler):
         self.redirect(self.request.uri or "/status")
 
 
+def add_lazy_dashboard(scheduler: Scheduler) -> None:
+    """Let a scheduler that was made without a dashboard load it when somebody looks."""
+    lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
+    scheduler.http_application.add_application(lazy)
+
+
 def _load_bokeh() -> None:
     import distributed.dashboard.scheduler  # noqa: F401
 
@@ -103,8 +109,7 @@ async def _main(sock: socket.socket) -> None:
             local_directory=order["scratch"],
             dashboard_address=order["dashboard"],
         )
-        lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
-        scheduler.http_application.add_application(lazy)
+        add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_Census(scheduler, channel))
         await scheduler
     except (OSError, ValueError) as error:

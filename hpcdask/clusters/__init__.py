@@ -1,0 +1,1 @@
+"""Clusters whose workers are jobs of a queueing system."""

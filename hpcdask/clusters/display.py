@@ -1,0 +1,92 @@
+"""Jobs as a table, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from html import escape
+
+from hpcdask.errors import HpcdaskError
+from hpcdask.reconcile import OVER, Job, State
+
+COLUMNS = ("job", "state", "reason", "exit code", "workers", "nodes", "age")
+#: Rows that a table shows; the others are counted.
+ROWS = 50
+
+
+class JobTable(tuple[Job, ...]):
+    """The jobs of a cluster, in the order in which they were submitted."""
+
+    def __new__(cls, jobs: Iterable[Job] = ()) -> JobTable:
+        """Sort the jobs; those of one submission keep their order."""
+        return super().__new__(cls, sorted(jobs, key=lambda job: job.submitted))
+
+    def counts(self) -> str:
+        """How many there are in each state, such as ``2 pending (Resources), 6 running``."""
+        found: Counter[str] = Counter()
+        for job in self:
+            if job.state in OVER and (job.state == State.COMPLETED or job.cancelled):
+                continue
+            waits = job.state in (State.PENDING, State.REQUEUED) and job.reason
+            found[f"{job.state} ({job.reason})" if waits else str(job.state)] += 1
+        return ", ".join(f"{count} {what}" for what, count in found.items())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        live = [job for job in self if job.state not in OVER]
+        over = [job for job in self if job.state in OVER]
+        shown = set(map(id, [*live[:ROWS], *over[-max(0, ROWS - len(live)) :]][:ROWS]))
+        now = time.time()
+        return [_row(job, now) for job in self if id(job) in shown]
+
+    def __repr__(self) -> str:
+        rows = [COLUMNS, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        if len(self) > len(rows) - 1:
+            lines.append(f"… {len(self) - len(rows) + 1} more")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align: left'>{name}</th>" for name in COLUMNS)
+        body = "".join(
+            "<tr>"
+            + "".join(f"<td style='text-align: left'>{escape(c)}</td>" for c in row)
+            + "</tr>"
+            for row in self._rows()
+        )
+        more = len(self) - len(self._rows())
+        rest = f"<p>… {more} more</p>" if more else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+
+
+def _row(job: Job, now: float) -> tuple[str, ...]:
+    return (
+        job.id,
+        str(job.state),
+        job.reason,
+        "" if job.exit_code is None else str(job.exit_code),
+        f"{len(job.workers)}/{job.size}",
+        job.nodes,
+        _age(now - (job.started or job.submitted)),
+    )
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def html(jobs: JobTable, failure: HpcdaskError | None) -> str:
+    """What a notebook shows beside distributed's own summary of a cluster."""
+    parts = []
+    if failure is not None:
+        parts.append(f"<p style='color: #b00020'><b>Failed:</b> {escape(str(failure))}</p>")
+    if jobs:
+        counts = escape(jobs.counts()) or "all over"
+        parts.append(f"<details><summary>Jobs: {counts}</summary>{jobs._repr_html_()}</details>")
+    return "".join(f"<tr><td colspan='2'>{part}</td></tr>" for part in parts)

@@ -1,0 +1,341 @@
+"""What a cluster is made of, from the keywords of its class: read and checked once.
+
+The keywords are dask-jobqueue's, those of `WorkerSpec`, and a few of hpcdask. What is not given
+comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with its own classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import dask.config
+
+from hpcdask.errors import UsageError
+from hpcdask.queues.base import Queue, Request
+from hpcdask.spec import WorkerSpec, parse_memory, parse_seconds
+
+#: Placeholder of the scheduler's address in a preview.
+NO_ADDRESS = "<scheduler's address>"
+SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
+#: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
+SHARED = {"interface", "local_directory", "death_timeout"}
+#: Jobs that ask for a GPU by directives that the user wrote for dask-jobqueue.
+GPU_DIRECTIVE = re.compile(r"gres=gpu|gpus|ngpus|gpu\s*=|^-G\b|-gpu\b", re.I)
+
+
+def import_jobqueue(module: str) -> Any:
+    """Import a module of dask-jobqueue, whose import would replace the handler of SIGINT."""
+    import importlib
+
+    real = signal.signal
+    signal.signal = lambda *args: None  # type: ignore[assignment]
+    try:
+        return importlib.import_module(f"dask_jobqueue.{module}")
+    finally:
+        signal.signal = real
+
+
+@dataclass
+class JobOptions:
+    """What one job is.
+
+    Attributes
+    ----------
+    job
+        dask-jobqueue's Job: header and options only.
+    spec
+        What its workers are.
+    gpus, gpu_type, nodes
+        What the job asks for; `gpus` on all its nodes together.
+    gpus_in_header
+        Whether the user's own directives ask for the GPUs.
+    workers
+        Workers of the job, on all its nodes together.
+    python
+        Shell words of the interpreter.
+    walltime
+        Or None where there is none.
+    """
+
+    job: Any
+    spec: WorkerSpec
+    gpus: int
+    gpu_type: str | None
+    nodes: int
+    gpus_in_header: bool
+    workers: int
+    python: str
+    walltime: timedelta | None
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return str(self.job.job_name or "dask-worker")
+
+    def request(self, tag: str, logs: str) -> Request:
+        """What the queue adds to the header."""
+        return Request(
+            name=self.name,
+            tag=tag,
+            folder=logs,
+            gpus=0 if self.gpus_in_header else self.gpus,
+            gpu_type=self.gpu_type,
+            nodes=self.nodes,
+            cores=int(self.job.worker_cores),
+            memory=int(self.job.worker_memory),
+        )
+
+    def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
+        """The script of every job of a cluster, as it is submitted."""
+        logs = os.path.join(folder, "logs")
+        mask = os.umask(0o077)
+        os.umask(mask)
+        preamble = [
+            "umask 077",
+            f"export HPCDASK_JOB_ID={queue.job_id} HPCDASK_RESTARTS={queue.restarts}",
+            f'exec >>{shlex.quote(logs)}/"$HPCDASK_JOB_ID.log" 2>&1',
+            f"umask {mask:04o}",
+        ]
+        options = ["-m", "hpcdask.worker", "--scheduler", address]
+        if tls:
+            options += ["--keys", os.path.join(folder, "keys")]
+        options += ["--cluster", cluster, "--workers", str(self.workers // self.nodes)]
+        command = f"exec {self.python} {shlex.join([*options, *self.spec.to_argv()])}"
+        return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
+
+
+def job_keywords(job_cls: type) -> set[str]:
+    """The keywords that a Job class of dask-jobqueue takes, its bases' included."""
+    names: set[str] = set()
+    for base in job_cls.__mro__:
+        if base.__name__ == "ProcessInterface":
+            break
+        names |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    return names - {"self", "args", "kwargs", "base_class_kwargs", "scheduler", "name", "security"}
+
+
+def read_job_options(
+    job_cls: type,
+    queue: Queue,
+    config_name: str,
+    *,
+    gpus_per_job: int | None,
+    gpu_type: str | None,
+    nodes_per_job: int,
+    protocol: str | None,
+    given: Mapping[str, Any],
+) -> JobOptions:
+    """Read the keywords that describe a job and its workers.
+
+    Raises
+    ------
+    UsageError
+        A keyword is unknown or its value is not understood.
+    """
+    known = job_keywords(job_cls)
+    unknown = set(given) - known - SPEC_FIELDS
+    if unknown:
+        raise UsageError(
+            f"unknown keyword {', '.join(sorted(unknown))}. There are those of dask-jobqueue "
+            f"({', '.join(sorted(known))}) and of the workers ({', '.join(sorted(SPEC_FIELDS))})"
+        )
+    _refuse_other_workers(given, config_name)
+    for_job = {name: value for name, value in given.items() if name in known}
+    settings = {name: value for name, value in given.items() if name in SPEC_FIELDS}
+    settings = {**_worker_extra_args(for_job, config_name), **settings}
+    for name in SHARED - set(settings):
+        settings[name] = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
+    if protocol is not None:
+        settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
+    spec = WorkerSpec(**{name: value for name, value in settings.items() if value is not None})
+
+    gpus, in_header = _gpus(gpus_per_job, spec, for_job, config_name)
+    if nodes_per_job < 1 or gpus % nodes_per_job:
+        raise UsageError(
+            f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
+        )
+    job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
+    workers = gpus or int(job.worker_processes) * nodes_per_job
+    per_node = workers // nodes_per_job
+    filled = dataclasses.replace(
+        spec,
+        memory_limit=(
+            int(job.worker_memory) // per_node if spec.memory_limit is None else spec.memory_limit
+        ),
+        nthreads=spec.nthreads or _threads(spec, gpus, int(job.worker_cores) // per_node),
+    )
+    walltime = _walltime(queue, for_job, config_name)
+    return JobOptions(
+        job,
+        filled,
+        gpus,
+        gpu_type,
+        nodes_per_job,
+        in_header,
+        workers,
+        _python(for_job, config_name),
+        walltime,
+    )
+
+
+def _threads(spec: WorkerSpec, gpus: int, cores: int) -> int | None:
+    """On a GPU one thread, which is the worker's own default; else the cores, shared."""
+    on_gpu = gpus and spec.device != "cpu"
+    return None if on_gpu else max(1, cores)
+
+
+def _refuse_other_workers(given: Mapping[str, Any], config_name: str) -> None:
+    if given.get("worker_command") not in (None, "distributed.cli.dask_worker", "hpcdask.worker"):
+        raise UsageError(
+            f"worker_command={given['worker_command']!r}: jobs start hpcdask's own worker, which "
+            f"takes the place of dask_cuda.cli. Leave it out"
+        )
+    if given.get("nanny") is False:
+        raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
+
+
+def _configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:
+    value = given.get(name)
+    if value is None:
+        value = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
+    return default if value is None else value
+
+
+def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, Any]:
+    """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
+    import click
+
+    args = _configured("worker_extra_args", for_job, config_name) or _configured(
+        "extra", for_job, config_name, []
+    )
+    for_job.pop("extra", None)
+    for_job["worker_extra_args"] = []
+    words = [word for arg in args for word in shlex.split(str(arg))]
+    try:
+        spec = WorkerSpec.from_argv(words)
+    except click.UsageError as error:
+        raise UsageError(f"worker_extra_args: {error.format_message()}") from None
+    return {
+        field.name: getattr(spec, field.name)
+        for field in dataclasses.fields(spec)
+        if getattr(spec, field.name) != field.default
+    }
+
+
+def _gpus(
+    asked: int | None, spec: WorkerSpec, for_job: Mapping[str, Any], config_name: str
+) -> tuple[int, bool]:
+    """GPUs per job, and whether the user's own directives ask for them already."""
+    if asked is not None:
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+            raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
+        if asked == 0 and spec.device == "cuda":
+            raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
+        return asked, False
+    if spec.device == "cpu":
+        return 0, False
+    directives = _configured("job_extra_directives", for_job, config_name) or _configured(
+        "job_extra", for_job, config_name, []
+    )
+    lines = (
+        [f"{key}={value}" for key, value in directives.items()]
+        if isinstance(directives, Mapping)
+        else [str(line) for line in directives]
+    )
+    resource = str(_configured("resource_spec", for_job, config_name, ""))
+    for line in [*lines, resource]:
+        if GPU_DIRECTIVE.search(line):
+            number = re.search(r"(\d+)\D*$", line)
+            return (int(number[1]) if number else 1), True
+    return 1, False
+
+
+def _make_job(
+    job_cls: type, for_job: Mapping[str, Any], config_name: str, processes: int | None
+) -> Any:
+    """dask-jobqueue's Job, without logs and worker's command, which are not its own here."""
+    keywords = {
+        name: value
+        for name, value in for_job.items()
+        if value is not None and name not in ("log_directory", "interface", "worker_command")
+    }
+    if processes:
+        keywords["processes"] = processes
+    for name in ("cores", "processes"):
+        if name in keywords and (not isinstance(keywords[name], int) or keywords[name] < 1):
+            raise UsageError(f"{name}={keywords[name]!r} is not a number from 1 on")
+    parse_memory(_configured("memory", for_job, config_name), "memory")
+    quiet = {
+        f"jobqueue.{config_name}.log-directory": None,
+        f"jobqueue.{config_name}.worker-extra-args": [],
+        f"jobqueue.{config_name}.extra": None,
+    }
+    try:
+        with dask.config.set(quiet):
+            return job_cls(NO_ADDRESS, "hpcdask", config_name=config_name, **keywords)
+    except (ValueError, TypeError) as error:
+        if "how much cores and memory" in str(error):
+            raise UsageError(
+                "cores and memory of a job are missing: give them, for example cores=8, "
+                f'memory="64GiB", or set jobqueue.{config_name}.cores and .memory'
+            ) from None
+        raise UsageError(" ".join(str(error).split())) from error
+
+
+def _python(for_job: Mapping[str, Any], config_name: str) -> str:
+    """As in dask-jobqueue shell words, since sites start Python through a container's command."""
+    return str(_configured("python", for_job, config_name) or shlex.quote(sys.executable))
+
+
+def _walltime(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> timedelta | None:
+    text = _configured("walltime", for_job, config_name)
+    return None if text is None else queue.parse_walltime(str(text))
+
+
+def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
+    """Where the user wants the jobs' logs, or None for the cluster's folder."""
+    path = _configured("log_directory", given, config_name)
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
+def check_interface(interface: str | None, what: str) -> None:
+    """Refuse an interface that this machine does not have."""
+    if interface is None:
+        return
+    from distributed.utils import get_ip_interface
+
+    try:
+        get_ip_interface(interface)
+    except ValueError:
+        import psutil
+
+        raise UsageError(
+            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
+            f"{', '.join(sorted(psutil.net_if_addrs()))}. Where only the nodes have {interface}, "
+            f'name this machine\'s: scheduler_options={{"interface": "…"}}'
+        ) from None
+
+
+def seconds(value: str | float | timedelta | None, name: str) -> float | None:
+    """A time as distributed and the configuration give it."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    with contextlib.suppress(ValueError, TypeError):
+        return float(value)  # type: ignore[arg-type]
+    return parse_seconds(value, name)
+
+
+def strings(value: Sequence[str] | str | None) -> list[str]:
+    """One or several texts as a list."""
+    return [value] if isinstance(value, str) else list(value or ())

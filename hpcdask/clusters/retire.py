@@ -1,0 +1,328 @@
+"""What is asked of the scheduler when workers come to their end.
+
+Plain functions on a `distributed.Scheduler` in the same event loop. They stand on what its own
+`retire_workers` and timeouts use; the comments name what of it is not documented, and
+``tests/jobs/test_retire.py`` notices when that moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from time import monotonic
+from weakref import WeakKeyDictionary
+
+from dask.typing import Key
+from distributed import Scheduler, Status
+from distributed.active_memory_manager import RetireWorker
+from distributed.metrics import time
+from distributed.scheduler import TaskState, WorkerState
+
+from hpcdask.errors import ClusterError
+
+POLL_S = 0.05
+#: States of Dask tasks that could run and have no worker.
+WAITING = ("no-worker", "queued")
+
+# Addresses of the workers that a call of `retire` has in hand.
+_retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
+
+
+class TaskTooLong(ClusterError):
+    """A single Dask task takes longer than a job lives, so it would be computed again for ever.
+
+    Parameters
+    ----------
+    key
+        The Dask task.
+    prefix
+        What it computes: the first part of its key.
+    ran_s
+        Seconds that it had run when it was cut off, once for each time.
+    life_s
+        Seconds for which a job is of use to it.
+    """
+
+    def __init__(self, key: Key, prefix: str, ran_s: tuple[float, ...], life_s: float) -> None:
+        super().__init__(key, prefix, ran_s, life_s)  # these are what pickle calls it with again
+        self.key = key
+        self.prefix = prefix
+        self.ran_s = ran_s
+        self.life_s = life_s
+
+    def __str__(self) -> str:
+        ran = ", ".join(f"{seconds / 60:.3g}" for seconds in self.ran_s)
+        return (
+            f"Dask task {self.key!r} ({self.prefix}) does not finish in a job: the walltime cut it "
+            f"off after {ran} min, and workers live {self.life_s / 60:.3g} min. Request a longer "
+            f"walltime, or use smaller chunks so that a Dask task takes less time"
+        )
+
+
+async def retire(
+    scheduler: Scheduler, names: Collection[str], *, deadline_s: float
+) -> frozenset[str]:
+    """Let workers finish, hand over what they alone hold, and close.
+
+    They take no new Dask tasks. Those that they run may finish; those that they have not begun go
+    to other workers. A worker that nobody can relieve, or that is not ready in time, goes on as
+    before, so one can try again. Calls may overlap; a worker that another call retires is left to
+    that call.
+
+    Parameters
+    ----------
+    scheduler
+        In this event loop.
+    names
+        Of the workers.
+    deadline_s
+        Seconds until the attempt ends.
+
+    Returns
+    -------
+    frozenset of str
+        Those of `names` that the scheduler has no worker of any more.
+    """
+    deadline = monotonic() + deadline_s
+    in_hand = _retiring.setdefault(scheduler, set())
+    mine = {ws.address for ws in _workers(scheduler, names)} - in_hand
+    in_hand |= mine
+    try:
+        # All at once: otherwise one would hand over to the next.
+        drained = await _drain(scheduler, mine, deadline)
+        await asyncio.gather(*(_see_off(scheduler, address, deadline) for address in drained))
+    finally:
+        in_hand -= mine
+        for address in mine & set(scheduler.workers):
+            _take_back(scheduler, address)
+    return frozenset(names) - {str(ws.name) for ws in scheduler.workers.values()}
+
+
+async def force_out(
+    scheduler: Scheduler,
+    names: Collection[str],
+    *,
+    reason: str,
+    cut_off: CutOff | None = None,
+    life_s: float | None = None,
+) -> list[TaskTooLong]:
+    """Remove workers at once; Dask computes elsewhere what they hold or run.
+
+    None of this counts towards ``distributed.scheduler.allowed-failures``.
+
+    Parameters
+    ----------
+    scheduler
+        In this event loop.
+    names
+        Of the workers.
+    reason
+        One word for the scheduler's and the workers' records.
+    cut_off, life_s
+        Given where the walltime is the reason: the record of earlier times, and for how many
+        seconds a job is of use. A Dask task that is longer than that fails with `TaskTooLong`.
+
+    Returns
+    -------
+    list of TaskTooLong
+        The Dask tasks that failed.
+    """
+    stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
+    leaving = _workers(scheduler, names)
+    errors = []
+    if cut_off is not None and life_s is not None:
+        errors = cut_off.note(scheduler, leaving, life_s)
+        for error in errors:
+            _fail(scheduler, error.key, error, stimulus_id)
+    for ws in leaving:
+        # The handler of a worker's own message: else the first one's tasks go to the next.
+        scheduler.handle_worker_status_change(Status.closing_gracefully, ws, stimulus_id)
+    await asyncio.gather(
+        *(
+            scheduler.remove_worker(ws.address, stimulus_id=stimulus_id, expected=True, close=True)
+            for ws in leaving
+        )
+    )
+    return errors
+
+
+def too_long(ran_s: Sequence[float], life_s: float) -> bool:
+    """Whether a Dask task takes longer than a job lives, from when the walltime cut it off.
+
+    It does if the last attempt had at least 80 % of a job's useful life, or if two attempts had
+    more than half of one each: it could only finish if it happened to start early in a job.
+
+    Parameters
+    ----------
+    ran_s
+        Seconds that it had run each time it was cut off, the last time last.
+    life_s
+        Seconds for which a job is of use.
+    """
+    return ran_s[-1] >= 0.8 * life_s or sum(ran > 0.5 * life_s for ran in ran_s) >= 2
+
+
+class CutOff:
+    """How long Dask tasks had run each time the walltime cut them off.
+
+    Attributes
+    ----------
+    ran_s
+        Seconds, the last time last, of each Dask task that has not finished since.
+    """
+
+    def __init__(self) -> None:
+        self.ran_s: dict[Key, tuple[float, ...]] = {}
+
+    def note(
+        self, scheduler: Scheduler, leaving: Collection[WorkerState], life_s: float
+    ) -> list[TaskTooLong]:
+        """Add what these workers run, and return an error for each that is too long."""
+        tasks = scheduler.tasks
+        self.ran_s = {  # what has an end needs no record
+            key: ran_s
+            for key, ran_s in self.ran_s.items()
+            if key in tasks and tasks[key].state not in ("memory", "erred")
+        }
+        errors = []
+        for ws in leaving:
+            for ts, seconds in _running(ws).items():
+                ran_s = (*self.ran_s.get(ts.key, ()), seconds)
+                self.ran_s[ts.key] = ran_s
+                if too_long(ran_s, life_s):
+                    errors.append(TaskTooLong(ts.key, ts.prefix.name, ran_s, life_s))
+        return errors
+
+
+def fail_waiting(scheduler: Scheduler, error: Exception) -> int:
+    """Let every Dask task that could run and has no worker fail with `error`.
+
+    Returns
+    -------
+    int
+        How many failed. Those that depend on them fail too and are not counted.
+    """
+    stimulus_id = f"hpcdask-fail-waiting-{time()}"
+    waiting = [ts.key for ts in scheduler.tasks.values() if ts.state in WAITING]
+    failed = 0
+    for key in waiting:
+        ts = scheduler.tasks.get(key)  # the failure of another may have released it
+        if ts is not None and ts.state in WAITING:
+            _fail(scheduler, key, error, stimulus_id)
+            failed += 1
+    return failed
+
+
+def held(scheduler: Scheduler, names: Collection[str]) -> int:
+    """Return the bytes of results that these workers hold."""
+    return sum(ws.nbytes for ws in _workers(scheduler, names))
+
+
+def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
+    """Return the groups of workers that may be closed, the one that holds least first.
+
+    All workers of such a group are idle. The scheduler's own rules hold: no long-running Dask
+    task, no objection of a plugin, and those that stay have twice the memory of all results.
+
+    Parameters
+    ----------
+    scheduler
+        In this event loop.
+    group_of
+        Maps a worker's name to its group, such as the job's id; None for other people's workers.
+    """
+    sizes = Counter(group_of(str(ws.name)) for ws in scheduler.workers.values())
+    names = scheduler.workers_to_close(key=lambda ws: group_of(str(ws.name)), attribute="name")
+    # The scheduler leaves a worker out, not its group.
+    complete = Counter(group_of(str(name)) for name in names)
+    return [group for group, size in complete.items() if group is not None and size == sizes[group]]
+
+
+def _workers(scheduler: Scheduler, names: Collection[str]) -> list[WorkerState]:
+    wanted = set(names)
+    return [ws for ws in scheduler.workers.values() if str(ws.name) in wanted]
+
+
+def _running(ws: WorkerState) -> dict[TaskState, float]:
+    """Return for how many seconds a worker has been running each of its Dask tasks.
+
+    `WorkerState.executing` is what its last heartbeat told.
+    """
+    since = time() - ws.last_seen
+    return {ts: ran + since for ts, ran in ws.executing.items() if ts in ws.processing}
+
+
+def _fail(scheduler: Scheduler, key: Key, error: Exception, stimulus_id: str) -> None:
+    # As the scheduler's own timeout for tasks without workers does it.
+    recommendations = scheduler.transition(
+        key,
+        "erred",
+        stimulus_id,
+        exception=pickle.dumps(error),
+        exception_text=str(error),
+        traceback_text="",
+        cause=key,
+    )
+    scheduler.transitions(recommendations, stimulus_id)
+
+
+async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:
+    """Copy elsewhere what only these workers hold; return those for which that is done.
+
+    They take no new Dask tasks from then on.
+    """
+    if not addresses:
+        return set()
+    retirement = scheduler.retire_workers(
+        workers=list(addresses), close_workers=False, remove=False
+    )
+    try:
+        return set(await asyncio.wait_for(retirement, deadline - monotonic()))
+    except (TimeoutError, KeyError):  # KeyError: a worker died meanwhile
+        return set()
+
+
+async def _see_off(scheduler: Scheduler, address: str, deadline: float) -> None:
+    """Wait until a drained worker has finished what it runs, hand that over too, and close it."""
+    while await _finish(scheduler, address, deadline):
+        if not await _drain(scheduler, {address}, deadline):
+            return
+        ws = scheduler.workers.get(address)
+        # Without a pause between this look and the end, two that leave cannot rely on each other.
+        if ws is not None and not any(len(ts.who_has or ()) == 1 for ts in ws.has_what):
+            stimulus_id = f"hpcdask-retire-{time()}"
+            await scheduler.remove_worker(
+                address, stimulus_id=stimulus_id, expected=True, close=True
+            )
+
+
+async def _finish(scheduler: Scheduler, address: str, deadline: float) -> bool:
+    """Wait until a worker that takes no new Dask tasks runs none; False if it is late or gone."""
+    heartbeats = set()
+    while (ws := scheduler.workers.get(address)) is not None and ws.processing:
+        if monotonic() >= deadline:
+            return False
+        heartbeats.add(ws.last_seen)
+        if len(heartbeats) > 2:
+            # The second heartbeat from here on was sent after it stopped taking Dask tasks: what
+            # it does not run by then, it will not run.
+            waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
+            scheduler.transitions(dict.fromkeys(waiting, "released"), f"hpcdask-retire-{time()}")
+        await asyncio.sleep(POLL_S)
+    return ws is not None
+
+
+def _take_back(scheduler: Scheduler, address: str) -> None:
+    """Make a worker that does not leave useful again."""
+    # A policy that was interrupted would go on to empty the worker.
+    memory_manager = scheduler.extensions.get("amm")
+    if memory_manager is not None:
+        for policy in list(memory_manager.policies):
+            if isinstance(policy, RetireWorker) and policy.address == address:
+                memory_manager.policies.discard(policy)
+    # As `retire_workers` does it when it gives up; the worker confirms. It is repeated here since
+    # that only goes back to the status which it found.
+    message = {"op": "worker-status-change", "status": Status.running.name}
+    scheduler.worker_send(address, message | {"stimulus_id": f"hpcdask-take-back-{time()}"})

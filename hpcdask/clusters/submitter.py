@@ -1,0 +1,100 @@
+"""Submits jobs, in as few commands as the queue and the site's limits admit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection
+
+from hpcdask.errors import QueueError, Refused
+from hpcdask.queues.base import Queue
+from hpcdask.queues.folder import ClusterFolder
+
+#: Seconds between two attempts at a limit of the site; doubled up to the second number.
+RETRY_S = (15.0, 300.0)
+
+
+class Submitter:
+    """Submits the script of one cluster.
+
+    Parameters
+    ----------
+    queue
+        The door to the queueing system.
+    folder
+        What the cluster keeps on disk.
+    tag
+        On each of its jobs.
+    add
+        Called with the ids of new jobs.
+
+    Attributes
+    ----------
+    retry_at
+        Unix time before which a limit of the site is not tried again.
+    """
+
+    def __init__(
+        self, queue: Queue, folder: ClusterFolder, tag: str, add: Callable[[Collection[str]], None]
+    ) -> None:
+        self.queue = queue
+        self.folder = folder
+        self.tag = tag
+        self.add = add
+        self.retry_at = 0.0
+        self._retry_s = RETRY_S[0]
+
+    async def submit(self, count: int, known: Collection[str]) -> None:
+        """Submit this many jobs.
+
+        Parameters
+        ----------
+        count
+            Number of jobs.
+        known
+            Ids of the cluster's jobs so far.
+
+        Raises
+        ------
+        Refused
+            The queue does not take them; ``for_now`` when some were left for `retry_at`.
+        QueueError
+            The queue does not answer. Jobs that it took all the same were added.
+        """
+        try:
+            largest = max(1, await self.queue.limit())
+            while count > 0:
+                count -= await self._submit_some(min(count, largest))
+            self._retry_s = RETRY_S[0]
+        except Refused as error:
+            if error.for_now:
+                self.retry_at = time.time() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+            raise
+        except QueueError:
+            await self._adopt(known)
+            raise
+
+    async def _submit_some(self, count: int) -> int:
+        """Submit `count` jobs, or as many of them as the site's limit admits."""
+        while True:
+            submission = self.folder.new_submission()
+            try:
+                ids = await self.queue.submit(str(submission.script), count)
+            except Refused as error:
+                if not error.for_now or count == 1:
+                    raise
+                count //= 2
+                continue
+            submission.record(ids)
+            self.add(ids)
+            return count
+
+    async def _adopt(self, known: Collection[str]) -> None:
+        """Find jobs that a submission made though its command gave no answer."""
+        with contextlib.suppress(QueueError):
+            tagged = await self.queue.tagged()
+            found = [job_id for job_id, tag in tagged.items() if tag == self.tag]
+            if found := [job_id for job_id in found if job_id not in known]:
+                self.folder.new_submission().record(found)
+                self.add(found)
