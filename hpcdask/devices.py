@@ -323,7 +323,7 @@ def assign(
             else (f"rank {blind[0].rank} does not see")
         )
         raise DeviceError(
-            f"{some} a GPU on {where}. {_how_to_request(job)}To compute on the CPU: --device cpu"
+            f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
         )
     taken: dict[int, list[Gpu | None]] = {}
     for host in dict.fromkeys(view.host for view in views):
@@ -382,7 +382,8 @@ def _match(ranks: Sequence[View]) -> list[Gpu]:
     return [result[rank] for rank in range(len(ranks))]
 
 
-def _how_to_request(job: str | None) -> str:
+def how_to_request(job: str | None) -> str:
+    """A sentence that tells how to get a GPU, in a queueing system's job or on a workstation."""
     if job is None:
         return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
     ways = next((way for name, way in QUEUE_JOBS.items() if os.environ.get(name)), "")

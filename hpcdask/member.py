@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 from . import devices, schedulerfile, security, template
 from .bootstrap import STARTED, Janitor
-from .children import PASSED_ON, Child
+from .children import PASSED_ON, Child, Nursery
 from .devices import Scout, View
 from .errors import HpcdaskError, UsageError
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
-from .spec import RunSpec
+from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0
@@ -218,7 +218,13 @@ def seconds_since_start() -> float:
     return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
-def new_scratch(spec: RunSpec, janitor: Janitor) -> str:
+def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
+    """Fork the template of this rank's workers."""
+    cuda = spec.device != "cpu" and devices.has_nvidia_driver()
+    template.start(scratch, nursery.close_in_child, ["cuda.core"] if cuda else [])
+
+
+def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
     """This rank's private folder, which the janitor knows of."""
     folder = scratch_folder(spec)
     janitor.remove_at_end(folder)

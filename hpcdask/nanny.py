@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import dask
 from distributed import Nanny, Security, Worker
 from distributed.comm import get_address_host, unparse_host_port
+from distributed.core import Status
 from distributed.utils import get_ip
 
 from . import devices, template
@@ -25,6 +27,10 @@ from .spec import WorkerSpec
 BATCH_INTERVAL_S = 0.0
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
+#: Failed starts in a row after which a dead worker is given up, and seconds between them.
+RESTART_ATTEMPTS = 3
+RESTART_PAUSE_S = 1.0
+NOT_RESTARTED = "the worker did not start again"
 
 
 @dataclass(frozen=True)
@@ -114,11 +120,61 @@ class BoundWorker(Worker):
 
 
 class BoundNanny(Nanny):
-    """A nanny that listens on tcp (TLS) also when its worker talks ucx."""
+    """A nanny that listens on tcp (TLS) also when its worker talks ucx, and never idles.
+
+    Attributes
+    ----------
+    reason
+        Why its worker closed for good, as distributed names it; None if that was not said.
+    """
 
     def __init__(self, *args: Any, worker_protocol: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.worker_kwargs["protocol"] = worker_protocol
+        self.reason: str | None = None
+        self._dismissed = asyncio.Event()
+        self._failed_starts = 0
+
+    def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
+        """The worker closes for good, and says why."""
+        self.reason = reason
+        self._dismissed.set()
+        super().close_gracefully(reason=reason)
+
+    async def over(self) -> str | None:
+        """Wait until the worker closes for good; return `reason`."""
+        ends = [
+            asyncio.ensure_future(self.finished()),  # type: ignore[no-untyped-call]
+            asyncio.ensure_future(self._dismissed.wait()),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        return self.reason
+
+    async def instantiate(self) -> Status:
+        """Start the worker; where that fails again and again after its death, give it up."""
+        if self.status != Status.running:
+            return await super().instantiate()  # its first start, or it is closing
+        result = Status.failed
+        try:
+            result = await super().instantiate()
+        finally:
+            self._failed_starts = 0 if result == Status.running else self._failed_starts + 1
+            if self._failed_starts:
+                self.loop.call_later(RESTART_PAUSE_S, self._see_to_restart)
+        return result
+
+    async def _see_to_restart(self) -> None:
+        """distributed starts again a worker that died, but not always one that did not start."""
+        if self.status != Status.running:
+            return
+        if self._failed_starts >= RESTART_ATTEMPTS:
+            await self.close(reason=NOT_RESTARTED)
+        elif self.process is None or self.process.status not in (Status.starting, Status.running):
+            await self.instantiate()
 
 
 def make_context() -> None:

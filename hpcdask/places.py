@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from . import devices
-from .devices import View
+from .devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
-from .spec import RunSpec
+from .spec import RunSpec, WorkerSpec
 
 
 def first_worker_rank(spec: RunSpec) -> int:
@@ -62,20 +63,54 @@ def plan(
     for view in working:
         mates = [mate for mate in working if mate.host == view.host]
         cores = owned_cores(mates)
-        count = sum(len(given[mate.rank]) for mate in mates)
-        share = min(mate.memory for mate in mates) // count
-        places[view.rank] = [
-            Place(
-                name=f"{spec.name or view.host}-{number}",
-                gpu=gpu,
-                cores=tuple(devices.worker_cores(cores, gpu)),
-                nthreads=threads or (1 if gpu else max(1, len(cores) // count)),
-                memory_limit=share if spec.memory_limit is None else spec.memory_limit,
-                protocol="ucx" if spec.protocol == "ucx" else "tcp",
-            )
-            for number, gpu in enumerate(given[view.rank], start=view.rank)
+        names = [
+            f"{spec.name or view.host}-{number}"
+            for number in range(view.rank, view.rank + len(given[view.rank]))
         ]
+        places[view.rank] = share(
+            dataclasses.replace(spec, nthreads=threads),
+            given[view.rank],
+            names,
+            cores=cores,
+            memory=min(mate.memory for mate in mates),
+            count=sum(len(given[mate.rank]) for mate in mates),
+        )
     return places
+
+
+def share(
+    spec: WorkerSpec,
+    given: Sequence[Gpu | None],
+    names: Sequence[str],
+    *,
+    cores: Sequence[int],
+    memory: int,
+    count: int,
+) -> list[Place]:
+    """Places on one node, whose cores and memory its workers share.
+
+    Parameters
+    ----------
+    spec
+        What the workers are.
+    given, names
+        Each worker's device and name.
+    cores, memory
+        What all workers of the node have together; `memory` in bytes.
+    count
+        How many workers that is.
+    """
+    return [
+        Place(
+            name=name,
+            gpu=gpu,
+            cores=tuple(devices.worker_cores(cores, gpu)),
+            nthreads=spec.nthreads or (1 if gpu else max(1, len(cores) // count)),
+            memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
+            protocol="ucx" if spec.protocol == "ucx" else "tcp",
+        )
+        for name, gpu in zip(names, given, strict=True)
+    ]
 
 
 def owned_cores(views: Sequence[View]) -> list[int]:

@@ -126,7 +126,7 @@ def _launch(
     from . import children, devices, rendezvous, scheduler, template
     from .follower import follow
     from .leader import Leader
-    from .member import Member, complain, leave, new_scratch
+    from .member import Member, complain, leave, new_scratch, start_template
     from .nanny import quiet
 
     bootstrap.mark("distributed imported")
@@ -158,8 +158,7 @@ def _launch(
         program = forked
     quiet()  # not in the program, whose logging is the user's
     scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
-    cuda = spec.device != "cpu" and devices.has_nvidia_driver()
-    template.start(scratch, nursery.close_in_child, ["cuda.core"] if cuda else [])
+    start_template(spec, scratch, nursery)
 
     bootstrap.mark("processes forked")
     meeting = None

@@ -2,7 +2,7 @@
 
 The nodes are `slurmd` processes. Their GPUs are links to /dev/null, which SLURM counts, hands
 out and names in CUDA_VISIBLE_DEVICES like real ones. Two sites run side by side. Waits that are
-long by default, such as a requeued job's, are short.
+long by default, such as a requeued job's, are short. Accounting, with a database, is an option.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import slurm_accounting
 from launching import clean_environment, describe, end, leftovers, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
 SBIN = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # not on every user's PATH
 
 
-def missing_programs() -> list[str]:
+def missing_programs(accounting: bool = False) -> list[str]:
     """Return the programs a site needs that are not installed."""
-    return [program for program in PROGRAMS if not shutil.which(program, path=search_path())]
+    programs = [*PROGRAMS, *(slurm_accounting.PROGRAMS if accounting else ())]
+    return [program for program in programs if not shutil.which(program, path=search_path())]
 
 
 def search_path() -> str:
@@ -50,6 +52,9 @@ class SlurmSite:
         the life of a job's credential too, in which a job has to be launched.
     conf
         More of slurm.conf, or other values: ``conf={"KillOnBadExit": 1}``.
+    accounting
+        With slurmdbd: `sacct` works, and accounts, associations and limits of a QOS are enforced.
+        The user who starts it may use the account ``tests``, and no other.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class SlurmSite:
         memory_per_node_mb: int = 16_000,
         requeue_wait_s: int = 10,
         conf: Mapping[str, object] | None = None,
+        accounting: bool = False,
     ) -> None:
         self.nodes = [f"node{n}" for n in range(1, nodes + 1)]
         self.gpus_per_node = gpus_per_node
@@ -67,10 +73,12 @@ class SlurmSite:
         self.memory_per_node_mb = memory_per_node_mb
         self.requeue_wait_s = requeue_wait_s
         self.conf = dict(conf or {})
+        self.accounting = accounting
         self.folder = Path()
         self.env: dict[str, str] = {}
         self.marker = ""  # in the environment of every process of this site: see `leftovers`
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._dbd_port = 0
 
     def __enter__(self) -> Self:
         # Not TMPDIR: the munge socket's path must stay below 108 characters
@@ -81,6 +89,8 @@ class SlurmSite:
             self._write_slurm_conf()
             self._write_gres_conf()
             self._start_munge()
+            if self.accounting:
+                self._start_accounting()
             self._start_slurm()
         except BaseException:
             self.close()
@@ -174,7 +184,7 @@ class SlurmSite:
         folder = self.folder
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
-        port, *node_ports = free_ports(1 + len(self.nodes))
+        port, self._dbd_port, *node_ports = free_ports(2 + len(self.nodes))
         settings = {
             "ClusterName": "site",
             "SlurmctldHost": f"{host}(127.0.0.1)",
@@ -205,6 +215,8 @@ class SlurmSite:
             "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
             "SlurmdParameters": "config_overrides",  # more CPUs and memory than the host has
         }
+        if self.accounting:
+            settings |= slurm_accounting.settings(self._dbd_port)
         lines = [f"{key}={value}" for key, value in {**settings, **self.conf}.items()]
         gres = f" Gres=gpu:{self.gpus_per_node}" if self.gpus_per_node else ""
         for name, node_port in zip(self.nodes, node_ports, strict=True):
@@ -246,6 +258,24 @@ class SlurmSite:
             "--num-threads=2",
         )
         self._wait(daemon, (folder / "socket").is_socket, "munge's socket")
+
+    def _start_accounting(self) -> None:
+        self.env |= slurm_accounting.environment(self.folder)
+        slurm_accounting.start_database(
+            self.folder, self._start, self._wait, {**self.env, "PATH": search_path()}
+        )
+        slurm_accounting.write_slurmdbd_conf(self.folder, self._dbd_port)
+        daemon = self._start("slurmdbd", "-D")
+        self._wait(
+            daemon,
+            lambda: self.run("sacctmgr", "-n", "show", "qos", check=False).returncode == 0,
+            "slurmdbd to answer",
+        )
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        # The controller is told when it starts
+        self.run("sacctmgr", "-i", "add", "cluster", "site")
+        self.run("sacctmgr", "-i", "add", "account", "tests", "cluster=site")
+        self.run("sacctmgr", "-i", "add", "user", user, "account=tests", "cluster=site")
 
     def _start_slurm(self) -> None:
         controller = self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])

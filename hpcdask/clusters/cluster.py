@@ -219,19 +219,19 @@ class JobCluster(Cluster):
 
     async def _start_scheduler(self) -> None:
         protocol = "tls" if self.security.require_encryption else "tcp"
-        self.scheduler = self._scheduler_cls(
-            **{
-                "protocol": protocol,
-                "security": self.security,
-                "port": 0,
-                "dashboard": False,
-                **self._scheduler_options,
-            }
-        )
-        add_lazy_dashboard(self.scheduler)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():  # the default port of the dashboard may be taken
             warnings.filterwarnings("ignore", message="Port .* is already in use")
-            await self.scheduler
+            self.scheduler = self._scheduler_cls(
+                **{
+                    "protocol": protocol,
+                    "security": self.security,
+                    "port": 0,
+                    "dashboard": False,
+                    **self._scheduler_options,
+                }
+            )
+        add_lazy_dashboard(self.scheduler)
+        await self.scheduler
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=access)
 
@@ -332,6 +332,7 @@ class JobCluster(Cluster):
         )
         if workers < 0 or (n or 0) < 0 or jobs < 0:
             raise UsageError(f"scale: {min(n or 0, jobs)} is not a number of workers")
+        self._running_keeper()
         if workers:
             self.queue.check()
         return self.sync(self._scale, workers)
@@ -401,6 +402,7 @@ class JobCluster(Cluster):
             raise UsageError(
                 f"adapt: the minimum of {max(low)} workers is above the maximum of {min(high):g}"
             )
+        self._running_keeper()
         self.queue.check()
         if size > 1:
             kwargs.setdefault("worker_key", job_of)

@@ -41,8 +41,10 @@ from hpcdask.reconcile import (
 from . import retire
 from .submitter import Submitter
 
-#: Seconds before the walltime at which workers that nobody could relieve are given up.
+#: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
+#: that part of the margin.
 LAST_MOMENT_S = 5.0
+LAST_PART = 0.25
 #: Seconds that a worker's process gets to end by itself once its worker has retired.
 LEAVE_S = 15.0
 #: Longest pause between two queries of a queue that does not answer.
@@ -423,8 +425,8 @@ class Keeper:
             job = self.jobs[job_id]
             if job.state in OVER or not job.workers:
                 break
-            last = ends_at(job, self.policy) if expiring else None
-            left = 60.0 if last is None else last - LAST_MOMENT_S - time.time()
+            last = self._last_moment(job) if expiring else None
+            left = 60.0 if last is None else last - time.time()
             if left <= 0:
                 await self._force_out(job)
                 break
@@ -439,7 +441,8 @@ class Keeper:
                 if self._emptied and not self._others(job_id):
                     await retire.force_out(self.scheduler, job.workers, reason="scaled-to-0")
                     break
-            await asyncio.sleep(min(1.0, left))  # until somebody can take what it holds
+            left = 60.0 if last is None else last - time.time()
+            await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
         self._left[job_id] = time.time()
         self._spawn(self._poke_later())
 
@@ -449,6 +452,12 @@ class Keeper:
 
     def _others(self, job_id: str) -> bool:
         return any(job.workers for job in self.counting() if job.id != job_id)
+
+    def _last_moment(self, job: Job) -> float | None:
+        """Unix time at which the job is given up, a little before the queue kills it."""
+        end = ends_at(job, self.policy)
+        early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
+        return None if end is None else end - early
 
     async def _force_out(self, job: Job) -> None:
         """The last moment: what these workers hold or run is computed again elsewhere."""

@@ -225,6 +225,7 @@ def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> lis
 
     All workers of such a group are idle. The scheduler's own rules hold: no long-running Dask
     task, no objection of a plugin, and those that stay have twice the memory of all results.
+    Idle workers of other people are not relied on for that.
 
     Parameters
     ----------

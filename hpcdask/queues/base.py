@@ -75,6 +75,8 @@ class Queue(ABC):
     restarts: ClassVar[str] = "0"
     #: Most jobs that one submission can hold; 1 where the queue has no arrays.
     has_arrays: ClassVar[bool] = True
+    #: How variables begin that would change what its commands do, or what a job learns of itself.
+    ignored_variables: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
@@ -181,6 +183,7 @@ class Queue(ABC):
     def _run(
         self, command: Sequence[str], input: str | None, env: Mapping[str, str] | None
     ) -> subprocess.CompletedProcess[str]:
+        passed = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
         try:
             process = subprocess.Popen(
                 command,
@@ -191,7 +194,7 @@ class Queue(ABC):
                 errors="replace",
                 umask=0o077,
                 start_new_session=True,
-                env=None if env is None else {**os.environ, **env},
+                env={**passed, **(env or {})},
             )
         except OSError as error:
             raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
@@ -203,9 +206,10 @@ class Queue(ABC):
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            process.communicate()
+            said = " ".join(" ".join(process.communicate()).split())[:500]
             raise QueueError(
-                f"{command[0]} did not answer within {self.timeout_s:g} s: {self.title} is "
+                f"{command[0]} did not answer within {self.timeout_s:g} s"
+                f"{f' (it said: {said})' if said else ''}: {self.title} is "
                 f"overloaded or down. See whether it answers in a terminal"
             ) from None
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)

@@ -1,0 +1,278 @@
+"""One job's workers on one node: from the first connection to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distributed.comm import connect
+from distributed.core import rpc
+
+from . import devices, security, sharing
+from .bootstrap import Janitor, mark
+from .devices import Gpu, Scout, View
+from .errors import ClusterError, DeviceError, HpcdaskError
+from .member import Member, complain, say
+from .nanny import BoundNanny, Place
+from .places import share
+from .ranks import Rank, detect, job_id
+from .spec import RunSpec
+
+if TYPE_CHECKING:
+    from distributed.comm import Comm
+
+    from .worker import Asked
+
+T = TypeVar("T")
+#: Seconds to hand over what the workers hold; queueing systems often kill 30 s after SIGTERM.
+HAND_OVER_DEADLINE_S = 20.0
+#: Seconds between two attempts, while nobody could take it.
+HAND_OVER_PAUSE_S = 1.0
+#: Seconds to tell the scheduler what could not be handed over.
+LEAVE_BEHIND_DEADLINE_S = 2.0
+#: Seconds that workers get to hear what one of them has heard.
+SETTLE_S = 1.0
+#: Seconds in which a scheduler whose connection broke must answer again.
+RECONNECT_DEADLINE_S = 3.0
+FOREVER_S = 1e8
+#: Why a worker closes, in distributed's words, that nobody asked to.
+ABNORMAL = (
+    None,
+    "worker-handle-scheduler-connection-broken",
+    "worker-heartbeat-error",
+)
+
+
+class _Signalled(Exception):
+    """A signal ends the job."""
+
+
+class JobPart(Member):
+    """The workers of a job on this node.
+
+    Parameters
+    ----------
+    asked
+        What the command line says.
+    janitor, scratch, scout
+        As of a rank.
+    """
+
+    def __init__(self, asked: Asked, janitor: Janitor, scratch: str, scout: Scout | None) -> None:
+        host = socket.gethostname()
+        rank = detect()
+        self.node, self.nodes = (
+            (rank.index, rank.size) if rank and rank.launcher == "srun" else (0, 1)
+        )
+        one = Rank(self.node, self.nodes, 0, 1, host, "job", asked.job)
+        values = {name: getattr(asked.spec, name) for name in asked.spec.__dataclass_fields__}
+        super().__init__(RunSpec(**values), one, janitor, scratch, None, scout)
+        self.asked = asked
+        if asked.keys:
+            self.credentials = security.load_credentials(asked.keys)
+        access = security.to_security(self.credentials)
+        self.connection_args: dict[str, Any] = access.get_connection_args("worker")
+        self.line: Comm | None = None  # None too while the scheduler does not answer
+        self.signalled: asyncio.Future[int]
+        self.gone: asyncio.Future[None]
+
+    async def run(self) -> int:
+        """Bring the workers up, watch over them, and return the exit code."""
+        self.signalled = asyncio.get_running_loop().create_future()
+        self.handle_signals(self.signalled.set_result)
+        try:
+            places = await self._unless_signalled(asyncio.to_thread(self._places))
+            self.line = await self._unless_signalled(self._connect(self.spec.death_timeout))
+            mark("scheduler answers")
+            self.gone = asyncio.ensure_future(self._scheduler_gone())
+            await self._unless_signalled(self._start(places))
+            mark("workers run")
+            code = await self._watch()
+        except _Signalled:
+            code = await self._end_by_signal()
+        except HpcdaskError as error:
+            complain(f"job {self.asked.job} on {self.rank.host}: {error}")
+            code = error.exit_code
+        await self.close_workers()
+        return code
+
+    async def _unless_signalled(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        first: list[asyncio.Future[Any]] = [task, self.signalled]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if self.signalled.done():
+            task.cancel()
+            raise _Signalled
+        return task.result()
+
+    # Bringing up
+
+    async def _start(self, places: list[Place]) -> None:
+        try:
+            await self.start_workers(places, self.asked.scheduler)
+        except Exception as error:
+            await self._check_scheduler()
+            raise ClusterError(f"a worker did not start: {_root(error)}") from error
+
+    def _places(self) -> list[Place]:
+        view = self.view()
+        given = self._devices(view)
+        count = len(given)
+        kinds = dict.fromkeys(gpu.name for gpu in given if gpu)
+        what = f"{_count(len(view.cores), 'core')}"
+        if kinds:
+            uuids = ", ".join(gpu.uuid for gpu in given if gpu)
+            what = f"{_count(count, 'GPU')} ({', '.join(kinds)} {uuids})"
+        protocol = "ucx" if self.spec.protocol == "ucx" else "tcp"
+        say(f"job {self.asked.job} on {view.host}: {_count(count, 'worker')} on {what}, {protocol}")
+        if kinds and protocol == "ucx" and (hidden := sharing.hidden_gpus()):
+            say(
+                f"{_count(hidden, 'GPU')} of {view.host} belong{'s' * (hidden == 1)} to other jobs "
+                f"only, so NVLink does not reach their workers: for fast transfers between GPUs "
+                f"let each job have whole nodes"
+            )
+        names = self.asked.names(self.node)
+        return share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
+
+    def _devices(self, view: View) -> list[Gpu | None]:
+        """A device for each worker: as many distinct GPUs, or the CPU."""
+        wanted, job = self.asked.workers, job_id()
+        if self.spec.device == "cpu":
+            return [None] * wanted
+        if not view.gpus and self.spec.device == "auto" and job is None:
+            say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
+            return [None] * wanted
+        if len(view.gpus) < wanted:
+            found = f"only {_count(len(view.gpus), 'GPU')}" if view.gpus else "no GPU"
+            raise DeviceError(
+                f"{_count(wanted, 'worker')} and {found} here. {devices.how_to_request(job)}"
+                f"To compute on the CPU: --device cpu"
+            )
+        if sharing.shared_on_purpose():
+            return list(view.gpus[:wanted])
+        taken = sharing.take(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
+        if len(view.gpus) > wanted:
+            say(
+                f"{len(view.gpus)} GPUs are visible to job {self.asked.job}, which needs {wanted}: "
+                f"took {', '.join(gpu.uuid for gpu in taken)}, which no other job of yours here "
+                f"holds"
+            )
+        return list(taken)
+
+    async def _connect(self, timeout: float | None) -> Comm:
+        """A connection whose end tells that the scheduler is gone."""
+        address = self.asked.scheduler
+        try:
+            async with asyncio.timeout(timeout):  # connect's own leaves out the handshake
+                line: Comm = await connect(
+                    address, timeout=timeout or FOREVER_S, **self.connection_args
+                )
+                return line
+        except OSError as error:
+            waited = f" within {timeout:g} s" if timeout else ""
+            raise ClusterError(
+                f"no answer from the scheduler at {address}{waited}: {_root(error)}. See whether "
+                f"the cluster still runs, and whether this node reaches that address"
+            ) from error
+
+    # The life of the workers
+
+    async def _notice_end(self, nanny: BoundNanny) -> None:
+        """`_watch` sees to it."""
+
+    async def _watch(self) -> int:
+        """Wait for the end of a worker, of the scheduler, or for a signal."""
+        overs = {asyncio.ensure_future(nanny.over()): nanny for nanny in self.nannies}
+        first: list[asyncio.Future[Any]] = [self.signalled, self.gone, *overs]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if self.signalled.done():
+            raise _Signalled
+        await asyncio.wait(overs, timeout=SETTLE_S)
+        reasons = {nanny.name: over.result() for over, nanny in overs.items() if over.done()}
+        bad = [name for name, reason in reasons.items() if reason in ABNORMAL]
+        if not bad and (len(reasons) == len(overs) or "scheduler-close" in reasons.values()):
+            return 0
+        await self._check_scheduler()
+        if len(reasons) < len(overs):
+            say(f"worker {' and '.join(reasons)} ended, so job {self.asked.job} ends as a whole")
+            await self._hand_over()
+        if bad:
+            why = "lost the scheduler" if reasons[bad[0]] else "is not there any more"
+            raise ClusterError(f"worker {bad[0]} {why}; see above")
+        return 0
+
+    async def _check_scheduler(self) -> None:
+        """Raise if the scheduler is gone, rather than one of its connections."""
+        await asyncio.sleep(0.1)  # all break at once, and are noticed one by one
+        if self.line is None:
+            await asyncio.wait([self.gone], timeout=RECONNECT_DEADLINE_S + SETTLE_S)
+        if self.gone.done():
+            raise ClusterError(
+                f"the scheduler at {self.asked.scheduler} is gone, so the workers end"
+            )
+
+    async def _scheduler_gone(self) -> None:
+        """Return when the scheduler ends its side of the line and does not answer any more."""
+        while self.line is not None:
+            with contextlib.suppress(OSError):
+                await self.line.read()
+            self.line = None
+            with contextlib.suppress(ClusterError):
+                self.line = await self._connect(RECONNECT_DEADLINE_S)
+
+    async def _end_by_signal(self) -> int:
+        number = self.signalled.result()
+        name = signal.Signals(number).name
+        if self.line is None:
+            say(f"{name}: job {self.asked.job} ends")
+        else:
+            say(f"{name}: job {self.asked.job} hands over what its workers hold, and ends")
+            await self._hand_over()
+        return 128 + number
+
+    async def _hand_over(self) -> None:
+        """Have the scheduler move elsewhere what the job's workers hold, on all its nodes."""
+        names = set(self.asked.names(0, self.nodes))
+        left = names
+        with contextlib.suppress(OSError):  # TimeoutError too
+            async with rpc(self.asked.scheduler, connection_args=self.connection_args) as scheduler:
+                try:
+                    async with asyncio.timeout(HAND_OVER_DEADLINE_S):
+                        while left := names & set(await _addresses(scheduler)):
+                            await scheduler.retire_workers(names=sorted(left), close_workers=True)
+                            await asyncio.sleep(HAND_OVER_PAUSE_S)
+                finally:
+                    async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
+                        await self._leave_behind(scheduler, left)
+
+    async def _leave_behind(self, scheduler: Any, left: set[str]) -> None:
+        """Take what could not be handed over out of the scheduler's books, as an expected end."""
+        for name, address in (await _addresses(scheduler)).items():
+            if name in left:
+                say(f"nobody could take what {name} holds: Dask computes it again")
+                await scheduler.unregister(
+                    address=address, expected=True, stimulus_id=f"job-ends-{name}"
+                )
+
+
+async def _addresses(scheduler: Any) -> dict[str, str]:
+    """Name to address of the scheduler's workers."""
+    workers = (await scheduler.identity())["workers"]
+    return {str(worker["name"]): address for address, worker in workers.items()}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _root(error: BaseException) -> str:
+    """The first cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

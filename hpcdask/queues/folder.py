@@ -1,0 +1,315 @@
+"""What a cluster keeps on disk: script, submissions, logs, keys, and whose it is.
+
+::
+
+    BASE/CLUSTER/              0700, on a file system that the nodes share; BASE is ~/.hpcdask
+        cluster.json           queue, tag, and the process that holds the cluster
+        script.sh              of every job
+        submissions/001/       script.sh as submitted, ids (missing: none known), logs -> ../../logs
+        logs/                  JOBID.log, and queue-JOBID.log of the queue itself
+        keys/                  while the cluster lives
+        warden.log             what was done after the notebook's death
+
+Ids are recorded right after a submission. Those that a crash keeps from being recorded are
+found by the tag, which is on each job before it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from hpcdask.errors import UsageError
+from hpcdask.queues.disk import Owner, append, check_owned, make_private, read_end
+from hpcdask.security import write_private
+
+DEFAULT_BASE = "~/.hpcdask"
+
+
+class Submission:
+    """One call of the submit command.
+
+    Attributes
+    ----------
+    path, script
+        Its folder, and the script in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.script = path / "script.sh"
+
+    def record(self, ids: Iterable[str]) -> None:
+        """Note the jobs that it brought, safe from a crash of the machine."""
+        append(self.path / "ids", "".join(f"{job_id}\n" for job_id in ids))
+
+    def ids(self) -> list[str]:
+        """The jobs that it brought, as far as they are recorded."""
+        try:
+            return (self.path / "ids").read_text().split()
+        except OSError:
+            return []
+
+
+class ClusterFolder:
+    """The folder of one cluster.
+
+    Attributes
+    ----------
+    path
+        The folder.
+    name
+        The cluster's id, which is the folder's name.
+    queue
+        Name of its queue in `hpcdask.queues.registry`.
+    owner
+        The process that holds the cluster.
+    created, ended
+        Unix times. `ended` is None until the cluster's jobs are known to be gone.
+    keys
+        Where its credentials lie while it lives.
+    """
+
+    def __init__(
+        self, path: Path, queue: str, owner: Owner, created: float, ended: float | None = None
+    ) -> None:
+        self.path = path
+        self.name = path.name
+        self.queue = queue
+        self.owner = owner
+        self.created = created
+        self.ended = ended
+        self.keys = path / "keys"
+
+    @classmethod
+    def create(
+        cls, name: str, queue: str, base: str | os.PathLike[str] | None = None
+    ) -> ClusterFolder:
+        """Make the folder of a cluster that this process holds.
+
+        Parameters
+        ----------
+        name
+            The cluster's id.
+        queue
+            Name of its queue.
+        base
+            Folder to make it in; made if missing. Default: ``~/.hpcdask``.
+
+        Raises
+        ------
+        UsageError
+            The base belongs to another user, others may write in it, or it cannot be made.
+        """
+        parent = base_path(base)
+        path = parent / name
+        try:
+            make_private(parent)
+            check_owned(parent)
+            path.mkdir(0o700)
+            path.chmod(0o700)  # whatever the umask or an ACL says
+            (path / "logs").mkdir(0o700)
+            (path / "submissions").mkdir(0o700)
+            folder = cls(path, queue, Owner.this(), time.time())
+            folder._write()
+        except OSError as error:
+            raise UsageError(
+                f"the cluster's folder {path} cannot be made: {error.strerror}. Name another place "
+                f"that the nodes share: shared_temp_directory=…"
+            ) from None
+        return folder
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ClusterFolder:
+        """The folder of a cluster, of this or another process.
+
+        Raises
+        ------
+        UsageError
+            It is no cluster's folder, or belongs to, or is open to, somebody else.
+        """
+        path = Path(os.path.abspath(path))
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise UsageError(f"{path} is not a folder of yours")
+            if status.st_mode & 0o077:
+                raise UsageError(f"{path} is open to others: chmod 700 {path}, if you trust it")
+            known = json.loads((path / "cluster.json").read_text())
+            owner = Owner(**{field: known[field] for field in ("host", "space", "pid", "start")})
+            return cls(path, known["queue"], owner, known["created"], known["ended"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not the folder of a cluster: {error}") from None
+
+    def _write(self) -> None:
+        content = {
+            "queue": self.queue,
+            "tag": self.tag,
+            **asdict(self.owner),
+            "created": self.created,
+            "ended": self.ended,
+        }
+        write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
+
+    @property
+    def tag(self) -> str:
+        """What its jobs carry."""
+        return f"hpcdask:{self.name}"
+
+    def write_script(self, text: str) -> Path:
+        """Keep the script that submissions from now on have."""
+        path = self.path / "script.sh"
+        write_private(str(path), text)
+        path.chmod(0o700)
+        return path
+
+    def new_submission(self) -> Submission:
+        """The folder of the next submission, with the script.
+
+        The folder of one that brought no job is taken again.
+        """
+        last = self.submissions()[-1:]
+        if last and not (last[0].path / "ids").exists():
+            submission = last[0]
+        else:
+            number = int(last[0].path.name) + 1 if last else 1
+            submission = Submission(self.path / "submissions" / f"{number:03}")
+            submission.path.mkdir(0o700)
+            (submission.path / "logs").symlink_to("../../logs")
+        write_private(str(submission.script), (self.path / "script.sh").read_text())
+        submission.script.chmod(0o700)
+        return submission
+
+    def submissions(self) -> list[Submission]:
+        """All submissions, in their order."""
+        try:
+            found = [path for path in (self.path / "submissions").iterdir() if path.name.isdigit()]
+        except OSError:
+            return []
+        return [Submission(path) for path in sorted(found, key=lambda path: int(path.name))]
+
+    def ids(self) -> list[str]:
+        """All jobs that are recorded, in the order of their submission."""
+        return [job_id for submission in self.submissions() for job_id in submission.ids()]
+
+    def submitted(self) -> dict[str, float]:
+        """When each recorded job was submitted, as a unix time."""
+        return {
+            job_id: (submission.path / "ids").stat().st_mtime
+            for submission in self.submissions()
+            for job_id in submission.ids()
+        }
+
+    def unanswered_s(self) -> float | None:
+        """Seconds since a submission was begun of which no job is recorded; None without such."""
+        for submission in self.submissions()[-1:]:
+            if not (submission.path / "ids").exists():
+                with contextlib.suppress(OSError):
+                    return max(0.0, time.time() - submission.script.stat().st_mtime)
+        return None
+
+    def logs_in(self, path: str | os.PathLike[str]) -> None:
+        """Have the logs in another folder, made if missing; call it before the first job.
+
+        Raises
+        ------
+        UsageError
+            It belongs to another user, others may write in it, or it cannot be made.
+        """
+        target = base_path(path)
+        try:
+            make_private(target)
+            check_owned(target)
+            (self.path / "logs").rmdir()
+            (self.path / "logs").symlink_to(target)
+        except OSError as error:
+            raise UsageError(f"log_directory: {target} cannot be used: {error.strerror}") from None
+
+    def log_path(self, job_id: str) -> Path:
+        """Where the job itself writes."""
+        return self.path / "logs" / f"{job_id}.log"
+
+    def log_of(self, job_id: str) -> list[Path]:
+        """The job's logs that exist: the queue's own first, then what the job wrote.
+
+        The queue's is named as well as the queue can: numbers count, punctuation does not.
+        """
+        wanted = _words(job_id)
+        logs = self.path / "logs"
+        try:
+            names = sorted(os.listdir(logs))
+        except OSError:
+            return []
+        found = [
+            logs / name
+            for name in names
+            if name.startswith("queue-")
+            and name.endswith(".log")
+            and _words(name[len("queue-") : -len(".log")])[: len(wanted)] == wanted
+        ]
+        own = self.log_path(job_id)
+        return [*found, *([own] if own.name in names else [])]
+
+    def tail(self, job_id: str, lines: int | None = None) -> list[str]:
+        """The last lines of the job's logs, or all; empty if there are none (yet)."""
+        found = [line for path in self.log_of(job_id) for line in read_end(path, lines is None)]
+        return found if lines is None else found[len(found) - lines if len(found) > lines else 0 :]
+
+    def remove_keys(self) -> None:
+        """Remove the credentials: nobody can join the cluster any more."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.keys)
+
+    def mark_ended(self) -> None:
+        """Note that the cluster is over and its jobs are gone; the keys go, too."""
+        self.remove_keys()
+        self.ended = time.time()
+        with contextlib.suppress(FileNotFoundError):  # the user removed the folder
+            self._write()
+
+    def lives(self) -> bool | None:
+        """Whether the process that holds the cluster still runs; None: not visible from here."""
+        return False if self.ended is not None else self.owner.lives()
+
+
+def base_path(base: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of the clusters' folders, absolute."""
+    return Path(os.path.abspath(os.path.expanduser(base or DEFAULT_BASE)))
+
+
+def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFolder]:
+    """All clusters of this user in a base, oldest first. Other folders there are skipped."""
+    found = []
+    try:
+        paths = list(base_path(base).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UsageError(f"{base_path(base)} cannot be read: {error.strerror}") from None
+    for path in paths:
+        with contextlib.suppress(UsageError):
+            found.append(ClusterFolder.open(path))
+    return sorted(found, key=lambda folder: folder.created)
+
+
+def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 30) -> list[str]:
+    """Remove the folders of clusters that ended, jobs and all, so long ago; return their names."""
+    limit = time.time() - older_than_days * 86400
+    removed = []
+    for folder in list_clusters(base):
+        if folder.ended is not None and folder.ended < limit:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            removed.append(folder.name)
+    return removed
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[0-9A-Za-z]+", text)

@@ -1,0 +1,182 @@
+"""What doors to queueing systems share: names, values in a header, times, exit codes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from hpcdask.errors import Refused, UsageError
+from hpcdask.queues.base import Request
+from hpcdask.queues.script import header_lines, one_line
+from hpcdask.reconcile import State
+
+#: Exit code of a job that the queue has started a second time.
+AGAIN = 75
+
+
+def one_node(request: Request, title: str) -> None:
+    """Refuse jobs of several nodes, whose workers nothing would start on the others.
+
+    Raises
+    ------
+    UsageError
+        The request has more than one node.
+    """
+    if request.nodes > 1:
+        raise UsageError(
+            f"nodes_per_job={request.nodes}: jobs of several nodes are for SLURM only. With "
+            f"{title}, ask for jobs of one node, and more of them"
+        )
+
+
+def first_life(request: Request, job_id: str) -> str:
+    """Shell line that ends a job which the queue started before.
+
+    Some queues run a job again under its id and do not tell the job. Its workers would come with
+    names that the scheduler may still know, so the job ends, and the cluster replaces it.
+    """
+    log = f"{shlex.quote(request.folder)}/{job_id}.log"
+    return f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"
+
+
+def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
+    """Return a job name with `_` for what a queue does not take.
+
+    Parameters
+    ----------
+    name
+        As the user gave it.
+    good
+        Characters that the queue takes, as in a regular expression's brackets.
+    start
+        The same for the first character, if that is a narrower choice.
+    longest
+        Most characters.
+    """
+    clean = re.sub(f"[^{good}]", "_", name)
+    if start and not re.match(f"[{start}]", clean):
+        clean = f"j{clean}"
+    return clean[:longest]
+
+
+def renamed(name: str, clean: str, title: str) -> list[str]:
+    """Return a comment for the script where the name had to change."""
+    return [f"# {title} does not take the job name {name!r}"] if clean != name else []
+
+
+def quoted_header(
+    job: Any,
+    prefix: str,
+    name: str,
+    quote: Callable[[str], str],
+    flags: Collection[str],
+    name_flag: str = "-N",
+) -> list[str]:
+    """Return dask-jobqueue's header with its values quoted and another job name.
+
+    Parameters
+    ----------
+    job
+        dask-jobqueue's Job; its ``job_extra_directives`` stay as the user wrote them.
+    prefix
+        Of its directives, such as ``#PBS``.
+    name
+        Replaces the job's name.
+    quote
+        Quotes a value as the queue's parser wants it.
+    flags
+        Options whose value is quoted where that is necessary.
+    name_flag
+        Option of the name.
+    """
+    own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
+    lines = []
+    for line in header_lines(job):
+        start, _, value = line.partition(" ")[2].partition(" ")
+        if line not in own and start == name_flag:
+            line = f"{prefix} {name_flag} {name}"
+        elif line not in own and start in flags and not value.startswith('"'):
+            line = f"{prefix} {start} {quote(one_line(value, f'{prefix} {start}'))}"
+        lines.append(line)
+    return lines
+
+
+def with_header(job: Any, lines: Collection[str]) -> Any:
+    """Return what `render` needs of a job, with another header."""
+    return SimpleNamespace(
+        shebang=job.shebang,
+        job_header="\n".join(lines),
+        _job_script_prologue=job._job_script_prologue,
+    )
+
+
+def parse_clock(text: str, units: str, forms: str) -> timedelta:
+    """Read numbers between colons.
+
+    Parameters
+    ----------
+    text
+        Such as ``2:00:00``.
+    units
+        Units of the numbers, the last number first, such as ``smhd``.
+    forms
+        For the error.
+
+    Raises
+    ------
+    UsageError
+        It has another form or is nothing.
+    """
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    if re.fullmatch(r"\d+(:\d+)*", text.strip()):
+        numbers = [int(number) for number in text.strip().split(":")][::-1]
+        if len(numbers) <= len(units) and any(numbers):
+            pairs = zip(numbers, units, strict=False)
+            return timedelta(seconds=sum(number * seconds[unit] for number, unit in pairs))
+    raise UsageError(f"walltime={text!r} is not one of {forms}")
+
+
+def ended(code: int | None) -> tuple[State, str]:
+    """State and reason of a job that ended by itself with this exit code; 128 + n is signal n."""
+    if code is None or code == 0:
+        return State.COMPLETED, ""
+    if code == AGAIN:
+        return State.PREEMPTED, "the queue started it a second time"
+    if 128 < code < 193:
+        try:
+            return State.FAILED, f"ended by {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    return State.FAILED, ""
+
+
+def unix_time(text: str | None, form: str) -> float | None:
+    """Read a local time; None if it has another form."""
+    try:
+        return time.mktime(time.strptime((text or "").strip(), form))
+    except (ValueError, OverflowError):
+        return None
+
+
+def words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command said, in one line, without a full stop."""
+    text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+    return text[:500].rstrip(".") or f"exit code {done.returncode}"
+
+
+def refused(
+    done: subprocess.CompletedProcess[str], script: str, advice: str, limits: re.Pattern[str]
+) -> Refused:
+    """Return the error of a submission: for now if its words match `limits`."""
+    text = words(done)
+    return Refused(
+        f"{done.args[0]} refused the job: {text}. Script kept at {script}. {advice}",
+        for_now=bool(limits.search(text)),
+    )

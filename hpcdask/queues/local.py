@@ -1,0 +1,358 @@
+"""Processes of this machine as jobs: for laptops, tests and single GPU boxes.
+
+A job is a session of processes under coreutils' ``timeout``, which ends them at the walltime, and
+kills what is left 5 s after a SIGTERM even when the one who sent it is gone by then. Its processes
+carry its id and tag in their environment, where the user's other programs find them.
+
+Pending jobs exist only in the process that submitted them, and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from hpcdask.bootstrap import process_start
+from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.queues import machine
+from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
+from hpcdask.reconcile import OVER, Seen, State
+
+#: Seconds between SIGTERM and SIGKILL.
+KILL_WAIT_S = 5.0
+#: How the line of a script begins that says, in JSON, what the job asks for.
+DIRECTIVE = "#HPCDASK "
+#: What ``timeout`` returns for a command that it ended.
+TIMED_OUT = 124
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Entry:
+    """A job that this process submitted.
+
+    Attributes
+    ----------
+    began, ended
+        When its leader started and was seen to be gone, by the monotonic clock.
+    """
+
+    id: str
+    script: str
+    tag: str
+    gpus: int
+    folder: str
+    state: State = State.PENDING
+    reason: str = ""
+    exit_code: int | None = None
+    started: float | None = None
+    began: float = 0.0
+    ended: float | None = None
+    leader: subprocess.Popen[bytes] | None = None
+    held: list[str] = field(default_factory=list)
+
+    def end(self, state: State, reason: str = "", exit_code: int | None = None) -> None:
+        """Note that it is over."""
+        self.state, self.reason, self.exit_code = state, reason, exit_code
+
+
+class LocalQueue(Queue):
+    """This machine as a queue.
+
+    Parameters
+    ----------
+    gpus
+        UUIDs of the GPUs that jobs may have. A job gets as many as it requests for itself, or
+        waits. None: GPUs are not counted, and every job starts at once.
+    walltime_s
+        Seconds after which a job gets SIGTERM; None for no limit.
+    timeout_s
+        As for every queue; there is no command here that could hang.
+    """
+
+    title = "this machine"
+    programs = ("bash", "timeout")
+    advice = "nvidia-smi -L"
+    job_id = f"${machine.JOB}"
+
+    def __init__(
+        self,
+        gpus: Sequence[str] | None = None,
+        *,
+        walltime_s: float | None = None,
+        timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> None:
+        super().__init__(timeout_s)
+        self.gpus = None if gpus is None else tuple(gpus)
+        self.walltime_s = walltime_s
+        self._entries: dict[str, Entry] = {}
+        self._cancelled: dict[str, float] = {}  # when it was asked first
+        self._lock = threading.Lock()
+
+    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
+        """The job script; one line below the shebang says what it asks for."""
+        asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
+        prologue = filter(None, job._job_script_prologue or ())
+        first = job.shebang or "#!/usr/bin/env bash"
+        return "\n".join([first, DIRECTIVE + json.dumps(asked), *preamble, *prologue, command, ""])
+
+    @staticmethod
+    def parse_walltime(text: str) -> timedelta:
+        """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
+        from hpcdask.spec import parse_seconds
+
+        seconds = parse_seconds(text, "walltime")
+        if seconds is None:
+            raise UsageError(f"walltime: {text!r} is not a time. For no limit, leave walltime out")
+        return timedelta(seconds=seconds)
+
+    async def limit(self) -> int:
+        """Most jobs that one submission may hold."""
+        return 1000
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        """Start `count` jobs, or as many as there are GPUs for; the others wait.
+
+        Raises
+        ------
+        Refused
+            A job asks for more GPUs than there are.
+        QueueError
+            The script does not say what it asks for.
+        """
+        return await asyncio.to_thread(self._submit, script, count)
+
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
+        return await asyncio.to_thread(self._query, ids)
+
+    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        """Jobs of a program that has ended, of which no process is left."""
+        return await asyncio.to_thread(self._departed, ids)
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """Send SIGTERM; what is left of the job after 5 s gets SIGKILL."""
+        await asyncio.to_thread(self._cancel, ids)
+
+    async def tagged(self) -> dict[str, str]:
+        """Running jobs of this user on this machine, and those that wait in this process."""
+        return await asyncio.to_thread(self._tagged)
+
+    # In a thread
+
+    def _submit(self, script: str, count: int) -> list[str]:
+        asked = _read_directive(script)
+        if self.gpus is not None and asked["gpus"] > len(self.gpus):
+            raise Refused(
+                f"a job asks for {asked['gpus']} GPUs, and this machine has {len(self.gpus)} to "
+                f"give. Ask for fewer with gpus_per_job. Script kept at {script}"
+            )
+        submitter = f"{os.getpid()}.{process_start(os.getpid())}"
+        new = [
+            Entry(
+                f"{submitter}.{next(_numbers)}",
+                script,
+                asked["tag"],
+                asked["gpus"],
+                asked["folder"],
+            )
+            for _ in range(count)
+        ]
+        with self._lock:
+            self._entries.update((entry.id, entry) for entry in new)
+            self._advance()
+        return [entry.id for entry in new]
+
+    def _query(self, ids: Collection[str]) -> dict[str, Seen]:
+        with self._lock:
+            found = self._advance()
+            seen = {}
+            for job_id in ids:
+                if job_id in self._entries:
+                    seen[job_id] = self._show(self._entries[job_id])
+                elif job_id in found:
+                    started = min(process.started for process in found[job_id])
+                    node = os.uname().nodename
+                    seen[job_id] = Seen(job_id, State.STARTING, started=started, nodes=node)
+            return seen
+
+    def _departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        with self._lock:
+            seen = {}
+            for job_id in set(ids) - set(self._entries) - set(machine.living()):
+                if job_id in self._cancelled:
+                    seen[job_id] = Seen(job_id, State.CANCELLED, "cancelled")
+                elif not _submitter_lives(job_id):
+                    seen[job_id] = Seen(job_id, State.COMPLETED, "how it ended is not known")
+            return seen
+
+    def _cancel(self, ids: Collection[str]) -> None:
+        with self._lock:
+            found = machine.living()
+            for job_id in ids:
+                entry = self._entries.get(job_id)
+                if entry and entry.state is State.PENDING:
+                    entry.end(State.CANCELLED, "cancelled")
+                if not (entry and entry.state in OVER):
+                    self._cancelled.setdefault(job_id, time.monotonic())
+                    machine.terminate(found.get(job_id, ()))
+
+    def _tagged(self) -> dict[str, str]:
+        with self._lock:
+            tags = {job_id: found[0].tag for job_id, found in self._advance().items()}
+            for job_id, entry in self._entries.items():
+                if entry.state not in OVER:
+                    tags[job_id] = entry.tag
+            return {job_id: tag for job_id, tag in tags.items() if tag}
+
+    # With the lock
+
+    def _advance(self) -> dict[str, list[machine.Process]]:
+        """Collect what has ended, kill what should have, start what can start.
+
+        Returns the processes that were found before anything was started.
+        """
+        now = time.monotonic()
+        running = [entry for entry in self._entries.values() if entry.state is State.STARTING]
+        for entry in running:
+            assert entry.leader is not None
+            if entry.ended is None and entry.leader.poll() is not None:
+                entry.ended = now
+        found = machine.living()
+        for job_id, asked in self._cancelled.items():
+            if now - asked > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
+                machine.kill(found.get(job_id, ()))
+        for entry in running:
+            machine.keep_locks(entry.held)
+            if entry.ended is not None:
+                self._settle(entry, found.get(entry.id, ()), now - entry.ended)
+        self._start_pending()
+        return found
+
+    def _settle(self, entry: Entry, left: Sequence[machine.Process], since_s: float) -> None:
+        """Its leader is gone: it is over when all the others are."""
+        if left:
+            entry.reason = f"ending: {len(left)} of its processes are left"
+            if since_s > KILL_WAIT_S:
+                machine.kill(left)
+            return
+        assert entry.leader is not None
+        assert entry.ended is not None
+        code: int = entry.leader.returncode
+        lasted = entry.ended - entry.began
+        exit_code = code if code >= 0 else 128 - code
+        how = f"exit code {code}" if code > 0 else f"killed by {_signal_name(-code)}"
+        if entry.id in self._cancelled:
+            entry.end(State.CANCELLED, "cancelled", exit_code)
+        elif code == 0:
+            entry.end(State.COMPLETED, exit_code=0)
+        elif self.walltime_s and lasted >= self.walltime_s and code in (TIMED_OUT, -signal.SIGKILL):
+            code = signal.SIGTERM if code == TIMED_OUT else signal.SIGKILL
+            entry.end(State.TIMEOUT, f"walltime of {self.walltime_s:g} s", 128 + code)
+        else:
+            entry.end(State.FAILED, how, exit_code)
+
+    def _start_pending(self) -> None:
+        """First come, first served, but jobs that need no GPU never wait."""
+        short = ""
+        for entry in self._entries.values():
+            if entry.state is State.PENDING:
+                if not (short and entry.gpus):
+                    short = self._start(entry) or short
+                if entry.state is State.PENDING:
+                    entry.reason = short
+
+    def _start(self, entry: Entry) -> str:
+        """Start a job; or else return what it waits for."""
+        given: dict[str, str] = {}
+        locks: list[int] = []
+        try:
+            if self.gpus is not None:
+                locked = machine.lock_gpus(self.gpus, entry.gpus) if entry.gpus else []
+                entry.held, locks = [uuid for uuid, _ in locked], [file for _, file in locked]
+                given["CUDA_VISIBLE_DEVICES"] = ",".join(entry.held)
+                if len(locked) < entry.gpus:
+                    entry.held = []
+                    free = f"{len(locked)} of {len(self.gpus)} GPUs are free, not {entry.gpus}"
+                    taken = f"all {len(self.gpus)} GPUs are taken"
+                    return f"Resources: {free if locked else taken}"
+            entry.began = time.monotonic()  # before `timeout` begins to count
+            entry.leader = self._run_job(entry, given, locks)
+            entry.state, entry.reason, entry.started = State.STARTING, "", time.time()
+        except (OSError, QueueError) as error:
+            entry.end(State.FAILED, f"it cannot be started: {error}")
+        finally:
+            for lock in locks:
+                os.close(lock)  # the job has its own copy
+        return ""
+
+    def _run_job(
+        self, entry: Entry, given: dict[str, str], locks: list[int]
+    ) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **given, machine.JOB: entry.id, machine.TAG: entry.tag}
+        environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
+        path = os.path.join(entry.folder, f"queue-{entry.id}.log")
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
+        try:
+            return subprocess.Popen(
+                ["timeout", *limit, "bash", entry.script],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=locks,
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+
+    def _show(self, entry: Entry) -> Seen:
+        ends = entry.started + self.walltime_s if entry.started and self.walltime_s else None
+        return Seen(
+            entry.id,
+            entry.state,
+            entry.reason,
+            entry.exit_code,
+            started=entry.started,
+            ends=ends,
+            nodes=os.uname().nodename if entry.started else "",
+        )
+
+
+def _read_directive(script: str) -> dict[str, Any]:
+    """What a script asks for: its tag, GPUs and folder."""
+    try:
+        with open(script) as file:
+            lines = [line for line in file if line.startswith(DIRECTIVE)]
+        asked = json.loads(lines[0].removeprefix(DIRECTIVE))
+        return {"tag": str(asked["tag"]), "gpus": int(asked["gpus"]), "folder": asked["folder"]}
+    except (OSError, IndexError, ValueError, KeyError, TypeError) as error:
+        raise QueueError(
+            f"{script} is not a job script for {LocalQueue.title} ({error}): it needs the line "
+            f"that LocalQueue.script writes, which begins with {DIRECTIVE.strip()}"
+        ) from None
+
+
+def _submitter_lives(job_id: str) -> bool:
+    pid, _, rest = job_id.partition(".")
+    start = rest.partition(".")[0]
+    return pid.isdigit() and bool(start) and process_start(int(pid)) == start
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,155 @@
+"""What the processes of one user on one machine share: whose job and whose GPU is which.
+
+Nothing here depends on the process that started a job: a job's processes carry its id in their
+environment, and hold the locks of its GPUs open themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hpcdask.errors import QueueError
+
+JOB = "HPCDASK_LOCAL_JOB"
+TAG = "HPCDASK_TAG"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One living process of a job.
+
+    Attributes
+    ----------
+    pid, session
+        Its id, and that of its session's leader.
+    tag
+        Of its job.
+    started
+        Unix time.
+    """
+
+    pid: int
+    session: int
+    tag: str
+    started: float
+
+
+def living() -> dict[str, list[Process]]:
+    """The jobs of this user that have processes on this machine, with these."""
+    found: dict[str, list[Process]] = {}
+    user = os.geteuid()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{entry}").st_uid != user:
+                continue  # root could read everybody's
+            with open(f"/proc/{entry}/environ", "rb") as file:  # empty for a zombie
+                content = file.read()
+            if JOB.encode() not in content:
+                continue
+            variables = dict(
+                variable.split("=", 1)
+                for variable in os.fsdecode(content).split("\0")
+                if variable.startswith((f"{JOB}=", f"{TAG}="))
+            )
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue  # gone meanwhile
+        if variables.get(JOB):
+            started = _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            process = Process(int(entry), int(fields[3]), variables.get(TAG, ""), started)
+            found.setdefault(variables[JOB], []).append(process)
+    return found
+
+
+@cache
+def _boot_time() -> float:
+    with open("/proc/stat") as file:
+        return next(float(line.split()[1]) for line in file if line.startswith("btime "))
+
+
+def terminate(processes: Sequence[Process]) -> None:
+    """Ask a job to end: its leader, ``timeout``, tells the others; without it, each of them."""
+    leaders = [process for process in processes if process.pid == process.session]
+    _send(leaders or processes, signal.SIGTERM)
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """Kill these processes."""
+    _send(processes, signal.SIGKILL)
+
+
+def _send(processes: Iterable[Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def lock_folder() -> str:
+    """Where the locks are: on the machine's own disk, the same for all programs of this user."""
+    return f"/tmp/hpcdask-gpus-{os.geteuid()}"
+
+
+def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
+    """Lock up to `count` of these GPUs for a job.
+
+    Returns
+    -------
+    list of (str, int)
+        UUIDs and the open files that hold their locks. A lock lasts until every copy of its file,
+        in whatever process, is closed.
+
+    Raises
+    ------
+    QueueError
+        The folder of the locks belongs to, or is open to, somebody else.
+    """
+    folder = lock_folder()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = os.lstat(folder)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise QueueError(
+            f"{folder}, where the GPUs in use are noted, belongs to, or is open to, somebody else; "
+            f"it must be yours with mode 0700"
+        )
+    locked: list[tuple[str, int]] = []
+    guard = _lock(os.path.join(folder, "all"))
+    if guard is None:
+        return []  # another program chooses just now; two that take half each would both wait
+    try:
+        for uuid in uuids:
+            if len(locked) < count and (file := _lock(_path(uuid))) is not None:
+                locked.append((uuid, file))
+    finally:
+        os.close(guard)
+    return locked
+
+
+def keep_locks(uuids: Iterable[str]) -> None:
+    """Refresh the files of locks, for those who clean /tmp by age."""
+    for uuid in uuids:
+        with contextlib.suppress(OSError):
+            os.utime(_path(uuid))
+
+
+def _path(uuid: str) -> str:
+    return os.path.join(lock_folder(), uuid.replace("/", "_"))
+
+
+def _lock(path: str) -> int | None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:
+        os.close(file)
+        return None

@@ -1,0 +1,231 @@
+"""PBS Professional, OpenPBS and Torque, and SLURM behind the commands of PBS.
+
+Directives are split into words as ``qsub`` splits them: quotes of both kinds hold text as it is,
+a backslash outside of them escapes (``make_argv`` of OpenPBS's ``qsub.c``, the same in Torque).
+Options: qsub(1B) of both.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from hpcdask.errors import QueueError, UsageError
+from hpcdask.queues import forms
+from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
+from hpcdask.queues.qstat import Flavour, parse_qstat, seen
+from hpcdask.queues.script import one_line, render
+from hpcdask.reconcile import Seen
+
+#: Of a job that is gone: unknown, or over.
+GONE = re.compile(r"unknown job|has finished|no such job|does not exist|history")
+#: Refusals that time or fewer jobs cure.
+LIMITS = re.compile(
+    r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
+    r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
+)
+
+
+class PbsQueue(Queue):
+    """The door to PBS.
+
+    A job array is always rerunnable, and its elements do not learn how often they were started, so
+    a job that PBS starts again ends at once and is replaced.
+    """
+
+    title: ClassVar[str] = "PBS"
+    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
+    advice: ClassVar[str] = "Queues: qstat -Q, their limits: qstat -Q -f"
+    # SLURM sets PBS_JOBID only where the site loads its plugin for that
+    job_id: ClassVar[str] = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
+
+    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        super().__init__(timeout_s)
+        self._flavour: Flavour | None = None
+
+    # What the script says
+
+    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
+        forms.one_node(request, self.title)
+        name = forms.clean_name(request.name, r"\w.+-", "A-Za-z")
+        lines = forms.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
+        lines = _with_gpus(lines, request) if request.gpus else lines
+        lines += forms.renamed(request.name, name, self.title)
+        lines += self.directives(request)
+        return render(forms.with_header(job, lines), [], [self.guard(request), *preamble], command)
+
+    def directives(self, request: Request) -> list[str]:
+        """Tag, and where the queue's own output of a job goes."""
+        folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
+        return [
+            f"#PBS -v HPCDASK_TAG={request.tag}",
+            "#PBS -j oe",
+            f"#PBS -o {shlex.quote(folder)}",
+            "#PBS -W umask=077",
+        ]
+
+    def guard(self, request: Request) -> str:
+        """Ends a job that is started again."""
+        return forms.first_life(request, self.job_id)
+
+    @staticmethod
+    def parse_walltime(text: str) -> timedelta:
+        return forms.parse_clock(
+            text, "smhd", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS:HOURS:MIN:SEC"
+        )
+
+    # What is asked of the queue
+
+    async def flavour(self) -> Flavour:
+        """Whose commands these are."""
+        if self._flavour is None:
+            done = await self.run("qstat", "--version")
+            text = done.stdout + done.stderr
+            if "pbs_version" in text:
+                self._flavour = "pbs"
+            else:
+                torque = done.returncode == 0 and re.search(r"version:\s*\d", text, re.I)
+                self._flavour = "torque" if torque else "slurm"
+        return self._flavour
+
+    async def limit(self) -> int:
+        flavour = await self.flavour()
+        if flavour == "slurm":  # its qstat cannot tell the elements of an array
+            return 1
+        done = await self.run("qstat", "-B", "-f")
+        found = re.search(r"max_(?:job_)?array_size = (\d+)", done.stdout)
+        return int(found[1]) if found else 10_000  # the default of PBS Professional
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        flavour = await self.flavour()
+        command = ["qsub"]
+        if count > 1:
+            command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
+        if flavour == "slurm":
+            # That qsub pastes its arguments into a shell command, and ignores -o in the script
+            command += ["-V", "-j", "oe", "-o", shlex.quote(f"{_log_folder(script)}queue-%j.log")]
+        path = shlex.quote(script) if flavour == "slurm" else script
+        done = await self.run(*command, path)
+        if done.returncode:
+            raise forms.refused(done, script, self.advice, LIMITS)
+        lines = done.stdout.split() or [""]
+        found = re.fullmatch(r"(\d+)(\[\])?(\.\S+)?", lines[-1])
+        if not found:
+            raise QueueError(f"qsub answered {forms.words(done)!r} instead of a job's id")
+        if count == 1:
+            return [lines[-1]]
+        number, _, server = found.groups("")
+        return [f"{number}[{index}]{server}" for index in range(count)]
+
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        flavour = await self.flavour()
+        # An array shows its elements when asked for the whole
+        asked = dict.fromkeys(re.sub(r"\[\d+\]", "[]", job) for job in ids)
+        options = {"pbs": ["-x", "-t", "-w"], "torque": ["-t", "-1"], "slurm": []}[flavour]
+        done = await self.run("qstat", "-f", *options, *asked)
+        if done.returncode and done.stderr.strip() and not GONE.search(done.stderr.lower()):
+            raise QueueError(f"qstat failed: {forms.words(done)}")
+        if done.returncode and not done.stdout.strip() and not done.stderr.strip():
+            return {}  # the wrapper's way to say that it knows none of them
+        # The server's name may be shortened
+        shown = {name.split(".")[0]: facts for name, facts in parse_qstat(done.stdout).items()}
+        numbers = {job: job.split(".")[0] for job in ids}
+        return {
+            job: seen(job, shown[number], flavour)
+            for job, number in numbers.items()
+            if number in shown
+        }
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        done = await self.run("qdel", *ids)
+        complaints = [
+            line
+            for line in (done.stderr + done.stdout).splitlines()
+            if line.strip() and not GONE.search(line.lower())
+        ]
+        if done.returncode and complaints:
+            raise QueueError(f"qdel failed: {'; '.join(complaints)[:500]}")
+
+    async def tagged(self) -> dict[str, str]:
+        flavour = await self.flavour()
+        if flavour == "slurm":
+            raise QueueError(
+                "the commands of PBS over SLURM show no tags of jobs. See them with squeue --me"
+            )
+        done = await self.run("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
+        if done.returncode:
+            raise QueueError(f"qstat failed: {forms.words(done)}")
+        found = {}
+        for job, facts in parse_qstat(done.stdout).items():
+            mine = facts.get("Job_Owner", "").startswith(f"{getpass.getuser()}@")
+            tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
+            if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
+                found[job] = tag[1]
+        return found
+
+
+def _log_folder(script: str) -> str:
+    """Folder of the queue's own output in a script, with a slash at its end."""
+    with open(script) as file:
+        for line in file:
+            if line.startswith("#PBS -o "):
+                return shlex.split(line.removeprefix("#PBS -o "))[0]
+    return ""
+
+
+# GPUs
+
+
+def _with_gpus(lines: Sequence[str], request: Request) -> list[str]:
+    """The header with the GPUs in its resources, unless the user's resources have them.
+
+    ``select=1:ncpus=8:ngpus=2`` is PBS Professional's form, ``nodes=1:ppn=8:gpus=2`` Torque's,
+    taken where the user's resources begin like that. The type of GPU is a resource that the site
+    defines; ``gpu_type="model=a100"`` names another than ``gpu_type``.
+    """
+    for number, line in enumerate(lines):
+        for form, add in (("select=", _add_to_select), ("nodes=", _add_to_nodes)):
+            start, found, rest = line.partition(form)
+            if found and re.fullmatch(r"#PBS -l (.*,)?", start):
+                chunk, *others = rest.split(",", 1)
+                changed = ",".join([f"{start}{form}{add(chunk, request)}", *others])
+                return [*lines[:number], changed, *lines[number + 1 :]]
+    kind = "" if request.gpu_type is None else f",{_kind(request.gpu_type)}"
+    return [*lines, f"#PBS -l ngpus={request.gpus}{kind}"]
+
+
+def _kind(gpu_type: str) -> str:
+    return gpu_type if "=" in gpu_type else f"gpu_type={gpu_type}"
+
+
+def _add_to_select(chunk: str, request: Request) -> str:
+    parts = chunk.split(":")
+    _check_chunk(chunk)
+    if any(part.startswith("ngpus=") for part in parts):
+        return chunk
+    new = [f"ngpus={request.gpus}"]
+    if request.gpu_type is not None:
+        new.append(_kind(request.gpu_type))
+    # SLURM's reader of these lines wants the memory last
+    at = next((n for n, part in enumerate(parts) if part.startswith("mem=")), len(parts))
+    return ":".join([*parts[:at], *new, *parts[at:]])
+
+
+def _add_to_nodes(chunk: str, request: Request) -> str:
+    _check_chunk(chunk)
+    if re.search(r":gpus=", chunk):
+        return chunk
+    kind = "" if request.gpu_type is None else f":{request.gpu_type}"
+    return f"{chunk}:gpus={request.gpus}{kind}"
+
+
+def _check_chunk(chunk: str) -> None:
+    if "+" in chunk:
+        raise UsageError(
+            f"resource_spec asks for different nodes ({chunk}), and hpcdask cannot tell which of "
+            f"them have the GPUs. Write the GPUs into resource_spec, and leave gpus_per_job out"
+        )

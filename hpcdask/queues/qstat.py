@@ -1,0 +1,108 @@
+"""Reads the answers of PBS's ``qstat -f``.
+
+Attributes: qstat(1B), pbs_job_attributes(7B). Exit codes and substates: PBS Professional User's
+Guide, "Job Exit Status", and OpenPBS's ``job.h``. Times are local.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from typing import Literal
+
+from hpcdask.queues import forms
+from hpcdask.reconcile import Seen, State
+
+#: Whose qstat it is: SLURM has a wrapper of that name.
+Flavour = Literal["pbs", "torque", "slurm"]
+
+TIME = "%a %b %d %H:%M:%S %Y"
+KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME
+SUBSTATE_TERMINATED = "91"
+WAITS = {"Q": "", "H": "held", "W": "waits for its time", "T": "moves", "M": "moved"}
+
+
+def parse_qstat(text: str) -> dict[str, dict[str, str]]:
+    """Read the answer of ``qstat -f``: the attributes of each job, by its id.
+
+    Attributes stand behind four spaces and long ones go on behind a tab; SLURM's wrapper puts
+    the attributes themselves behind a tab.
+    """
+    jobs: dict[str, dict[str, str]] = {}
+    facts: dict[str, str] = {}
+    last, spaces = "", False
+    for line in text.splitlines():
+        if found := re.match(r"Job Id:\s*(\S+)", line):
+            facts = jobs.setdefault(found[1], {})
+            last, spaces = "", False
+            continue
+        found = re.match(r"(    |\t)([A-Za-z][\w.]*) = (.*)", line)
+        if found and not (spaces and found[1] == "\t"):
+            last, spaces = found[2], found[1] != "\t"
+            facts[last] = found[3]
+        elif last and line.startswith("\t"):
+            facts[last] += line[1:]
+    return jobs
+
+
+def seen(job: str, facts: Mapping[str, str], flavour: Flavour) -> Seen:
+    """One job of ``qstat -f``."""
+    letter = facts.get("job_state", "")
+    started = _started(facts, letter, flavour)
+    walltime = _seconds(facts.get("Resource_List.walltime"))
+    ends = started + walltime if started and walltime else None
+    nodes = "+".join(dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))))
+    state, reason, code = State.STARTING, "", None
+    if letter in WAITS:
+        again = int(facts.get("run_count", 0)) > 0
+        state = State.REQUEUED if again else State.PENDING
+        reason = facts.get("comment", "") or WAITS[letter]
+        started = ends = None
+    elif letter in ("C", "F", "X"):
+        state, reason, code = _end(facts, started, ends, flavour)
+    elif letter not in ("R", "E", "B"):
+        state, reason = (State.STARTING, "suspended") if letter in "SU" else (State.UNKNOWN, letter)
+    return Seen(job, state, reason, code, 0, started, ends, nodes)
+
+
+def _started(facts: Mapping[str, str], letter: str, flavour: Flavour) -> float | None:
+    name = {"pbs": "stime", "torque": "start_time", "slurm": "mtime"}[flavour]
+    return None if letter in WAITS else forms.unix_time(facts.get(name), TIME)
+
+
+def _end(
+    facts: Mapping[str, str], started: float | None, ends: float | None, flavour: Flavour
+) -> tuple[State, str, int | None]:
+    """How a job ended: state, reason and exit code."""
+    text = facts.get("Exit_status", facts.get("exit_status"))
+    code = int(text) if text and re.fullmatch(r"-?\d+", text) else None
+    if code is not None and code >= 256:  # 256 + n after signal n
+        code -= 128
+    used = _seconds(facts.get("resources_used.walltime"))
+    limit = _seconds(facts.get("Resource_List.walltime"))
+    if flavour == "slurm":
+        over = forms.unix_time(facts.get("ctime"), TIME)
+        if over and ends and over >= ends:
+            return State.TIMEOUT, "", None
+        return State.COMPLETED, "ended, and its exit code is not shown", None
+    comment = facts.get("comment", "")
+    if code == KILLED_BY_WALLTIME or (code and code > 128 and used and limit and used >= limit):
+        return State.TIMEOUT, comment, code
+    # Nothing but qdel ends a job by SIGTERM
+    if facts.get("substate") == SUBSTATE_TERMINATED or code == 128 + signal.SIGTERM:
+        return State.CANCELLED, comment, code
+    if code is not None and code < 0:
+        return State.FAILED, comment or "PBS could not start it", code
+    state, reason = forms.ended(code)
+    return state, reason or comment, code
+
+
+def _seconds(clock: str | None) -> float | None:
+    """Seconds of ``HOURS:MINUTES:SECONDS``."""
+    if not clock or not re.fullmatch(r"[\d:]+", clock):
+        return None
+    seconds = 0.0
+    for number in clock.split(":"):
+        seconds = 60 * seconds + int(number or 0)
+    return seconds

@@ -1,0 +1,68 @@
+"""What SLURM's commands say when they refuse or fail, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from hpcdask.errors import QueueError, Refused
+
+#: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
+LIMITS = re.compile(
+    r"SubmitJob|MaxSubmit|MaxJobCount|temporarily unable to accept|Resource temporarily unavail"
+    r"|Unable to contact slurm controller|Invalid job array specification",
+    re.I,
+)
+#: Said of all limits alike; older versions say no more.
+SOME_LIMIT = re.compile(r"job submit limit", re.I)
+NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
+#: SLURM may have taken the job and its answer was lost.
+LOST_ANSWER = re.compile(r"timed out|Zero Bytes|Connection reset|Communication", re.I)
+OVER_ALREADY = re.compile(r"Invalid job id specified|already (completing or )?completed?", re.I)
+
+#: What a refusal is about, and what lists the valid ones.
+ADVICE = (
+    (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
+    (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),
+    (r"time.?limit|--time", 'Time limits: sinfo -o "%P %l"'),
+    (r"feature|constraint", 'Features: sinfo -o "%P %f"'),
+    (r"reservation", "Reservations: scontrol show reservation"),
+    (r"node name", "Nodes: sinfo -N"),
+    (r"gres|generic resource|node config|gpu|tres", 'GPUs, cores, memory: sinfo -o "%P %G %c %m"'),
+    (r"partition", "Partitions: sinfo -s"),
+)
+
+
+def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
+    """Return the error of a submission that failed.
+
+    Parameters
+    ----------
+    done
+        sbatch.
+    script
+        Path of the job's script.
+    """
+    text = words(done)
+    if LOST_ANSWER.search(text):
+        return QueueError(
+            f"sbatch got no answer for {script}: {text}. See with squeue whether the job is there"
+        )
+    limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
+    advice = next((f". {how}" for about, how in ADVICE if re.search(about, text, re.I)), "")
+    return Refused(
+        f"sbatch refused the job: {text}. Script kept at {script}{advice}", for_now=bool(limit)
+    )
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> QueueError:
+    """Return the error of any other command that failed."""
+    return QueueError(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
+
+
+def words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command said in one line, without what SLURM puts before each of its lines."""
+    said = done.stderr.strip() or done.stdout.strip()
+    bare = re.sub(r"(?m)^\w+: (error: )?|Batch job submission failed: ", "", said)
+    lines = dict.fromkeys(line.strip().rstrip(".") for line in bare.splitlines() if line.strip())
+    return "; ".join(lines)[:500] or f"exit code {done.returncode}"

@@ -1,0 +1,67 @@
+"""Job scripts of systems whose options are comment lines: ``#SBATCH``, ``#PBS``, ``#BSUB``…"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpcdask.errors import UsageError
+
+
+def render(job: Any, directives: Sequence[str], preamble: Sequence[str], command: str) -> str:
+    """Put a job script together.
+
+    Parameters
+    ----------
+    job
+        An instance of dask-jobqueue's Job class: its ``shebang``, ``job_header`` and
+        ``_job_script_prologue`` are used.
+    directives
+        Whole lines that go after the header, such as ``#SBATCH --gres=gpu:1``.
+    preamble
+        Shell lines that go before the user's prologue.
+    command
+        Shell command at the end.
+
+    Returns
+    -------
+    str
+        The script, with a line end.
+    """
+    lines = [
+        job.shebang,
+        *header_lines(job),
+        *directives,
+        "",
+        *preamble,
+        *(job._job_script_prologue or ()),
+        command,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def header_lines(job: Any) -> list[str]:
+    """Return the header's lines; an empty header has none."""
+    return [line for line in (job.job_header or "").splitlines() if line.strip()]
+
+
+def one_line(value: str, what: str) -> str:
+    """Return a value that stands in a directive, if it fits in a line.
+
+    Raises
+    ------
+    UsageError
+        It holds a control character such as a newline, which no directive can express.
+    """
+    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise UsageError(
+            f"{what} {value!r} has a control character or line end, which no line of a job script "
+            f"can hold. Take it out"
+        )
+    return value
+
+
+def double_quoted(value: str, what: str, escaped: str = '"\\') -> str:
+    """Return a value in double quotes, each character of `escaped` behind a backslash."""
+    text = "".join(f"\\{c}" if c in escaped else c for c in one_line(value, what))
+    return f'"{text}"'

@@ -1,0 +1,267 @@
+"""SLURM, through ``sbatch``, ``squeue``, ``sacct`` and ``scancel``.
+
+A line of options in a script is split into words as sbatch does it: quotes of both kinds hold
+text, and a backslash escapes, also inside of quotes (sbatch(1), and seen with 22.05).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.queues import refusals, squeue
+from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
+from hpcdask.queues.forms import with_header
+from hpcdask.queues.script import double_quoted, header_lines, one_line, render
+from hpcdask.reconcile import OVER, Seen
+
+GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
+
+#: Options of dask-jobqueue's header whose value may need quotes.
+QUOTED = {"-J", "-p", "-A", "-t", "--mem"}
+#: The line that names the file of SLURM's own output of a job, without its end.
+OUTPUT = "#SBATCH --output="
+ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
+#: Most expressions of job ids in one call of scancel.
+CANCELLED_AT_ONCE = 1000
+#: SLURM's MaxArraySize where the site does not set it.
+MAX_ARRAY_SIZE = 1001
+
+WALLTIME_FORMS = (
+    "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, "
+    "DAYS-HOURS:MINUTES:SECONDS or UNLIMITED"
+)
+
+
+class SlurmQueue(Queue):
+    """The door to SLURM.
+
+    Parameters
+    ----------
+    gpu_request
+        Option by which the site takes a request of GPUs.
+    timeout_s
+        Seconds after which one of SLURM's commands counts as hanging.
+    """
+
+    title: ClassVar[str] = "SLURM"
+    programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
+    job_id: ClassVar[str] = (
+        "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+    )
+    restarts: ClassVar[str] = "${SLURM_RESTART_COUNT:-0}"
+    # sbatch takes these for options that beat the script's, or hands them to the job, where they
+    # would be those of the job that the notebook runs in
+    ignored_variables: ClassVar[tuple[str, ...]] = (
+        *("SACCT_", "SCANCEL_", "SQUEUE_"),
+        *("SBATCH_ARRAY_INX", "SBATCH_COMMENT", "SBATCH_GPUS", "SBATCH_GRES", "SBATCH_JOB_NAME"),
+        *("SBATCH_MEM_PER", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_WAIT"),
+        *("SLURM_ARRAY_", "SLURM_CPU", "SLURM_GPU", "SLURM_JOB", "SLURM_MEM_", "SLURM_NNODES"),
+        *("SLURM_NODE", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_RESTART_COUNT", "SLURM_STEP"),
+        *("SLURM_TASK", "SLURM_TRES_"),
+    )
+
+    def __init__(
+        self, gpu_request: GpuRequest = "gres", timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> None:
+        super().__init__(timeout_s)
+        if gpu_request not in get_args(GpuRequest):
+            forms = ", ".join(get_args(GpuRequest))
+            raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
+        self.gpu_request = gpu_request
+        self._site: dict[str, str] = {}
+
+    # What the script says
+
+    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
+        header = with_header(job, _header(job, request))
+        return render(header, self._directives(request), preamble, command)
+
+    def _directives(self, request: Request) -> list[str]:
+        lines = []
+        if request.nodes > 1:
+            lines.append(f"#SBATCH --nodes={request.nodes} --ntasks-per-node=1")
+        if request.gpus:
+            lines.append(f"#SBATCH {self._gpus(request)}")
+        if "\\" in request.folder:
+            raise UsageError(
+                f"the folder {request.folder!r} has a backslash in its name, and SLURM writes no "
+                f"file of its own for each job there. Choose another folder"
+            )
+        log = os.path.join(request.folder.replace("%", "%%"), ARRAY_LOG)
+        return [
+            *lines,
+            f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}",
+            f"{OUTPUT}{double_quoted(log, 'the folder of logs')}",
+        ]
+
+    def _gpus(self, request: Request) -> str:
+        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
+        if self.gpu_request == "gpus":
+            value = f"{kind}{request.gpus}"
+        else:
+            per_node, rest = divmod(request.gpus, request.nodes)
+            if rest:
+                raise UsageError(
+                    f"{request.gpus} GPUs cannot be shared evenly by {request.nodes} nodes"
+                )
+            value = f"{kind}{per_node}"
+        if self.gpu_request == "gres":
+            value = f"gpu:{value}"
+        return f"--{self.gpu_request}={_quoted(value, 'gpu_type')}"
+
+    @staticmethod
+    def parse_walltime(text: str) -> timedelta:
+        """Read a walltime; ``timedelta.max`` where there is no limit."""
+        if text.strip().upper() in ("UNLIMITED", "INFINITE"):
+            return timedelta.max
+        match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+        if match:
+            days = match[1]
+            numbers = [int(number) for number in match.groups()[1:] if number is not None]
+            # the first number is of hours after days, and where there are three
+            names = ("hours", "minutes", "seconds")[0 if days or len(numbers) == 3 else 1 :]
+            parts = dict(zip(names, numbers, strict=False))
+            if walltime := timedelta(days=int(days or 0), **parts):
+                return walltime
+        raise UsageError(f"walltime={text!r} is not one of {WALLTIME_FORMS}")
+
+    # What is asked of the queue
+
+    async def limit(self) -> int:
+        """MaxArraySize of the site, and ``max_array_tasks``; 1 where it has no arrays."""
+        site = await self._configuration()
+        tasks = re.search(r"max_array_tasks=(\d+)", site.get("SchedulerParameters", ""))
+        size = int(site.get("MaxArraySize", MAX_ARRAY_SIZE))
+        return max(1, min(size, int(tasks[1])) if tasks else size)
+
+    async def _configuration(self) -> dict[str, str]:
+        if not self._site:
+            done = await self._run_well("scontrol", "show", "config")
+            pairs = (line.partition("=") for line in done.stdout.splitlines())
+            self._site = {key.strip(): value.strip() for key, _, value in pairs}
+        return self._site
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        arrays = await self.limit() > 1
+        extra = [f"--array=0-{count - 1}"] if arrays else _single_output(script)
+        try:
+            done = await self.run("sbatch", "--parsable", *extra, script)
+        except QueueError as error:
+            # sbatch waits for minutes, and says why
+            if refusals.LIMITS.search(str(error)):
+                raise Refused(f"{error}. Script kept at {script}", for_now=True) from None
+            raise
+        if done.returncode:
+            raise refusals.refused(done, script)
+        # a site's greetings may come before it
+        match = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.M)
+        if match is None:
+            raise QueueError(
+                f"sbatch answered {done.stdout[:200]!r} for {script}, without a job id"
+            )
+        return [f"{match[1]}_{n}" for n in range(count)] if arrays else [match[1]]
+
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        if not ids:
+            return {}
+        text = await self._squeue(*squeue.COLUMNS, squeue.LAST_COLUMN)
+        seen = squeue.parse_squeue(text, time.time())
+        return {job_id: seen[job_id] for job_id in ids if job_id in seen}
+
+    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        # Without accounting nobody knows: squeue shows all that the controller remembers
+        accounting = (await self._configuration()).get("AccountingStorageType", "")
+        if not ids or accounting in ("", "(null)", "accounting_storage/none"):
+            return {}
+        jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
+        options = ("--noheader", "--allocations", "--parsable2", f"--jobs={jobs}")
+        columns = f"--format={','.join(squeue.SACCT_COLUMNS)}"
+        done = await self._run_well("sacct", *options, columns, env=squeue.TIME_FORMAT)
+        seen = squeue.parse_sacct(done.stdout)
+        return {job_id: seen[job_id] for job_id in ids if job_id in seen}
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        expressions = _expressions(ids)
+        for start in range(0, len(expressions), CANCELLED_AT_ONCE):
+            some = expressions[start : start + CANCELLED_AT_ONCE]
+            done = await self.run("scancel", *some)
+            lines = done.stderr.splitlines()
+            if done.returncode and not (lines and all(map(refusals.OVER_ALREADY.search, lines))):
+                raise refusals.failed(done)
+
+    async def tagged(self) -> dict[str, str]:
+        text = await self._squeue("JobArrayID", "State", "Comment")
+        jobs = squeue.rows(text, 3)
+        return {
+            job_id: comment
+            for job_id, state, comment in jobs
+            if comment.startswith("hpcdask:") and squeue.STATES.get(state) not in OVER
+        }
+
+    async def _squeue(self, *names: str) -> str:
+        """All jobs of this user, over for a while or not: an unknown id would be an error."""
+        options = ("--noheader", "--array", "--states=all", f"--user={os.getuid()}")
+        columns = f"--Format={squeue.columns(*names)}"
+        return (await self._run_well("squeue", *options, columns, env=squeue.TIME_FORMAT)).stdout
+
+    async def _run_well(
+        self, *command: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        done = await self.run(*command, env=env)
+        if done.returncode:
+            raise refusals.failed(done)
+        return done
+
+
+def _header(job: Any, request: Request) -> list[str]:
+    """Return dask-jobqueue's header with quoted values, the job's name and its nodes."""
+    own = {f"#SBATCH {directive}" for directive in job.job_extra_directives}
+    lines = []
+    for line in header_lines(job):
+        match = re.fullmatch(r"#SBATCH (--[\w-]+|-\w)([ =])(.*)", line)
+        if not line.startswith("#SBATCH"):
+            raise UsageError(
+                f"a keyword of the job has a line end, so that {line[:100]!r} would be a line of "
+                f"the script. Take it out"
+            )
+        if match is None or line in own:
+            lines.append(line)
+        elif match[1] == "-J":
+            lines.append(f"#SBATCH --job-name={double_quoted(request.name, 'job_name')}")
+        elif match[1] in QUOTED:
+            value = _quoted(match[3], match[1])
+            lines.append(f"#SBATCH {match[1]}{match[2]}{value}")
+        elif match[1] != "-n" or request.nodes == 1:
+            lines.append(line)
+    return lines
+
+
+def _quoted(value: str, what: str) -> str:
+    plain = re.fullmatch(r"[\w.,:/@%+=-]+", value, re.ASCII)
+    return value if plain else double_quoted(value, what)
+
+
+def _single_output(script: str) -> list[str]:
+    """Return the option for a job that is no element of an array, whose %a would be 4294967294."""
+    for line in Path(script).read_text().splitlines():
+        if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
+            path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])
+            return [f"--output={path.removesuffix(ARRAY_LOG)}{SINGLE_LOG}"]
+    return []
+
+
+def _expressions(ids: Collection[str]) -> list[str]:
+    """Return the ids with the elements of one array together: ``12_[0,3]``."""
+    elements: dict[str, list[str]] = {}
+    for job_id in ids:
+        job, _, index = job_id.partition("_")
+        elements.setdefault(job, []).extend([index] if index else [])
+    return [f"{job}_[{','.join(indices)}]" if indices else job for job, indices in elements.items()]

@@ -1,0 +1,161 @@
+"""What ``squeue`` and ``sacct`` print, read into `Seen`.
+
+States: "JOB STATE CODES" of squeue(1) and sacct(1).
+"""
+
+from __future__ import annotations
+
+import pwd
+import re
+from collections.abc import Iterator
+
+from hpcdask.errors import QueueError
+from hpcdask.reconcile import OVER, Seen, State
+
+#: After each column of squeue; the last one may contain it.
+DELIMITER = ";"
+#: Columns of squeue that `parse_squeue` reads. A reason is free text.
+COLUMNS = ("JobArrayID", "State", "RestartCnt", "exit_code", "StartTime", "EndTime", "NodeList")
+LAST_COLUMN = "Reason"
+#: Columns of sacct that `parse_sacct` reads.
+SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
+#: Makes every command print unix times.
+TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
+
+STATES = {
+    "PENDING": State.PENDING,
+    "REQUEUED": State.REQUEUED,
+    "REQUEUE_FED": State.REQUEUED,
+    "REQUEUE_HOLD": State.REQUEUED,
+    "SPECIAL_EXIT": State.REQUEUED,
+    "COMPLETING": State.STARTING,  # still on its nodes
+    "CONFIGURING": State.STARTING,
+    "EXPEDITING": State.STARTING,
+    "POWER_UP_NODE": State.STARTING,
+    "RESIZING": State.STARTING,
+    "RUNNING": State.STARTING,
+    "SIGNALING": State.STARTING,
+    "STAGE_OUT": State.STARTING,
+    "STOPPED": State.STARTING,
+    "SUSPENDED": State.STARTING,
+    "BOOT_FAIL": State.FAILED,
+    "CANCELLED": State.CANCELLED,
+    "COMPLETED": State.COMPLETED,
+    "DEADLINE": State.TIMEOUT,
+    "FAILED": State.FAILED,
+    "LAUNCH_FAILED": State.FAILED,
+    "NODE_FAIL": State.FAILED,
+    "OUT_OF_MEMORY": State.FAILED,
+    "PREEMPTED": State.PREEMPTED,
+    "RECONFIG_FAIL": State.FAILED,
+    "REVOKED": State.CANCELLED,
+    "TIMEOUT": State.TIMEOUT,
+}
+#: States that `State` says as well, so that the reason need not.
+PLAIN = {"PENDING", "RUNNING", "REQUEUED", "COMPLETED", "FAILED", "CANCELLED", "PREEMPTED"}
+NO_REASON = {"", "None", "(null)"}
+
+
+def columns(*names: str) -> str:
+    """Return the value of squeue's ``--Format``."""
+    return ",".join(f"{name}:{DELIMITER}" for name in names)
+
+
+def rows(text: str, count: int) -> Iterator[list[str]]:
+    """Yield the `count` columns of each job that squeue printed.
+
+    Raises
+    ------
+    QueueError
+        It printed lines, and none has this form.
+    """
+    found = False
+    lines = [line for line in text.splitlines() if line and not line.startswith("CLUSTER:")]
+    for line in lines:
+        # a heterogeneous job (12+0) is not ours, nor is the rest of a comment with a line end
+        row = line.split(DELIMITER, count - 1)
+        if len(row) == count and re.fullmatch(r"\d+(_\d+)?", row[0]):
+            found = True
+            yield [*row[:-1], row[-1].removesuffix(DELIMITER)]
+        found = found or re.match(r"\d+[_+]", line) is not None
+    if lines and not found:
+        raise QueueError(f"squeue answered {lines[0][:200]!r}, which is not what was asked for")
+
+
+def parse_squeue(text: str, now: float) -> dict[str, Seen]:
+    """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
+
+    A state that is not known here is left out, as if the queue did not show the job.
+    """
+    seen = {}
+    for row in rows(text, len(COLUMNS) + 1):
+        job, word, restarts, status, started, ends, nodes, reason = row
+        state = STATES.get(word)
+        end = _time(ends)
+        if state is None:
+            continue
+        if word == "COMPLETING" and (end is None or end > now):
+            state = State.REQUEUED  # its end is that of its next life
+        if state is State.PENDING and int(restarts):
+            state = State.REQUEUED
+        running = state is State.STARTING
+        seen[job] = Seen(
+            job,
+            state,
+            reason=_reason(word, reason),
+            exit_code=_code(state, status),
+            restarts=int(restarts),
+            started=_time(started) if running or state in OVER else None,
+            ends=end if running else None,
+            nodes=nodes if nodes not in NO_REASON else "",
+        )
+    return seen
+
+
+def parse_sacct(text: str) -> dict[str, Seen]:
+    """Read the jobs that are over of what sacct printed with `SACCT_COLUMNS`."""
+    seen = {}
+    for line in text.splitlines():
+        job, status, started, nodes, words = line.split("|", len(SACCT_COLUMNS) - 1)
+        word, _, by = words.partition(" by ")  # CANCELLED by 1000
+        state = STATES.get(word)
+        if state in OVER:
+            seen[job] = Seen(
+                job,
+                state,
+                reason=_reason(word, f"by {_user(by)}" if by else ""),
+                exit_code=_code(state, status),
+                started=_time(started),
+                nodes="" if nodes.startswith("None") else nodes,
+            )
+    return seen
+
+
+def _reason(word: str, reason: str) -> str:
+    known = [] if reason in NO_REASON else [reason]
+    return ": ".join(known if word in PLAIN else [word, *known])
+
+
+def _code(state: State, status: str) -> int | None:
+    """Exit code from ``code:signal``, or from the status of wait(2) that squeue prints."""
+    if state not in OVER:
+        return None
+    code, colon, signal = status.partition(":")
+    exited, signalled = int(code), int(signal or 0)
+    if not colon:
+        exited, signalled = exited >> 8, exited & 0x7F
+    if signalled:
+        return 128 + signalled
+    # SLURM has 0 for what did not end by itself
+    return exited if exited or state is State.COMPLETED else None
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None
+
+
+def _user(uid: str) -> str:
+    try:
+        return pwd.getpwuid(int(uid)).pw_name
+    except (KeyError, ValueError):
+        return f"user {uid}"

@@ -1,0 +1,146 @@
+"""All jobs of this user's clusters, whoever started them: what `hpcdask jobs` and `cleanup` see."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.queues.base import Queue
+from hpcdask.queues.folder import ClusterFolder, list_clusters
+from hpcdask.queues.registry import NAMES, queue_class
+from hpcdask.reconcile import OVER, Seen
+
+#: Seconds for a queueing system that no cluster's folder names.
+GUESS_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Found:
+    """A cluster of this user that is not over, or has jobs.
+
+    Attributes
+    ----------
+    name
+        Its id.
+    queue
+        Name of its queue.
+    folder
+        None if it is not in this base: removed, or in another one.
+    jobs
+        Its jobs in the queue that are not over.
+    """
+
+    name: str
+    queue: str
+    folder: ClusterFolder | None
+    jobs: dict[str, Seen] = field(default_factory=dict)
+
+    @property
+    def tag(self) -> str:
+        """What its jobs carry."""
+        return f"hpcdask:{self.name}"
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether its notebook lives; None if that cannot be seen from here."""
+        return self.folder.lives() if self.folder else None
+
+    @property
+    def elsewhere(self) -> str | None:
+        """The other machine whose processes its jobs are, if they are."""
+        if self.queue != "local" or self.folder is None:
+            return None
+        host = self.folder.owner.host
+        return None if host == os.uname().nodename else host
+
+    def since(self) -> dict[str, float]:
+        """When each job started, or was submitted if it has not, where that is known."""
+        submitted = self.folder.submitted() if self.folder else {}
+        times = {
+            job_id: seen.started or submitted.get(job_id) for job_id, seen in self.jobs.items()
+        }
+        return {job_id: time for job_id, time in times.items() if time is not None}
+
+
+async def survey(base: str | None) -> tuple[list[Found], list[str]]:
+    """Find all clusters of this user that are not over or have jobs.
+
+    Every queueing system that a cluster's folder in `base` names is asked, and those whose commands
+    are there, since folders may have been removed.
+
+    Returns
+    -------
+    list of Found, list of str
+        The clusters, and which systems did not answer.
+    """
+    folders = {folder.name: folder for folder in list_clusters(base)}
+    named = {folder.queue for folder in folders.values()}
+    clusters = {
+        folder.name: Found(folder.name, folder.queue, folder)
+        for folder in folders.values()
+        if folder.ended is None
+    }
+    problems = []
+    # a system that a folder names comes first: another one's commands may be wrappers around it
+    systems = sorted(NAMES, key=lambda name: name not in named)
+    answers = await asyncio.gather(*(_ask(name, name in named) for name in systems))
+    for system, answer in zip(systems, answers, strict=True):
+        if isinstance(answer, HpcdaskError):
+            if system in named:
+                problems.append(str(answer))
+            continue
+        for job_id, (tag, seen) in answer.items():
+            name = tag.removeprefix("hpcdask:")
+            folder = folders.get(name)
+            found = clusters.setdefault(name, Found(name, system, folder))
+            if found.queue == system:
+                found.jobs[job_id] = seen
+    return list(clusters.values()), problems
+
+
+async def _ask(name: str, named: bool) -> dict[str, tuple[str, Seen]] | HpcdaskError:
+    """The jobs with a tag of hpcdask that are not over, by id."""
+    try:
+        queue: Queue = queue_class(name)()
+        queue.check()
+        if not named:
+            queue.timeout_s = GUESS_TIMEOUT_S
+        tags = await queue.tagged()
+        seen = await queue.query(tags) if tags else {}
+    except HpcdaskError as error:
+        return error
+    return {
+        job_id: (tags[job_id], job)
+        for job_id, job in seen.items()
+        if job_id in tags and job.state not in OVER
+    }
+
+
+def choose(clusters: list[Found], names: tuple[str, ...], every: bool) -> list[Found]:
+    """The clusters whose jobs `hpcdask cleanup` cancels.
+
+    Parameters
+    ----------
+    clusters
+        What `survey` found.
+    names
+        Those named, whether their notebooks live or not; empty: all whose notebook is gone.
+    every
+        Also those whose notebook cannot be seen from here.
+
+    Raises
+    ------
+    UsageError
+        There is no cluster of that name.
+    """
+    known = [cluster.name for cluster in clusters]
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(
+            f"no cluster of yours that is not over is called {', '.join(unknown)}. "
+            f"There {'are: ' + ', '.join(known) if known else 'is none'}"
+        )
+    if names:
+        return [cluster for cluster in clusters if cluster.name in names]
+    return [c for c in clusters if c.lives is False or (every and c.lives is None)]

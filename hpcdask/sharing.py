@@ -1,0 +1,122 @@
+"""GPUs of a node that several jobs share: taking free ones, and what a cgroup hides."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import random
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from .devices import Gpu
+from .errors import DeviceError
+
+#: The node's own folder, the same for all jobs; TMPDIR is often each job's own.
+LOCKS = "/tmp"
+#: Seconds that an earlier job gets to let go of its GPU.
+LOCK_DEADLINE_S = 10.0
+#: Set by SLURM where jobs may share a GPU: by shards, or NVIDIA's MPS.
+SHARED_ON_PURPOSE = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+
+
+class _Taken(Exception):
+    """Another process holds the GPU; the text says which."""
+
+
+def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str = LOCKS) -> list[Gpu]:
+    """Take `count` GPUs that no other job of this user on this node holds.
+
+    A GPU is held by a lock on a file of its UUID, until this process ends, however it does.
+
+    Parameters
+    ----------
+    gpus
+        The GPUs that this job sees, at least `count`.
+    count
+        How many to take.
+    owner
+        Who takes them, for the messages of others.
+    folder
+        Where the files lie.
+
+    Raises
+    ------
+    DeviceError
+        Too few are free, for `LOCK_DEADLINE_S`.
+    """
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        held: dict[str, int] = {}
+        others: list[str] = []
+        for gpu in gpus:
+            if len(held) < count:
+                try:
+                    held[gpu.uuid] = _lock(gpu, owner, folder)
+                except _Taken as error:
+                    others.append(str(error))
+        if len(held) == count:
+            return [gpu for gpu in gpus if gpu.uuid in held]
+        for file in held.values():  # all or none, so that two jobs cannot wait for each other
+            os.close(file)
+        if time.monotonic() > deadline:
+            raise DeviceError(
+                f"{socket.gethostname()} shows this job {_gpus(len(gpus))} and it needs {count}, "
+                f"but {len(others)} of them {'is' if len(others) == 1 else 'are'} in use: "
+                f"{'; '.join(others)}. Have the queue give each job GPUs of its own"
+            )
+        time.sleep(random.uniform(0.1, 0.3))
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _lock(gpu: Gpu, owner: str, folder: str) -> int:
+    """Lock the file of a GPU, and return its descriptor. The file itself stays for the next."""
+    path = os.path.join(folder, f"hpcdask-{os.getuid()}-{gpu.uuid.replace('/', '-')}.lock")
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
+    try:
+        if os.fstat(file).st_uid != os.getuid():
+            raise _Taken(f"{gpu.uuid} cannot be locked, {path} is another user's")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
+            other = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+            raise _Taken(f"{gpu.uuid} by {other}") from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, owner.encode(), 0)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def shared_on_purpose(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the queue gave this job a part of a GPU, which others may use too."""
+    environ = os.environ if environ is None else environ
+    return any(name in environ for name in SHARED_ON_PURPOSE)
+
+
+def hidden_gpus(root: str = "/") -> int:
+    """How many of the node's GPUs a cgroup or a container keeps from this process.
+
+    Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
+    """
+    hidden = 0
+    for path in glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"):
+        with contextlib.suppress(OSError), open(path) as file:
+            minor = re.search(r"^Device Minor:\s*(\d+)", file.read(), re.MULTILINE)
+            # The kernel asks the device cgroup here too
+            if minor and not os.access(f"{root}dev/nvidia{minor[1]}", os.R_OK | os.W_OK):
+                hidden += 1
+    return hidden

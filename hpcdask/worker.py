@@ -1,0 +1,256 @@
+"""``python -m hpcdask.worker``: what one job of a queue runs on each of its nodes."""
+
+from __future__ import annotations
+
+from hpcdask import bootstrap
+
+if __name__ == "__main__":
+    bootstrap.end_on_interrupt()
+    bootstrap.reexecute()
+    _janitor = bootstrap.Janitor.start()
+    from hpcdask.devices import Scout
+
+    _scout = Scout.start(_janitor.release_in_child)
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from hpcdask import ranks, security
+from hpcdask.devices import Scout
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.spec import WorkerSpec, options
+
+if TYPE_CHECKING:
+    from hpcdask.joblife import JobPart
+
+HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
+
+Each worker has a device of its own. They end when the scheduler says so, when it is gone, or on
+SIGTERM, after handing over what they hold.
+"""
+#: Variables of queueing systems that name a file with the job's nodes.
+NODE_FILES = ("PBS_NODEFILE", "OAR_NODEFILE")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line and the environment ask for.
+
+    Attributes
+    ----------
+    spec
+        What each worker is.
+    scheduler
+        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
+    keys
+        Folder of the cluster's credentials, or None.
+    cluster, job, restarts
+        Of the workers' names.
+    workers
+        Number of workers on each node.
+    """
+
+    spec: WorkerSpec
+    scheduler: str
+    keys: str | None
+    cluster: str
+    job: str
+    restarts: int
+    workers: int
+
+    def names(self, node: int, nodes: int = 1) -> list[str]:
+        """Names of the workers on `nodes` nodes, from node number `node` on."""
+        numbers = range(node * self.workers, (node + nodes) * self.workers)
+        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
+
+
+def command() -> click.Command:
+    """The command line, made from the fields of `WorkerSpec`; the names are made here."""
+    return click.Command(
+        "python -m hpcdask.worker",
+        params=[
+            click.Option(
+                ["--scheduler"], required=True, help="Its address, such as tls://10.0.0.1:8786."
+            ),
+            click.Option(["--keys"], help="Folder of the cluster's TLS credentials."),
+            click.Option(["--cluster"], required=True, help="Begins the workers' names."),
+            click.Option(
+                ["--workers"],
+                type=click.IntRange(min=1),
+                default=1,
+                show_default=True,
+                help="Number of workers on each node.",
+            ),
+            *(option for option in options(WorkerSpec) if option.name != "name"),
+        ],
+        help=HELP,
+        context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+    )
+
+
+def parse(argv: Sequence[str]) -> Asked:
+    """Read the command line and the environment.
+
+    Raises
+    ------
+    UsageError
+        An option is unknown or its value is not understood, or the key folder is of no use.
+    SystemExit
+        After ``--help``.
+    """
+    try:
+        with command().make_context("python -m hpcdask.worker", list(argv)) as context:
+            values = dict(context.params)
+    except click.exceptions.Exit as stop:
+        raise SystemExit(stop.exit_code) from None
+    except click.UsageError as error:
+        raise UsageError(
+            f"{error.format_message()} (python -m hpcdask.worker --help lists the options)"
+        ) from None
+    own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
+    _check_access(own["scheduler"], own["keys"])
+    job, restarts = _identity()
+    return Asked(WorkerSpec(**values), job=job, restarts=restarts, **own)
+
+
+def _check_access(scheduler: str, keys: str | None) -> None:
+    match = re.fullmatch(r"(tls|tcp)://(\[[^\[\]]+\]|[^\s/:\[\]]+):(\d+)", scheduler)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise UsageError(
+            f"--scheduler: {scheduler!r} is not an address of a scheduler. "
+            f"Accepted: tls://HOST:PORT, tcp://HOST:PORT"
+        )
+    if match[1] == "tls" and not keys:
+        raise UsageError(f"--scheduler: {scheduler} needs the cluster's keys: add --keys FOLDER")
+    if match[1] == "tcp" and keys:
+        raise UsageError(f"--keys: {scheduler} does not use keys: leave them out, or name tls://")
+    if keys and "tls_worker_key" not in security.load_credentials(keys):
+        raise UsageError(f"--keys: {keys} holds no key for workers")
+
+
+def _identity() -> tuple[str, int]:
+    """Id and restart count of this job."""
+    restarts = os.environ.get("HPCDASK_RESTARTS") or "0"
+    if not re.fullmatch(r"\d+", restarts):
+        raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number")
+    if job := os.environ.get("HPCDASK_JOB_ID"):
+        return job, int(restarts)
+    if queued := ranks.job_id():
+        job, _, lives = queued.rpartition(".r")
+        return (job, int(lives)) if job else (queued, 0)
+    return f"{os.uname().nodename}-{os.getpid()}", 0
+
+
+def spread(asked: Asked, janitor: bootstrap.Janitor) -> None:
+    """In a job of several nodes, become an srun that starts this command on each of them.
+
+    Raises
+    ------
+    UsageError
+        Another queueing system gave several nodes, or srun does not start.
+    """
+    if not _is_the_queues(asked.job) or "SLURM_STEP_ID" in os.environ:
+        return
+    if "SLURM_JOB_ID" not in os.environ:
+        if (nodes := _listed_nodes()) > 1:
+            raise UsageError(
+                f"job {asked.job} has {nodes} nodes, and only under SLURM can its workers be "
+                f"started on all of them: request one node per job"
+            )
+        return
+    if (nodes := int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)) == 1:
+        return
+    srun = [
+        "srun",
+        f"-n{nodes}",
+        "--ntasks-per-node=1",
+        "-K",
+        "--cpu-bind=none",  # by default a task gets one core
+        "--mpi=none",
+        "--export=ALL",
+        "--input=none",
+    ]
+    janitor.dismiss()
+    try:
+        os.execvp(srun[0], [*srun, sys.executable, *sys.orig_argv[1:]])
+    except OSError as error:
+        raise UsageError(
+            f"job {asked.job} has {nodes} nodes, and srun does not start: {error.strerror}"
+        ) from None
+
+
+def _is_the_queues(job: str) -> bool:
+    """Whether the queueing system's variables speak of this very job, not of one around it."""
+
+    def number(text: str) -> str:
+        return re.split(r"\D", text, maxsplit=1)[0]
+
+    names = (*ranks.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID")
+    return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
+
+
+def _listed_nodes() -> int:
+    """Number of nodes that a system other than SLURM gave this job."""
+    for name in NODE_FILES:
+        with contextlib.suppress(OSError), open(os.environ.get(name, "")) as file:
+            return len(set(file.read().split()))
+    if os.environ.get("NHOSTS", "").isdigit():
+        return int(os.environ["NHOSTS"])
+    return len(set(os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
+
+
+def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
+    """From the command line to the exit code."""
+    try:
+        asked = parse(sys.argv[1:])
+        spread(asked, janitor)
+    except UsageError as error:
+        print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    from hpcdask.member import complain, leave
+
+    try:
+        part = start(asked, janitor, scout)
+    except HpcdaskError as error:
+        complain(f"job {asked.job} on {os.uname().nodename}: {error}")
+        leave(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
+    from distributed.compatibility import asyncio_run
+    from distributed.config import get_loop_factory
+
+    part.leave(asyncio_run(part.run(), loop_factory=get_loop_factory()))
+
+
+def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobPart:
+    """Fork what the workers are forked from, before the first thread."""
+    bootstrap.mark("options read")
+    import distributed  # noqa: F401  (once: all that follows is forked)
+
+    from hpcdask import children, devices, template
+    from hpcdask.joblife import JobPart
+    from hpcdask.member import new_scratch, start_template
+    from hpcdask.nanny import quiet
+
+    bootstrap.mark("distributed imported")
+    bootstrap.adopt_configured_pre_spawn(janitor)
+    scratch = new_scratch(asked.spec, janitor)
+    devices.widen(devices.launcher_cores())
+    template.freeze()
+    quiet()
+    start_template(asked.spec, scratch, children.Nursery(janitor))
+    bootstrap.mark("processes forked")
+    return JobPart(asked, janitor, scratch, scout)
+
+
+if __name__ == "__main__":
+    main(_janitor, _scout)

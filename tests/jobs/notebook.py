@@ -1,0 +1,36 @@
+"""A stand-in for a notebook with a cluster: local jobs, keys, and a warden, but no Dask.
+
+``python notebook.py BASE NAME JOBS [--unrecorded] [--forked] [--no-warden]`` prints the warden's
+process id, then obeys the line it reads: ``dismiss``, or ``exit`` without a word to the warden.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+from hpcdask.queues.base import Request
+from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.local import LocalQueue
+from hpcdask.queues.warden import start_warden
+from hpcdask.security import save_credentials
+
+base, name, count, *options = sys.argv[1:]
+folder = ClusterFolder.create(name, "local", base)
+save_credentials({"tls_ca_file": "not a key"}, str(folder.keys))
+queue = LocalQueue()
+request = Request(name="x", tag=folder.tag, folder=str(folder.path / "logs"), gpus=0)
+job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=[])
+folder.write_script(queue.script(job, request, [], "exec sleep 1000"))
+os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
+warden = None if "--no-warden" in options else start_warden(folder)
+submission = folder.new_submission()
+ids = asyncio.run(queue.submit(str(submission.script), int(count)))
+if "--unrecorded" not in options:
+    submission.record(ids)
+if "--forked" in options and os.fork() == 0:
+    time.sleep(1000)
+print(warden.pid if warden else 0, flush=True)
+if sys.stdin.readline().strip() == "dismiss":
+    warden.dismiss()

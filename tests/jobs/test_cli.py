@@ -1,0 +1,250 @@
+"""``hpcdask jobs`` and ``hpcdask cleanup``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdask.queues.folder import ClusterFolder
+from launching import end, leftovers, wait_for
+
+PROGRAM = Path(__file__).with_name("notebook.py")
+
+
+class User:
+    """One user's clusters, in a base of their own, and what they type."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.notebooks: list[subprocess.Popen[str]] = []
+        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+        key, value = self.marker.split("=")
+        self.env = {**os.environ, key: value}
+
+    def cluster(self, name: str = "nb", jobs: int = 2) -> ClusterFolder:
+        """A cluster of local jobs with a living notebook, and no warden."""
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        notebook = subprocess.Popen(
+            [sys.executable, PROGRAM, self.base, unique, str(jobs), "--no-warden"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.env,
+        )
+        self.notebooks.append(notebook)
+        assert notebook.stdout.readline() == "0\n"
+        return ClusterFolder.open(self.base / unique)
+
+    def left_cluster(self, name: str = "left", jobs: int = 2) -> ClusterFolder:
+        """The same, with its notebook gone."""
+        folder = self.cluster(name, jobs)
+        self.kill()
+        return folder
+
+    def kill(self) -> None:
+        """Kill the last notebook."""
+        self.notebooks[-1].kill()
+        self.notebooks[-1].communicate()
+
+    def hpcdask(self, command: str, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcdask.cli", command, "--folder", self.base, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env=self.env,
+        )
+        assert done.returncode == code, (done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        return done
+
+    def jobs(self, *folders: ClusterFolder) -> dict[str, dict]:
+        """What ``hpcdask jobs --json`` knows of these clusters, by job."""
+        rows = json.loads(self.hpcdask("jobs", "--json").stdout)
+        names = {folder.name for folder in folders}
+        return {row["job"]: row for row in rows if row["cluster"] in names}
+
+
+def processes(folder: ClusterFolder) -> list:
+    return leftovers(folder.tag)
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[User]:
+    user = User(tmp_path / "base")
+    yield user
+    for _ in range(2):  # what the first round killed may have started something
+        end(leftovers(user.marker))
+    for notebook in user.notebooks:
+        notebook.communicate()
+    assert not leftovers(user.marker)
+
+
+def test_jobs_shows_where_each_job_belongs(user):
+    living, left = user.cluster("living"), user.left_cluster()
+    known = user.jobs(living, left)
+    assert set(known) == {*living.ids(), *left.ids()}
+    row = known[left.ids()[0]]
+    assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "starting")
+    assert row["notebook"] == {"lives": False, "host": socket.gethostname(), "pid": left.owner.pid}
+    assert abs(row["since"] - time.time()) < 60
+    assert known[living.ids()[0]]["notebook"]["lives"] is True
+
+    lines = user.hpcdask("jobs").stdout.splitlines()
+    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "notebook"]
+    (line,) = (line for line in lines if left.ids()[0] in line)
+    assert re.search(
+        rf"{left.name} +{re.escape(left.ids()[0])} +running +local +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
+        rf" +is gone: process {left.owner.pid} on {socket.gethostname()}",
+        line,
+    )
+
+
+def test_cleanup_ends_what_was_left_and_nothing_else(user):
+    living, left = user.cluster("living"), user.left_cluster()
+    strangers = [
+        subprocess.Popen(["sleep", "1000"], env={**user.env, **more})
+        for more in ({}, {"HPCDASK_LOCAL_JOB": "1.1.1"}, {"HPCDASK_TAG": left.tag})
+    ]
+    try:
+        done = user.hpcdask("cleanup", "--yes")
+        assert [process.pid for process in processes(left)] == [strangers[2].pid]
+        assert not left.keys.exists()
+        assert ClusterFolder.open(left.path).ended is not None
+        assert f"{left.name}: cancelling" in done.stdout
+        assert all(job_id in done.stdout for job_id in left.ids())
+        assert f"{left.name}: 2 jobs cancelled and gone; no keys are left" in done.stdout
+        assert (
+            f"{living.name}: 2 jobs stay: its notebook (process {living.owner.pid}" in done.stdout
+        )
+        assert len(processes(living)) >= 2
+        assert living.keys.exists()
+        assert [process.poll() for process in strangers] == [None] * 3
+    finally:
+        for process in strangers:
+            process.kill()
+            process.wait()
+    assert set(user.jobs(living, left)) == set(living.ids())
+    assert "Nothing was left over." in user.hpcdask("cleanup", "--yes").stdout
+
+
+def test_cleanup_of_a_name(user):
+    living, other, left = user.cluster("living"), user.cluster("other"), user.left_cluster()
+    done = user.hpcdask("cleanup", living.name, "--yes")
+    assert not processes(living)
+    assert "lives and may submit others" in done.stdout
+    assert living.keys.exists()  # the notebook's own
+    assert ClusterFolder.open(living.path).ended is None
+    assert len(processes(other)) >= 2
+    assert len(processes(left)) >= 2
+
+
+def test_an_unknown_name_is_refused_before_anything_happens(user):
+    left = user.left_cluster()
+    done = user.hpcdask("cleanup", left.name, "no-such", "--yes", code=2)
+    assert done.stderr.startswith("hpcdask: error: no cluster of yours that is not over is called ")
+    assert len(done.stderr.splitlines()) == 1
+    assert left.name in done.stderr
+    assert len(processes(left)) >= 2
+
+
+def test_without_anybody_to_ask_nothing_is_cancelled(user):
+    left = user.left_cluster()
+    done = user.hpcdask("cleanup", code=2)
+    assert f"Cancel 2 jobs of {left.name}? Nobody is there to ask: --yes is needed" in done.stderr
+    assert len(processes(left)) >= 2
+
+
+def test_keys_without_jobs_are_removed_without_a_question(user):
+    left = user.left_cluster(jobs=0)
+    assert left.keys.exists()
+    user.hpcdask("cleanup")
+    assert not left.keys.exists()
+    assert ClusterFolder.open(left.path).ended is not None
+
+
+def elsewhere(folder: ClusterFolder, **change: str) -> None:
+    """Have it look as if its notebook ran elsewhere."""
+    path = folder.path / "cluster.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
+    folder = user.cluster()
+    elsewhere(folder, space="pid:[1]")
+    assert user.jobs(folder)[folder.ids()[0]]["notebook"]["lives"] is None
+    done = user.hpcdask("cleanup", "--yes")
+    assert "cannot be seen from here. To cancel them:" in done.stdout
+    assert len(processes(folder)) >= 2
+    user.hpcdask("cleanup", "--all", "--yes")
+    assert not processes(folder)
+    assert not folder.keys.exists()
+
+
+def test_jobs_of_a_removed_folder_are_known_by_their_tag(user):
+    folder = user.left_cluster()
+    ids = folder.ids()
+    folder.path.rename(user.base / "elsewhere")  # not listed: the name in the tag is another
+    elsewhere(ClusterFolder.open(user.base / "elsewhere"), ended=1.0)
+    assert set(user.jobs(folder)) == set(ids)
+    assert user.jobs(folder)[ids[0]]["notebook"] == {"lives": None, "host": None, "pid": None}
+    user.hpcdask("cleanup", folder.name, "--yes")
+    assert not processes(folder)
+
+
+def test_processes_of_another_machine_are_left_to_it(user):
+    folder = user.left_cluster(jobs=0)
+    elsewhere(folder, host="laptop")
+    hint = f"{folder.name}: its jobs are processes of laptop. There: hpcdask"
+    assert f"{hint} jobs" in user.hpcdask("jobs").stderr
+    assert hint not in user.hpcdask("cleanup").stderr
+    done = user.hpcdask("cleanup", folder.name, code=1)
+    assert f"hpcdask: error: {hint} cleanup {folder.name}" in done.stderr
+    assert folder.keys.exists()
+
+
+def test_a_queue_that_does_not_answer_is_an_error(user):
+    left = user.left_cluster()
+    elsewhere(user.left_cluster(jobs=0), queue="lsf")
+    done = user.hpcdask("jobs", code=1)
+    assert "hpcdask: error: there is no bsub on this machine" in done.stderr
+    assert left.ids()[0] in done.stdout
+    done = user.hpcdask("cleanup", "--yes", code=1)
+    assert "there is no bsub" in done.stderr
+    assert not processes(left)
+
+
+def test_a_base_that_cannot_be_read_is_one_line(user, tmp_path):
+    (tmp_path / "base").symlink_to("base")
+    done = user.hpcdask("jobs", code=2)
+    assert re.fullmatch(r"hpcdask: error: .*base cannot be read: .*\n", done.stderr)
+
+
+def test_what_ended_long_ago_is_removed(user):
+    left = user.left_cluster(jobs=0)
+    elsewhere(left, ended=time.time() - 31 * 86400)
+    assert f"ended long ago: {left.name}" in user.hpcdask("cleanup").stdout
+    assert not left.path.exists()
+
+
+def test_without_clusters():
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", "/nonexistent", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert isinstance(json.loads(done.stdout), list)

@@ -1,0 +1,282 @@
+"""Clusters of jobs with processes of this machine as the queue: the state machine of all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+import hpcdask
+from hpcdask.errors import JobsFailed, UsageError
+from hpcdask.reconcile import State
+from launching import clean_environment, describe, end, leftovers, wait_for, walk
+
+ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a cluster keeps its files; at the end no process and no key may be left."""
+    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+    monkeypatch.setenv(*marker.split("="))
+    base = tmp_path / "clusters"
+    yield base
+    try:
+        wait_for(lambda: not leftovers(marker) and not keys(base), 10, "all to be gone")
+    except AssertionError:
+        pytest.fail(f"left behind: {describe(leftovers(marker))} {keys(base)}")
+    finally:
+        end(leftovers(marker))
+
+
+def keys(base: Path) -> list[Path]:
+    return [path for path in walk(base) if path.suffix == ".pem"]
+
+
+def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
+    return hpcdask.LocalCUDAJobCluster(**{**ONE, "shared_temp_directory": str(folder), **keywords})
+
+
+def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[State]:
+    return [job.state for job in cluster.jobs()]
+
+
+def pids(client: Client) -> dict[str, int]:
+    """Process ids of the workers, by the workers' names."""
+    found = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
+    return dict(found.values())
+
+
+def test_scale_up_and_down(folder: Path):
+    with make(folder) as cluster, cluster.get_client() as client:
+        assert cluster.jobs() == ()
+        assert not cluster.job_logs()
+        cluster.scale(2)
+        assert len(cluster.jobs()) == 2  # there when `scale` returns
+        client.wait_for_workers(2, timeout=30)
+        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        wait_for(lambda: states(cluster) == [State.RUNNING] * 2, 10, "both to run")
+        assert "2 running" in repr(cluster)
+        assert "2 running" in cluster._repr_html_()
+        ids = {job.id for job in cluster.jobs()}
+        assert {
+            name.removeprefix(f"{cluster.id}-").rsplit("-", 2)[0] for name in pids(client)
+        } == ids
+        for job_id, log in cluster.job_logs().items():
+            assert f"job {job_id}" in log
+        cluster.scale(1)
+        wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 20, "one")
+        cluster.scale(jobs=2)
+        client.wait_for_workers(2, timeout=30)
+    logs = [path for path in walk(folder) if path.suffix == ".log"]
+    assert logs
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
+
+
+def test_the_preview_is_what_is_submitted(folder: Path):
+    with make(folder, job_script_prologue=["export GREETING='it''s me'"]) as cluster:
+        preview = cluster.job_script()
+        cluster.scale(1)
+        (script,) = folder.glob("*/submissions/*/script.sh")
+        assert script.read_text() == preview
+        assert "export GREETING='it''s me'" in preview
+        ids = (script.parent / "ids").read_text().split()
+        assert ids == [job.id for job in cluster.jobs()]
+
+
+def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):
+    with make(folder) as cluster, cluster.get_client() as client:
+        cluster.adapt(minimum=0, maximum=3, interval="100ms", target_duration="1s")
+        futures = client.map(lambda number: time.sleep(0.2) or number, range(30), pure=False)
+        assert sum(client.gather(futures)) == sum(range(30))
+        assert len(cluster.jobs()) == 3
+        del futures
+        wait_for(lambda: set(states(cluster)) == {State.COMPLETED}, 30, "all jobs to end")
+        assert not any(job.cancelled for job in cluster.jobs())
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3  # and up again
+
+
+def test_a_result_outlives_the_worker_that_holds_it(folder: Path):
+    with make(folder, n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=30)
+        counted = client.map(lambda number: (number, os.urandom(4)), range(20), pure=False)
+        before = client.gather(counted)
+        cluster.scale(1)
+        wait_for(lambda: len(client.scheduler_info()["workers"]) == 1, 20, "one worker")
+        assert client.gather(counted) == before  # moved, not computed again
+
+
+def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
+    with make(folder, n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=30)
+        futures = client.map(lambda number: time.sleep(0.1) or number, range(60), pure=False)
+        victim, pid = sorted(pids(client).items())[0]
+        job = psutil.Process(pid)
+        while str(os.getpid()) != str(job.parent().pid):  # up to the job's own process
+            job = job.parent()
+        os.killpg(job.pid, signal.SIGKILL)
+        assert sum(client.gather(futures)) == sum(range(60))
+        wait_for(lambda: states(cluster).count(State.RUNNING) == 2, 30, "a replacement")
+        assert len(cluster.jobs()) == 3
+        assert victim not in pids(client)
+
+
+def test_several_workers_per_job_come_and_go_together(folder: Path):
+    with make(folder, gpus_per_job=2) as cluster, cluster.get_client() as client:
+        cluster.scale(3)  # workers: two jobs
+        client.wait_for_workers(4, timeout=40)
+        assert [job.size for job in cluster.jobs()] == [2, 2]
+        first = cluster.jobs()[0].id
+        numbers = sorted(name.rsplit("-", 1)[1] for name in pids(client) if f"-{first}-" in name)
+        assert numbers == ["0", "1"]
+        cluster.scale(2)
+        wait_for(lambda: len(client.scheduler_info()["workers"]) == 2, 20, "one job")
+        left = {name.rsplit("-", 1)[0] for name in pids(client)}
+        assert len(left) == 1
+
+
+def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.CaptureFixture[str]):
+    prologue = ["echo 'module: command not found' >&2", "exit 3"]
+    with make(folder, job_script_prologue=prologue) as cluster, cluster.get_client() as client:
+        future = client.submit(sum, [1, 2])
+        cluster.scale(1)
+        with pytest.raises(JobsFailed, match=r"3 jobs in a row") as error:
+            client.wait_for_workers(1, timeout=30)
+        text = str(error.value)
+        last = cluster.jobs()[-1]
+        for part in (last.id, "exit code 3", "module: command not found"):
+            assert part in text
+        assert len(cluster.jobs()) == 3
+        with pytest.raises(JobsFailed, match=r"exit code 3"):
+            future.result(timeout=20)
+        assert "Failed" in cluster._repr_html_()
+        time.sleep(1)  # for nothing to happen
+        assert len(cluster.jobs()) == 3
+    assert capsys.readouterr().err.count("jobs in a row") == 1
+
+
+def test_a_computation_longer_than_the_walltime(folder: Path):
+    with make(folder, walltime="12s", n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=30)
+        start = time.monotonic()
+        first = client.map(lambda number: (number, os.urandom(4)), range(8), pure=False)
+        known = client.gather(first)
+        futures = client.map(lambda number: time.sleep(0.5) or number, range(80), pure=False)
+        assert sum(client.gather(futures)) == sum(range(80))
+        assert time.monotonic() - start > 12
+        assert client.gather(first) == known  # results moved from job to job
+        over = [job.state for job in cluster.jobs() if job.state == State.TIMEOUT]
+        assert not over, cluster.jobs()  # all left before the limit
+        assert cluster.failure is None
+
+
+def test_a_dask_task_longer_than_the_walltime_is_named(folder: Path):
+    def endless(seconds: float) -> None:
+        time.sleep(seconds)
+
+    with make(folder, walltime="8s", n_workers=1) as cluster, cluster.get_client() as client:
+        future = client.submit(endless, 100)
+        with pytest.raises(Exception, match=r"endless.*walltime"):
+            future.result(timeout=60)
+
+
+NOTEBOOK = """
+import sys, time
+from hpcdask import LocalCUDAJobCluster
+cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
+cluster.scale(2)
+cluster.wait_for_workers(2, timeout=30)
+print("here", flush=True)
+how = sys.argv[2]
+if how == "leave":
+    sys.exit()
+if how == "raise":
+    raise RuntimeError("on purpose")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["leave", "raise", "SIGTERM", "SIGINT", "SIGKILL"])
+def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
+    program = tmp_path / "notebook.py"
+    program.write_text(NOTEBOOK)
+    keywords = repr({**ONE, "shared_temp_directory": str(folder)})
+    notebook = subprocess.Popen(
+        [sys.executable, program, keywords, how],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert notebook.stdout is not None
+    assert notebook.stdout.readline() == "here\n"
+    if how.startswith("SIG"):
+        notebook.send_signal(getattr(signal, how))
+    notebook.communicate(timeout=30)
+    codes = {"leave": 0, "raise": 1, "SIGTERM": -15, "SIGINT": -2, "SIGKILL": -9}
+    assert notebook.returncode == codes[how]
+    # the fixture waits for the jobs, their processes and the keys to be gone
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"memory": "lots"}, "memory: 'lots' is not an amount of memory"),
+        ({"walltime": "soon"}, "walltime"),
+        ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
+        ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
+        ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
+        ({"gpus_per_job": 3, "nodes_per_job": 2}, "cannot be shared evenly"),
+        ({"colour": "red"}, "unknown keyword colour"),
+        ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
+        ({"nanny": False}, "every worker has a nanny"),
+        ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
+        ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
+        ({"cores": 0}, "cores=0"),
+    ],
+)
+def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
+    with pytest.raises(UsageError, match=message):
+        make(folder, **keywords)
+    assert not folder.exists()
+
+
+def test_bad_numbers_submit_nothing(folder: Path):
+    with make(folder) as cluster:
+        with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):
+            cluster.adapt(minimum=3, maximum=2)
+        with pytest.raises(UsageError, match="-1 is not a number of workers"):
+            cluster.scale(-1)
+        assert not cluster.jobs()
+    with pytest.raises(UsageError, match="closed"):
+        cluster.scale(1)
+
+
+def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):
+    before = signal.getsignal(signal.SIGINT)
+    with make(folder):
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_worker_extra_args_of_dask_jobqueue(folder: Path):
+    extra = ["--resources", "GPU=2", "--nthreads 3"]
+    with make(folder, worker_extra_args=extra) as cluster, cluster.get_client() as client:
+        cluster.scale(1)
+        client.wait_for_workers(1, timeout=30)
+        (worker,) = client.scheduler_info()["workers"].values()
+        assert worker["resources"] == {"GPU": 2.0}
+        assert worker["nthreads"] == 3
+        assert re.search(r"--resources GPU=2", cluster.job_script())

@@ -1,0 +1,343 @@
+"""Processes of this machine as jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.queues import local, machine
+from hpcdask.queues.base import Request
+from hpcdask.queues.local import LocalQueue
+from hpcdask.reconcile import OVER, Seen, State
+from launching import end, leftovers, wait_for
+
+
+class Site:
+    """A folder for scripts and logs, and a tag whose processes must be gone at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag = f"hpcdask:{uuid.uuid4().hex}"
+        self.queues: list[LocalQueue] = []
+
+    def queue(self, *args, **kwargs) -> LocalQueue:
+        self.queues.append(LocalQueue(*args, **kwargs))
+        return self.queues[-1]
+
+    def script(self, command: str, gpus: int = 0) -> str:
+        request = Request(name="x", tag=self.tag, folder=str(self.folder), gpus=gpus)
+        job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=["A=from-prologue"])
+        path = self.folder / f"script {uuid.uuid4().hex}.sh"
+        path.write_text(LocalQueue().script(job, request, ["B=from-preamble"], command))
+        return str(path)
+
+    def submit(self, queue: LocalQueue, command: str, count: int = 1, gpus: int = 0) -> list[str]:
+        return asyncio.run(queue.submit(self.script(command, gpus), count))
+
+    def output(self, job_id: str) -> str:
+        return (self.folder / f"queue-{job_id}.log").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        return leftovers(self.tag)
+
+
+GRACE_S = 1  # between SIGTERM and SIGKILL
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(local, "KILL_WAIT_S", GRACE_S)
+    site = Site(tmp_path)
+    try:
+        yield site
+        wait_for(lambda: not site.processes(), 15, "the jobs' processes to end")
+        assert all(entry.state in OVER for queue in site.queues for entry in entries(queue))
+    finally:
+        end(site.processes())
+
+
+def entries(queue: LocalQueue) -> list:
+    for entry in queue._entries.values():
+        if entry.leader is not None:
+            assert entry.leader.returncode is not None, "a zombie is left"
+    return list(queue._entries.values())
+
+
+def query(queue: LocalQueue, *ids: str) -> list[Seen | None]:
+    seen = asyncio.run(queue.query(ids))
+    return [seen.get(job_id) for job_id in ids]
+
+
+def wait_over(queue: LocalQueue, *ids: str, timeout: float = 30) -> list[Seen]:
+    wait_for(lambda: all(seen.state in OVER for seen in query(queue, *ids)), timeout, "the end")
+    return query(queue, *ids)
+
+
+def cancel(queue: LocalQueue, *ids: str) -> None:
+    asyncio.run(queue.cancel(ids))
+
+
+def test_a_job_runs_with_prologue_and_ends(site):
+    queue = site.queue()
+    ids = site.submit(queue, 'echo "$A $B"; echo "id ${HPCDASK_LOCAL_JOB}" >&2', count=3)
+    assert len(set(ids)) == 3
+    for job_id, seen in zip(ids, wait_over(queue, *ids), strict=True):
+        assert seen.id == job_id
+        assert (seen.state, seen.exit_code) == (State.COMPLETED, 0)
+        assert seen.nodes == os.uname().nodename
+        assert abs(seen.started - time.time()) < 60
+        assert site.output(job_id).splitlines() == ["from-prologue from-preamble", f"id {job_id}"]
+        assert (site.folder / f"queue-{job_id}.log").stat().st_mode & 0o777 == 0o600
+    assert asyncio.run(queue.tagged()).keys().isdisjoint(ids)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "reason"),
+    [("exit 3", 3, "exit code 3"), ("kill -KILL $$", 137, "killed by SIGKILL")],
+)
+def test_a_job_fails_with_its_exit_code(site, command, code, reason):
+    queue = site.queue()
+    (job_id,) = site.submit(queue, command)
+    (seen,) = wait_over(queue, job_id)
+    assert (seen.state, seen.exit_code, seen.reason) == (State.FAILED, code, reason)
+
+
+def test_a_job_that_cannot_be_started_has_failed(site):
+    queue = site.queue()
+    script = Path(site.script("true"))
+    script.write_text(script.read_text().replace(str(site.folder), str(site.folder / "missing")))
+    (job_id,) = asyncio.run(queue.submit(str(script), 1))
+    (seen,) = query(queue, job_id)
+    assert seen.state is State.FAILED
+    assert "No such file or directory" in seen.reason
+
+
+def test_a_script_that_says_nothing_is_refused(site):
+    path = site.folder / "other.sh"
+    path.write_text("#!/bin/bash\ntrue\n")
+    with pytest.raises(QueueError, match=r"other\.sh is not a job script .* needs the line"):
+        asyncio.run(site.queue().submit(str(path), 1))
+
+
+def test_cancelling_ends_all_of_a_job(site):
+    queue = site.queue()
+    (job_id,) = site.submit(queue, "sleep 1000 & (setsid sleep 1000) & exec sleep 1000")
+    wait_for(lambda: len([p for p in site.processes() if p.name() == "sleep"]) == 3)
+    assert query(queue, job_id)[0].state is State.STARTING
+    assert asyncio.run(queue.tagged())[job_id] == site.tag
+    cancel(queue, job_id)
+    (seen,) = wait_over(queue, job_id)
+    assert (seen.state, seen.exit_code, seen.reason) == (State.CANCELLED, 143, "cancelled")
+    assert not site.processes()
+
+
+def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
+    queue = site.queue()
+    (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    wait_for(lambda: site.output(job_id))
+    cancel(queue, job_id)
+    wait_for(lambda: not site.processes(), 30, "the job's end, though nobody asks")
+    assert query(queue, job_id)[0].state is State.CANCELLED
+
+
+def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
+    monkeypatch.setattr(local, "KILL_WAIT_S", 5)
+    queue = site.queue()
+    (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    (done,) = site.submit(queue, "exit 4")
+    wait_over(queue, done)
+    wait_for(lambda: site.output(job_id))
+    cancel(queue, job_id, done, "1.2.3", "not-an-id")
+    assert query(queue, done)[0].state is State.FAILED
+    assert query(queue, job_id)[0].state is State.STARTING
+    wait_over(queue, job_id)
+
+
+def test_the_walltime_ends_a_job(site):
+    queue = site.queue(walltime_s=1)
+    polite, stubborn = (
+        site.submit(queue, command)[0]
+        for command in ("exec sleep 1000", "trap '' TERM; sleep 1000; sleep 1000")
+    )
+    seen = query(queue, polite)[0]
+    assert seen.ends - seen.started == pytest.approx(1)
+    last = [(seen.state, seen.exit_code) for seen in wait_over(queue, polite, stubborn)]
+    assert last == [(State.TIMEOUT, 143), (State.TIMEOUT, 137)]
+
+
+def test_before_the_walltime_124_is_an_exit_code(site):
+    queue = site.queue(walltime_s=1000)
+    (job_id,) = site.submit(queue, "exit 124")
+    (seen,) = wait_over(queue, job_id)
+    assert (seen.state, seen.exit_code) == (State.FAILED, 124)
+
+
+def test_every_job_has_gpus_of_its_own(site):
+    gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
+    queue = site.queue(gpus)
+    mark = f"{site.folder}/$HPCDASK_LOCAL_JOB"
+    hold = f'echo "$CUDA_VISIBLE_DEVICES"; while [ ! -e "{mark}" ]; do sleep 0.05; done'
+    ids = site.submit(queue, hold, count=5, gpus=1)
+    states = [seen.state for seen in query(queue, *ids)]
+    assert states == [State.STARTING] * 3 + [State.PENDING] * 2
+    assert {seen.reason for seen in query(queue, *ids[3:])} == {"Resources: all 3 GPUs are taken"}
+    wait_for(lambda: all(site.output(job_id) for job_id in ids[:3]))
+    assert sorted(site.output(job_id).strip() for job_id in ids[:3]) == sorted(gpus)
+
+    (site.folder / ids[1]).touch()
+    wait_over(queue, ids[1])
+    wait_for(lambda: query(queue, ids[3])[0].state is State.STARTING)
+    wait_for(lambda: site.output(ids[3]))
+    assert site.output(ids[3]) == site.output(ids[1])
+    assert query(queue, ids[4])[0].state is State.PENDING
+
+    (cpu,) = site.submit(queue, 'echo "has [$CUDA_VISIBLE_DEVICES]"', gpus=0)
+    wait_over(queue, cpu)
+    assert site.output(cpu) == "has []\n"
+    cancel(queue, *ids)
+    assert query(queue, ids[4])[0].state is State.CANCELLED
+    wait_over(queue, *ids)
+
+
+def test_two_queues_take_no_gpu_twice(site):
+    gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
+    first, second = site.queue(gpus), site.queue(gpus)
+    ours = site.submit(first, "exec sleep 1000", count=2, gpus=1)
+    (pair,) = site.submit(second, 'echo "$CUDA_VISIBLE_DEVICES"', gpus=2)
+    assert query(second, pair)[0].reason == "Resources: 1 of 3 GPUs are free, not 2"
+    cancel(first, ours[0])
+    wait_over(first, ours[0])
+    wait_over(second, pair)
+    assert len(set(site.output(pair).strip().split(",")) & set(gpus)) == 2
+    cancel(first, *ours)
+    wait_over(first, *ours)
+
+
+def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site):
+    gpu = f"GPU-{uuid.uuid4()}"
+    job_id = submit_elsewhere(site, "exec sleep 1000", gpus=1, uuids=[gpu])
+    queue = site.queue([gpu])
+    (waiting,) = site.submit(queue, "true", gpus=1)
+    assert query(queue, waiting)[0].state is State.PENDING
+    cancel(queue, job_id)
+    wait_over(queue, waiting)
+
+
+def test_more_gpus_than_there_are_are_refused(site):
+    with pytest.raises(Refused, match="asks for 2 GPUs, and this machine has 1") as refusal:
+        site.submit(site.queue(["GPU-1"]), "true", gpus=2)
+    assert not refusal.value.for_now
+
+
+def test_gpus_that_are_not_counted_are_left_alone(site, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    queue = site.queue()
+    ids = site.submit(queue, 'echo "$CUDA_VISIBLE_DEVICES"', count=2, gpus=1)
+    wait_over(queue, *ids)
+    assert [site.output(job_id) for job_id in ids] == ["7\n", "7\n"]
+
+
+def test_a_strangers_folder_of_locks_is_refused(site, monkeypatch, tmp_path):
+    (tmp_path / "locks").mkdir(mode=0o755)
+    monkeypatch.setattr(machine, "lock_folder", lambda: str(tmp_path / "locks"))
+    queue = site.queue(["GPU-1"])
+    (job_id,) = site.submit(queue, "true", gpus=1)
+    (seen,) = query(queue, job_id)
+    assert seen.state is State.FAILED
+    assert "it must be yours with mode 0700" in seen.reason
+
+
+def submit_elsewhere(
+    site: Site, command: str, gpus: int = 0, uuids: list[str] | None = None
+) -> str:
+    """Submit in a process that then ends."""
+    program = f"""
+import asyncio
+from hpcdask.queues import local
+local.KILL_WAIT_S = {GRACE_S}
+print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus)!r}, 1)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def test_another_process_finds_and_cancels_a_job(site):
+    job_id = submit_elsewhere(site, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    queue = site.queue()
+    wait_for(lambda: site.output(job_id))
+    assert asyncio.run(queue.tagged())[job_id] == site.tag
+    (seen,) = query(queue, job_id)
+    assert seen.state is State.STARTING
+    assert abs(seen.started - time.time()) < 60
+    assert not asyncio.run(queue.departed([job_id]))
+    cancel(queue, job_id)
+    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+    assert asyncio.run(queue.departed([job_id]))[job_id].state is State.CANCELLED
+
+
+def test_a_job_without_its_leader_is_found_and_killed(site):
+    job_id = submit_elsewhere(site, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    queue = site.queue()
+    wait_for(lambda: site.output(job_id))
+    (leader,) = (process for process in site.processes() if process.name() == "timeout")
+    leader.kill()
+    wait_for(lambda: leader not in site.processes())
+    assert query(queue, job_id)[0].state is State.STARTING
+    cancel(queue, job_id)
+    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+
+
+def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):
+    queue = site.queue()
+    (job_id,) = site.submit(queue, "echo ready; sleep 1000; sleep 1000")
+    wait_for(lambda: site.output(job_id))
+    os.kill(queue._entries[job_id].leader.pid, signal.SIGKILL)
+    wait_for(lambda: query(queue, job_id)[0].reason, what="its leader's end to be seen")
+    assert query(queue, job_id)[0].state is State.STARTING
+    (seen,) = wait_over(queue, job_id)
+    assert (seen.state, seen.exit_code) == (State.FAILED, 137)
+
+
+def test_a_job_that_ended_unseen_has_departed(site):
+    job_id = submit_elsewhere(site, "exit 3")
+    queue = site.queue()
+    wait_for(lambda: query(queue, job_id) == [None])
+    seen = asyncio.run(queue.departed([job_id, f"{os.getpid()}.0.1"]))
+    assert {job.state for job in seen.values()} == {State.COMPLETED}
+    assert len(seen) == 2
+
+
+def test_what_another_living_program_has_pending_is_not_over(site):
+    me = psutil.Process()
+    start = Path(f"/proc/{me.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    assert not asyncio.run(site.queue().departed([f"{me.pid}.{start}.999999"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("5min", 300), ("1h30m", 5400), ("00:30:00", 1800)],
+)
+def test_walltimes(text, seconds):
+    assert LocalQueue.parse_walltime(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "none", "-5", "1:2"])
+def test_a_bad_walltime(text):
+    with pytest.raises(UsageError, match=r"walltime: .* is not a time"):
+        LocalQueue.parse_walltime(text)

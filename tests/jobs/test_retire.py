@@ -1,0 +1,507 @@
+"""What the end of a worker asks of a real scheduler: nothing is lost, nothing is counted wrongly.
+
+Most tests hold scheduler, workers and client in one event loop, with the scheduler's own checks of
+its state on. Dask tasks that have to run on wait at a gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from operator import add
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, KilledWorker, Nanny, Scheduler, Status, Worker, secede, wait
+from distributed.active_memory_manager import RetireWorker
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from hpcdask.clusters import retire
+from hpcdask.clusters.retire import TaskTooLong, too_long
+from hpcdask.errors import ClusterError, JobsFailed
+
+LONG_S = 60  # for what must not take long, on a busy machine
+
+
+@dataclass
+class Gate:
+    """Dask tasks that have come to it, and whether they may pass."""
+
+    came: list[Any] = field(default_factory=list)
+    open: threading.Event = field(default_factory=threading.Event)
+
+
+GATES: dict[str, Gate] = {}
+
+
+def gated(gate: str, value: Any) -> Any:
+    """Run until the gate is open."""
+    GATES[gate].came.append(value)
+    assert GATES[gate].open.wait(LONG_S)
+    return value
+
+
+def gated_aside(gate: str, value: Any) -> Any:
+    """The same, but outside the worker's threads."""
+    secede()
+    return gated(gate, value)
+
+
+@pytest.fixture
+def gate() -> Any:
+    """A gate of this test's own; opened at the end so that no thread stays."""
+    name = f"gate-{len(GATES)}"
+    GATES[name] = Gate()
+    yield name
+    GATES[name].open.set()
+
+
+async def until(condition: Callable[[], Any], what: str = "") -> Any:
+    """Let the event loop run until the condition holds, and return what it returned."""
+    deadline = time.monotonic() + LONG_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still waiting for {what or condition}"
+        await asyncio.sleep(0.01)
+    return value
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**kwargs), 2 * LONG_S))
+
+    return run
+
+
+class Site:
+    """A scheduler with a client, and workers by name."""
+
+    def __init__(self, scheduler: Scheduler, client: Client, stack: AsyncExitStack) -> None:
+        self.scheduler = scheduler
+        self.client = client
+        self.worker_of: dict[str, Worker] = {}
+        self._stack = stack
+
+    async def worker(self, name: str, **options: Any) -> None:
+        options = {"nthreads": 1, "memory_limit": 0, "dashboard": False} | options
+        worker = Worker(self.scheduler.address, name=name, **options)
+        self.worker_of[name] = await self._stack.enter_async_context(worker)
+        await until(lambda: self.status(name) == Status.running, "the scheduler to know it")
+
+    def status(self, name: str) -> Status | None:
+        ws = self.scheduler.workers.get(self.scheduler.aliases.get(name, ""))
+        return ws and ws.status
+
+    def runs(self, key: str) -> int:
+        """How often a worker was told to compute a Dask task."""
+        return sum(entry.finish == "processing" for entry in self.scheduler.story(key))
+
+    def none_twice(self) -> bool:
+        """Whether each Dask task was computed once at most."""
+        log = self.scheduler.transition_log
+        done = [entry.key for entry in log if entry[1:3] == ("processing", "memory")]
+        return bool(done) and len(done) == len(set(done))
+
+
+@asynccontextmanager
+async def site(*names: str, **options: Any) -> AsyncIterator[Site]:
+    """A scheduler and one-thread workers of these names."""
+    config = {
+        "distributed.scheduler.work-stealing": False,  # it may also move what has not begun
+        "distributed.scheduler.allowed-failures": 1,
+        # All workers are one process here, whose memory says nothing about any of them.
+        "distributed.worker.memory.target": False,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+    }
+    options = {"port": 0, "dashboard": False, "validate": True} | options
+    options |= {"host": "127.0.0.1"}
+    with TemporaryDirectory() as folder, dask.config.set(config, temporary_directory=folder):
+        async with AsyncExitStack() as stack:
+            scheduler = await stack.enter_async_context(Scheduler(**options))
+            client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
+            made = Site(scheduler, client, stack)
+            for name in names:
+                await made.worker(name)
+            try:
+                yield made
+            finally:
+                for gate in GATES.values():
+                    gate.open.set()
+
+
+@in_loop
+async def test_results_are_handed_over() -> None:
+    async with site("a", "b") as s:
+        results = s.client.map(add, range(20), [1] * 20, workers="a")
+        await wait(results)
+        assert retire.held(s.scheduler, ["a"]) == sum(
+            ts.nbytes for ts in s.scheduler.tasks.values()
+        )
+        assert retire.held(s.scheduler, ["b"]) == 0
+
+        gone = await retire.retire(s.scheduler, ["a", "never-there"], deadline_s=LONG_S)
+
+        assert gone == {"a", "never-there"}
+        assert s.status("a") is None
+        assert await s.client.gather(results) == list(range(1, 21))
+        assert s.none_twice()
+
+
+@in_loop
+async def test_a_lone_worker_stays_of_use_until_it_is_relieved() -> None:
+    async with site("a") as s:
+        result = await s.client.scatter(1)
+        for _ in range(3):
+            assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == frozenset()
+            assert await s.client.submit(add, result, 1, pure=False) == 2
+            assert s.status("a") == Status.running
+
+        await s.worker("b")
+        assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
+        assert await result == 1
+
+
+@in_loop
+async def test_what_runs_finishes_and_what_has_not_begun_goes_elsewhere(gate: str) -> None:
+    async with site("a", "b") as s:
+        there = {"workers": "a", "allow_other_workers": True}
+        running = s.client.submit(gated, gate, "result", key="running", **there)
+        await until(lambda: GATES[gate].came)
+        behind = s.client.map(add, range(3), [1] * 3, key="behind", **there)
+        await until(lambda: len(s.scheduler.workers[s.scheduler.aliases["a"]].processing) == 4)
+
+        retiring = asyncio.create_task(retire.retire(s.scheduler, ["a"], deadline_s=LONG_S))
+        assert await s.client.gather(behind) == [1, 2, 3]
+        assert not retiring.done()
+        GATES[gate].open.set()
+
+        assert await retiring == {"a"}
+        assert await running == "result"
+        assert s.runs("running") == 1
+        assert s.none_twice()
+
+
+@pytest.mark.parametrize("task", [gated, gated_aside])
+def test_a_worker_that_runs_beyond_the_deadline_stays(
+    task: Callable[[str, Any], Any], gate: str
+) -> None:
+    @in_loop
+    async def run() -> None:
+        async with site("a", "b") as s:
+            kept = s.client.submit(add, 1, 1, workers="a")
+            running = s.client.submit(task, gate, 7, key="running", workers="a")
+            await until(lambda: GATES[gate].came)
+
+            # Longer than three heartbeats: it must not pass for one that has not begun.
+            assert await retire.retire(s.scheduler, ["a"], deadline_s=2) == frozenset()
+            await until(lambda: s.status("a") == Status.running, "the worker to be taken back")
+            GATES[gate].open.set()
+
+            assert await s.client.gather([running, kept]) == [7, 2]
+            assert await s.client.submit(add, 2, 2, workers="a") == 4
+            assert s.runs("running") == 1
+            assert s.none_twice()
+
+    run()
+
+
+@in_loop
+async def test_calls_overlap() -> None:
+    async with site("a", "b", "c", "d") as s:
+        results = [
+            result
+            for name in "abc"
+            for result in s.client.map(add, range(9), [ord(name)] * 9, workers=name)
+        ]
+        await wait(results)
+
+        calls = [["a"], ["b", "c"], ["a", "b"]]
+        gone = await asyncio.gather(
+            *(retire.retire(s.scheduler, names, deadline_s=LONG_S) for names in calls)
+        )
+
+        assert gone[:2] == [{"a"}, {"b", "c"}]
+        assert await s.client.gather(results) == [ord(name) + i for name in "abc" for i in range(9)]
+        assert s.none_twice()
+
+
+@in_loop
+async def test_a_worker_is_left_to_the_call_that_retires_it(gate: str) -> None:
+    async with site("a", "b") as s:
+        running = s.client.submit(gated, gate, 7, workers="a")
+        await until(lambda: GATES[gate].came)
+        first = asyncio.create_task(retire.retire(s.scheduler, ["a"], deadline_s=LONG_S))
+        await until(lambda: s.worker_of["a"].status == Status.closing_gracefully)
+
+        assert await retire.retire(s.scheduler, ["a"], deadline_s=0.1) == frozenset()
+        for _ in range(10):  # time enough for it to be taken back
+            await s.client.submit(add, 1, 1, pure=False)
+            assert s.status("a") == Status.closing_gracefully
+
+        GATES[gate].open.set()
+        assert await first == {"a"}
+        assert await running == 7
+
+
+@in_loop
+async def test_what_nobody_else_holds_is_never_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lies = retire._drain, iter([True, True])
+
+    async def drain(scheduler: Scheduler, addresses: set[str], deadline: float) -> set[str]:
+        return set(addresses) if next(lies, False) else await real(scheduler, addresses, deadline)
+
+    monkeypatch.setattr(retire, "_drain", drain)
+    async with site("a", "b") as s:
+        result = s.client.submit(add, 1, 1, workers="a")
+        await wait(result)
+        assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
+        assert await result == 2
+        assert s.none_twice()
+
+
+@in_loop
+async def test_a_handover_that_hangs_ends_at_the_deadline() -> None:
+    async with site("a", "b") as s:
+        (result,) = s.client.map(add, [1], [1], workers="a")
+        await wait(result)
+        recipient = s.worker_of["b"].state
+        recipient.running, before = False, recipient.running  # it fetches nothing
+
+        assert await retire.retire(s.scheduler, ["a"], deadline_s=0.5) == frozenset()
+
+        await until(lambda: s.status("a") == Status.running, "the worker to be taken back")
+        assert not [
+            p for p in s.scheduler.extensions["amm"].policies if isinstance(p, RetireWorker)
+        ]
+        recipient.running = before
+        assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
+        assert await result == 2
+        assert s.none_twice()
+
+
+@in_loop
+async def test_forced_out_more_often_than_failures_are_allowed(gate: str) -> None:
+    async with site("w0", "idle") as s:
+        lost = s.client.submit(add, 1, 1, key="lost", workers="w0", allow_other_workers=True)
+        await wait(lost)
+        result = s.client.submit(
+            gated, gate, 7, key="often", workers="w0", allow_other_workers=True
+        )
+        for i in range(4):  # 2 failures would be 1 too many
+            await until(lambda i=i: len(GATES[gate].came) == i + 1, "the task to run")
+            on = s.scheduler.tasks["often"].processing_on.name
+            await s.worker(f"w{i + 1}")
+            assert await retire.force_out(s.scheduler, [on], reason="test") == []
+            assert s.status(on) is None
+        GATES[gate].open.set()
+
+        assert await s.client.gather([result, lost]) == [7, 2]
+        assert s.runs("lost") > 1
+        assert s.scheduler.tasks["often"].suspicious == 0
+        assert s.scheduler.tasks["often"].prefix.suspicious == 0
+
+
+@in_loop
+async def test_workers_forced_out_together_pass_nothing_on_to_one_another(gate: str) -> None:
+    async with site("a") as s:
+        result = s.client.submit(gated, gate, 7, key="k")
+        await until(lambda: GATES[gate].came)
+        for name in "bcde":  # they are removed in the order of their addresses
+            await s.worker(name)
+
+        await retire.force_out(s.scheduler, "abcde", reason="test")
+        assert s.scheduler.tasks["k"].state in retire.WAITING
+        assert s.runs("k") == 1
+
+        GATES[gate].open.set()
+        await s.worker("late")
+        assert await result == 7
+
+
+@pytest.mark.timeout(180)
+@in_loop
+async def test_nannies_leave_with_their_workers_and_a_killed_worker_counts() -> None:
+    async with site(allowed_failures=0) as s, AsyncExitStack() as stack:
+        forced, killed = [
+            await stack.enter_async_context(
+                Nanny(s.scheduler.address, name=name, nthreads=1, dashboard_address=":0")
+            )
+            for name in ("forced", "killed")
+        ]
+        held = s.client.submit(add, 1, 1, workers="forced", allow_other_workers=True)
+        await wait(held)
+        endless = s.client.submit(
+            time.sleep, 3600, key="endless", workers="forced", allow_other_workers=True
+        )
+        tasks = s.scheduler.tasks
+        await until(lambda: "endless" in tasks and tasks["endless"].processing_on)
+
+        await retire.force_out(s.scheduler, ["forced"], reason="test")
+        await until(lambda: tasks["endless"].processing_on, "the other worker")
+        assert await held == 2
+        os.kill(killed.pid, signal.SIGKILL)
+
+        with pytest.raises(KilledWorker):
+            await endless
+        # The task's thread holds the process for a while; without the nanny it could not end it.
+        await until(lambda: forced.status in (Status.closing_gracefully, Status.closed))
+
+
+def test_when_a_task_is_too_long() -> None:
+    life_s = 100.0
+    assert not too_long([79], life_s)
+    assert too_long([80], life_s)
+    assert not too_long([51], life_s)
+    assert not too_long([50, 50], life_s)
+    assert not too_long([10, 10, 10, 10, 10, 51], life_s)
+    assert too_long([51, 10, 51], life_s)
+
+
+@in_loop
+async def test_a_task_longer_than_a_job_is_named_at_the_client(gate: str) -> None:
+    async with site("a") as s:
+        cut_off = retire.CutOff()
+        result = s.client.submit(gated, gate, 7, key="slow-1", retries=5)
+        after = s.client.submit(add, result, 1)
+        for name, life_s in [("a", 1e6), ("b", 0.1)]:
+            ws = s.scheduler.workers[s.scheduler.aliases[name]]
+            # That the heartbeat tells what runs is not documented.
+            await until(lambda ws=ws: sum(ws.executing.values()) > 0.1, "a heartbeat")
+            await s.worker("b" if name == "a" else "c")
+            errors = await retire.force_out(
+                s.scheduler, [name], reason="walltime", cut_off=cut_off, life_s=life_s
+            )
+            assert len(errors) == (name == "b")
+
+        (error,) = errors
+        for future in (result, after):
+            with pytest.raises(TaskTooLong) as raised:
+                await future
+            assert raised.value.args == error.args
+            assert str(raised.value) == str(error)
+        assert (error.key, error.prefix, error.life_s) == ("slow-1", "slow", 0.1)
+        assert len(error.ran_s) == 2
+        assert min(error.ran_s) > 0.1
+        assert "'slow-1'" in str(error)
+        assert "\n" not in str(error)
+        GATES[gate].open.set()
+        assert await s.client.submit(add, 1, 1) == 2
+
+
+@in_loop
+async def test_a_task_that_finished_is_not_remembered_as_cut_off(gate: str) -> None:
+    async with site("a", "b") as s:
+        cut_off = retire.CutOff()
+        result = s.client.submit(gated, gate, 7, key="k", workers="a", allow_other_workers=True)
+        ws = s.scheduler.workers[s.scheduler.aliases["a"]]
+        await until(lambda: ws.executing, "a heartbeat")
+        await retire.force_out(s.scheduler, ["a"], reason="walltime", cut_off=cut_off, life_s=1e6)
+        assert list(cut_off.ran_s) == ["k"]
+        GATES[gate].open.set()
+        await result
+        await retire.force_out(s.scheduler, ["b"], reason="walltime", cut_off=cut_off, life_s=1e6)
+        assert not cut_off.ran_s
+
+
+@in_loop
+async def test_what_waits_for_workers_that_never_come_fails() -> None:
+    async with site() as s:
+        plain = s.client.submit(add, 1, 1)
+        many = s.client.map(add, range(50), range(50))
+        restricted = s.client.submit(add, 2, 2, workers="nowhere")
+        resources = s.client.submit(add, 3, 3, resources={"GPU": 1})
+        total = s.client.submit(sum, many)
+        await until(
+            lambda: {ts.state for ts in s.scheduler.tasks.values()} == {*retire.WAITING, "waiting"}
+        )
+
+        error = JobsFailed("job 4711 failed: no such partition")
+        assert retire.fail_waiting(s.scheduler, error) == 53
+        assert retire.fail_waiting(s.scheduler, error) == 0
+
+        for future in (plain, many[-1], restricted, resources, total):
+            with pytest.raises(JobsFailed, match=str(error)):
+                await future
+        await s.worker("late")
+        assert await s.client.submit(sum, [1, 2]) == 3
+
+
+@in_loop
+async def test_nothing_that_a_worker_runs_fails_with_what_waits(gate: str) -> None:
+    async with site("a") as s:
+        running = s.client.submit(gated, gate, 7)
+        waiting = s.client.submit(add, 1, 1, workers="nowhere")
+        await until(lambda: GATES[gate].came and len(s.scheduler.tasks) == 2)
+        assert retire.fail_waiting(s.scheduler, ClusterError("no jobs")) == 1
+        GATES[gate].open.set()
+        assert await running == 7
+        with pytest.raises(ClusterError, match="no jobs"):
+            await waiting
+
+
+class Veto(SchedulerPlugin):
+    """Keeps one worker from being closed."""
+
+    def __init__(self, name: str) -> None:
+        self.kept = name
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        return [ws for ws in workers if ws.name != self.kept]
+
+
+def group_of(name: str) -> str | None:
+    return name.split("-")[0] if name.startswith("job") else None
+
+
+@in_loop
+async def test_idle_groups_may_close_least_data_first(gate: str) -> None:
+    async with site() as s:
+        names = [f"job{i}-{n}" for i in range(6) for n in range(2)]
+        for name in [*names, "someone"]:
+            await s.worker(name, memory_limit="1 GiB")
+        kept = [
+            s.client.submit(bytes, megabytes * 10**6, workers=name)
+            for name, megabytes in [("job0-0", 2), ("job1-1", 1), ("job2-0", 3)]
+        ]
+        await wait(kept)
+        groups = retire.closable(s.scheduler, group_of)
+        assert set(groups[:3]) == {"job3", "job4", "job5"}
+        assert groups[3:] == ["job1", "job0"]  # job2 keeps the results: nobody relies on "someone"
+
+        aside = s.client.submit(gated_aside, gate, 1, workers="job3-0")
+        busy = s.client.submit(gated, gate, 2, workers="job4-1")
+        s.scheduler.add_plugin(Veto("job5-0"))
+        long_running = s.scheduler.workers[s.scheduler.aliases["job3-0"]].long_running
+        await until(lambda: len(GATES[gate].came) == 2 and long_running)
+        assert retire.closable(s.scheduler, group_of) == ["job1", "job0", "job2"]
+        GATES[gate].open.set()
+        await wait([aside, busy])
+
+
+@in_loop
+async def test_the_memory_for_all_results_stays() -> None:
+    async with site() as s:
+        for name in ("job0-0", "job1-0", "job2-0"):
+            await s.worker(name, memory_limit="10 MB")
+        result = s.client.submit(bytes, 7 * 10**6, workers="job0-0")
+        await wait(result)
+        assert retire.closable(s.scheduler, group_of) in (["job1"], ["job2"])
+
+
+def test_errors_reach_the_client_as_they_are() -> None:
+    error = TaskTooLong(("x", 1), "x", (3000.0, 3300.0), 3400.0)
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, ClusterError)
+    assert str(copy) == str(error)
+    assert copy.args == error.args

@@ -1,0 +1,256 @@
+"""The warden: what is left of a cluster whose notebook is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcdask.errors import QueueError
+from hpcdask.queues import warden
+from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.registry import NAMES
+from launching import end, leftovers, wait_for
+
+PROGRAM = Path(__file__).with_name("notebook.py")
+
+
+class Notebook:
+    """A process with a cluster; see notebook.py."""
+
+    def __init__(self, base: Path, *options: str, jobs: int = 3) -> None:
+        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+        name = f"nb-{uuid.uuid4().hex[:8]}"
+        key, value = self.marker.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, PROGRAM, base, name, str(jobs), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, key: value},
+            start_new_session=True,
+        )
+        pid = int(self.process.stdout.readline())
+        self.warden = psutil.Process(pid) if pid else None
+        self.folder = ClusterFolder.open(base / name)
+
+    def jobs(self) -> list[psutil.Process]:
+        return leftovers(self.folder.tag)
+
+    def tell(self, word: str) -> None:
+        self.process.communicate(word, timeout=60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def close(self) -> None:
+        for _ in range(2):  # what the first round killed may have started something
+            end(leftovers(self.marker))
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    started: list[Notebook] = []
+
+    def start(*options: str, **kwargs) -> Notebook:
+        started.append(Notebook(tmp_path, *options, **kwargs))
+        return started[-1]
+
+    yield start
+    for notebook in started:
+        notebook.close()
+        assert not leftovers(notebook.marker)
+
+
+def assert_all_gone(notebook: Notebook) -> None:
+    wait_for(lambda: not notebook.jobs(), 60, "the jobs' end")
+    wait_for(lambda: not alive(notebook.warden), 60, "the warden's end")
+    assert not notebook.folder.keys.exists()
+    assert ClusterFolder.open(notebook.folder.path).ended is not None
+    log = notebook.folder.path / "warden.log"
+    assert log.stat().st_mode & 0o777 == 0o600
+    text = log.read_text()
+    assert "the notebook is gone" in text
+    assert all(job_id in text for job_id in notebook.folder.ids())
+    assert text.endswith("no job is left\n")
+    assert "Traceback" not in text
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def by_signal(number: int):
+    return lambda notebook: os.killpg(notebook.process.pid, number)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        pytest.param(by_signal(signal.SIGKILL), id="SIGKILL"),
+        pytest.param(by_signal(signal.SIGTERM), id="SIGTERM"),
+        pytest.param(by_signal(signal.SIGHUP), id="SIGHUP"),
+        pytest.param(by_signal(signal.SIGINT), id="SIGINT"),
+        pytest.param(lambda notebook: notebook.tell("exit"), id="exit"),
+    ],
+)
+def test_however_the_notebook_ends_its_jobs_do_too(start, finish):
+    notebook = start()
+    assert len({process.pid for process in notebook.jobs()}) >= 3
+    assert notebook.folder.lives() is True
+    finish(notebook)
+    assert_all_gone(notebook)
+
+
+def test_jobs_that_were_not_recorded_are_found_by_their_tag(start, monkeypatch):
+    notebook = start("--unrecorded")
+    assert notebook.folder.ids() == []
+    # long ago, so that the warden does not wait for more of them
+    os.utime(notebook.folder.new_submission().script, (0, 0))
+    notebook.kill()
+    assert_all_gone(notebook)
+
+
+def test_jobs_end_though_a_fork_of_the_notebook_holds_the_pipe(start):
+    notebook = start("--forked")
+    (fork,) = (
+        child
+        for child in psutil.Process(notebook.process.pid).children()
+        if child.cmdline()[1:2] == [str(PROGRAM)]
+    )
+    os.kill(notebook.process.pid, signal.SIGKILL)
+    assert_all_gone(notebook)
+    assert alive(fork)
+    fork.kill()
+
+
+def test_signals_do_not_end_the_warden(start):
+    notebook = start()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        notebook.warden.send_signal(number)
+    notebook.kill()
+    assert_all_gone(notebook)
+
+
+def test_jobs_end_though_their_folder_is_gone(start):
+    notebook = start()
+    shutil.rmtree(notebook.folder.path)
+    notebook.kill()
+    wait_for(lambda: not notebook.jobs(), 60, "the jobs' end")
+    wait_for(lambda: not alive(notebook.warden), 60, "the warden's end")
+    assert not notebook.folder.path.exists()
+
+
+def test_a_dismissed_warden_does_nothing(start):
+    notebook = start()
+    notebook.tell("dismiss")
+    assert not alive(notebook.warden)
+    assert notebook.process.returncode == 0
+    assert len(notebook.jobs()) >= 3
+    assert (notebook.folder.path / "warden.log").read_text() == ""
+    assert ClusterFolder.open(notebook.folder.path).ended is not None
+    assert not notebook.folder.keys.exists()
+
+
+def test_the_warden_is_small_and_holds_nothing_of_the_notebook(start):
+    notebook = start()
+    process = notebook.warden
+    assert process.memory_info().rss < 25e6
+    files = {fd: os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in "012"}
+    assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+    assert files["0"].startswith("pipe:")
+    assert files["1"] == files["2"] == str(notebook.folder.path / "warden.log")
+    assert process.cwd() == "/"
+    assert os.getsid(process.pid) == process.pid
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_warden_loads_no_dask(name):
+    program = f"""
+import sys
+from hpcdask.queues import registry, warden
+registry.queue_class({name!r})()
+print(*sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = {module.partition(".")[0] for module in done.stdout.split()}
+    assert not loaded & {
+        "dask",
+        "dask_jobqueue",
+        "distributed",
+        "tornado",
+        "click",
+        "numpy",
+        "yaml",
+    }
+
+
+def test_a_warden_that_does_not_start_is_an_error(tmp_path):
+    folder = ClusterFolder.create("ab-1", "local", tmp_path)
+    (folder.path / "cluster.json").unlink()
+    with pytest.raises(QueueError, match=r"warden, .* has failed. See .*warden\.log"):
+        warden.start_warden(folder)
+    assert "is not the folder of a cluster" in (folder.path / "warden.log").read_text()
+    assert not [child for child in psutil.Process().children() if alive(child)]
+
+
+class Jobs:
+    """Jobs that end when they are cancelled, of a queue that does not always answer."""
+
+    def __init__(self, *looks: list[str] | None) -> None:
+        self.looks = list(looks)  # what find() sees in turn; None: no answer
+        self.cancelled: list[list[str]] = []
+
+    async def find(self) -> list[str]:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if look is None:
+            raise QueueError("squeue did not answer")
+        return look
+
+    async def cancel(self, ids: list[str]) -> None:
+        self.cancelled.append(list(ids))
+
+    def end(
+        self, monkeypatch, awaited=lambda: False, patience_s=30.0
+    ) -> tuple[list[str], list[str]]:
+        monkeypatch.setattr(warden, "PAUSE_S", (0.001, 0.01))
+        monkeypatch.setattr(warden, "END_S", patience_s)
+        said: list[str] = []
+        left = asyncio.run(warden.end_jobs(self, self.find, said.append, awaited))
+        return left, said
+
+
+def test_a_queue_that_does_not_answer_is_asked_again(monkeypatch):
+    jobs = Jobs(None, ["1", "2"], None, ["2"], [])
+    left, said = jobs.end(monkeypatch)
+    assert left == []
+    assert jobs.cancelled == [["1", "2"], ["2"]]
+    trouble = "squeue did not answer; trying again"
+    assert said == [trouble, "cancelling 1 2", trouble]
+
+
+def test_jobs_that_do_not_end_are_told(monkeypatch):
+    left, _ = Jobs(["1"]).end(monkeypatch, patience_s=0.05)
+    assert left == ["1"]
+    with pytest.raises(QueueError, match="did not answer"):
+        Jobs(None).end(monkeypatch, patience_s=0.05)
+
+
+def test_a_submission_that_was_cut_off_is_waited_for(monkeypatch):
+    jobs = Jobs([], [], ["7"], [])
+    left, _ = jobs.end(monkeypatch, awaited=lambda: len(jobs.looks) > 1)
+    assert left == []
+    assert jobs.cancelled == [["7"]]

@@ -1,0 +1,24 @@
+"""A Grid Engine for the tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from launching import unavailable
+from sge_site import PRIVATE, SgeSite, is_missing
+
+
+@pytest.fixture(scope="session")
+def sge() -> Iterator[SgeSite]:
+    """A Grid Engine of one host with eight slots and four GPUs."""
+    if is_missing():
+        unavailable(f"Grid Engine is not in {PRIVATE}: run tests/tools/install-queues.sh")
+    with SgeSite() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if site := request.node.funcargs.get("sge"):
+        site.cancel_all()

@@ -1,0 +1,281 @@
+"""A real Grid Engine on this host, for tests: its own cell, ports and spool folders.
+
+The master and one execution host are processes of the user who runs the tests. GPUs are a number
+that the host has, as on sites without a more elaborate set-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from launching import clean_environment, describe, end, leftovers, wait_for
+from slurm_site import free_ports
+
+PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "sge"
+PROGRAMS = PRIVATE / "usr/lib/gridengine"
+SHARE = PRIVATE / "usr/share/gridengine"
+LIBRARIES = [PROGRAMS, PRIVATE / "usr/lib/x86_64-linux-gnu", PRIVATE / "lib/x86_64-linux-gnu"]
+
+BOOTSTRAP = """\
+admin_user none
+default_domain none
+ignore_fqdn true
+spooling_method berkeleydb
+spooling_lib libspoolb
+spooling_params {root}/spool/db
+binary_path {programs}
+qmaster_spool_dir {root}/spool/qmaster
+security_mode none
+listener_threads 2
+worker_threads 2
+scheduler_threads 1
+"""
+
+HOST = {"hostname": "localhost", "complex_values": "slots={slots},gpu={gpus}"}
+HOST_LISTS = "load_scaling user_lists xuser_lists projects xprojects usage_scaling report_variables"
+
+QUEUE = """\
+qname gpu.q
+hostlist localhost
+seq_no 0
+load_thresholds NONE
+suspend_thresholds NONE
+nsuspend 1
+suspend_interval 00:05:00
+priority 0
+min_cpu_interval 00:05:00
+processors UNDEFINED
+qtype BATCH
+rerun FALSE
+slots {slots}
+tmpdir /tmp
+shell /bin/sh
+shell_start_mode posix_compliant
+notify 00:00:60
+initial_state default
+"""
+QUEUE_NONE = (
+    "ckpt_list pe_list prolog epilog starter_method suspend_method resume_method "
+    "terminate_method owner_list user_lists xuser_lists subordinate_list complex_values projects "
+    "xprojects calendar"
+)
+QUEUE_LIMITS = "rt cpu fsize data stack core rss vmem"
+
+
+def is_missing() -> bool:
+    """Whether Grid Engine's programs are not there."""
+    return not (PROGRAMS / "sge_qmaster").exists()
+
+
+class SgeSite:
+    """A Grid Engine as a context manager; `env` is the environment of its users.
+
+    Parameters
+    ----------
+    slots, gpus
+        Of its one host.
+    """
+
+    def __init__(self, slots: int = 8, gpus: int = 4) -> None:
+        self.slots = slots
+        self.gpus = gpus
+        self.folder = Path()
+        self.env: dict[str, str] = {}
+        self.marker = ""  # in the environment of every process of this site
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="sge-site-", dir="/tmp"))
+        env = clean_environment()
+        master, host = free_ports(2)
+        self.env = {
+            **env,
+            "PATH": f"{PROGRAMS}{os.pathsep}{env['PATH']}",
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, LIBRARIES)),
+            "SGE_ROOT": str(self.folder),
+            "SGE_CELL": "default",
+            "SGE_ARCH": "lx-amd64",
+            "SGE_QMASTER_PORT": str(master),
+            "SGE_EXECD_PORT": str(host),
+        }
+        self.marker = f"SGE_ROOT={self.folder}"
+        try:
+            self._write_cell()
+            self._start_master()
+            self._configure()
+            self._start_host()
+        except BaseException as error:
+            problem = RuntimeError(f"{error}\n{self.log()}")
+            self.close()
+            raise problem from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(
+        self, *command: str, timeout: float = 30, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of this site's user; a failure shows its output."""
+        done = subprocess.run(
+            command,
+            env=self.env,
+            cwd=self.folder,
+            timeout=timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if check and done.returncode:
+            raise AssertionError(
+                f"{command} returned {done.returncode}: {done.stdout + done.stderr}"
+            )
+        return done
+
+    def cancel_all(self, timeout: float = 20) -> None:
+        """Delete all jobs, and wait until none is there."""
+
+        def all_over() -> bool:
+            self.run("qdel", "-u", getpass.getuser(), check=False)
+            return not self.run("qstat").stdout.strip()
+
+        wait_for(all_over, timeout, "Grid Engine's jobs to end", interval=0.3)
+
+    def log(self, lines: int = 20) -> str:
+        """Return the last lines of each daemon's messages."""
+        parts = []
+        for path in [*self.folder.rglob("messages"), *self.folder.glob("*.log")]:
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts += [f"--- {path.relative_to(self.folder)}", *tail]
+        return "\n".join(parts)
+
+    # Start and end
+
+    def _write_cell(self) -> None:
+        for name in ("default/common", "spool/qmaster/job_scripts", "spool/db", "spool/execd"):
+            (self.folder / name).mkdir(parents=True)
+        shutil.copytree(SHARE / "util", self.folder / "util")
+        common = self.folder / "default/common"
+        common.joinpath("bootstrap").write_text(
+            BOOTSTRAP.format(root=self.folder, programs=PROGRAMS)
+        )
+        common.joinpath("act_qmaster").write_text("localhost\n")
+        own, aliases, _ = socket.gethostbyaddr("127.0.0.1")
+        names = {socket.gethostname(), socket.getfqdn(), own, *aliases} - {"localhost"}
+        common.joinpath("host_aliases").write_text(f"localhost {' '.join(sorted(names))}\n")
+        settings = (SHARE / "default-configuration").read_text()
+        for old, new in (
+            ("/var/spool/gridengine/execd", f"{self.folder}/spool/execd"),
+            ("min_uid                1000", "min_uid 0"),
+            ("min_gid                1000", "min_gid 0"),
+            ("/usr/bin/mail", "/bin/true"),
+            ("accounting=true", "accounting=true accounting_flush_time=00:00:00"),
+        ):
+            assert old in settings, old
+            settings = settings.replace(old, new)
+        configuration = self.folder / "configuration"
+        configuration.write_text(settings)
+        resources = self.folder / "util/resources"
+        self.run("spoolinit", "berkeleydb", "libspoolb", f"{self.folder}/spool/db", "init")
+        for what, value in (
+            ("configuration", configuration),
+            ("complexes", resources / "centry"),
+            ("usersets", resources / "usersets"),
+            ("managers", getpass.getuser()),
+        ):
+            self.run("spooldefaults.bin", what, str(value))
+
+    def _start_master(self) -> None:
+        self._start("sge_qmaster")
+        self._wait(lambda: not self.run("qconf", "-sh", check=False).returncode, "the master")
+
+    def _configure(self) -> None:
+        self.run("qconf", "-as", "localhost")
+        resources = self.run("qconf", "-sc").stdout + "gpu gpu INT <= YES YES 0 0\n"
+        self._give("-Mc", "resources", resources)
+        host = {**HOST, **dict.fromkeys(HOST_LISTS.split(), "NONE")}
+        text = "".join(f"{name} {value}\n" for name, value in host.items())
+        self._give("-Ae", "host", text.format(slots=self.slots, gpus=self.gpus))
+        none = "".join(f"{name} NONE\n" for name in QUEUE_NONE.split())
+        limits = "".join(f"s_{n} INFINITY\nh_{n} INFINITY\n" for n in QUEUE_LIMITS.split())
+        self._give("-Aq", "queue", QUEUE.format(slots=self.slots) + none + limits)
+        scheduling = []
+        fast = {
+            "schedule_interval": "0:0:1",
+            "flush_submit_sec": "1",
+            "flush_finish_sec": "1",
+        }
+        for line in self.run("qconf", "-ssconf").stdout.splitlines():
+            name, value = line.split(None, 1)
+            scheduling.append(f"{name} {fast.get(name, value)}\n")
+        self._give("-Msconf", "scheduling", "".join(scheduling))
+
+    def _give(self, option: str, name: str, text: str) -> None:
+        path = self.folder / name
+        path.write_text(text)
+        self.run("qconf", option, str(path))
+
+    def _start_host(self) -> None:
+        self._start("sge_execd")
+
+        def reports() -> bool:
+            rows = [line.split() for line in self.run("qhost").stdout.splitlines()]
+            return any(row[0] == "localhost" and row[2] != "-" for row in rows if len(row) > 2)
+
+        self._wait(reports, "the execution host")
+
+    def _start(self, program: str) -> None:
+        with (self.folder / f"{program}.log").open("wb") as output:
+            daemon = subprocess.Popen(
+                [PROGRAMS / program],
+                env={**self.env, "SGE_ND": "true"},  # stay in the foreground
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._daemons.append(daemon)
+
+    def _wait(self, condition, what: str) -> None:
+        daemon = self._daemons[-1]
+        wait_for(lambda: daemon.poll() is not None or condition(), 30, what, interval=0.2)
+        if daemon.poll() is not None:
+            raise RuntimeError(f"{what} ended ({daemon.returncode})")
+
+    def close(self) -> None:
+        """End what the site started, jobs included, and remove its folder."""
+        for daemon in self._daemons:
+            daemon.terminate()
+        for daemon in self._daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(2)
+
+        def all_ended() -> bool:
+            end(remaining := leftovers(self.marker))
+            return not remaining
+
+        try:
+            wait_for(all_ended, 10, "Grid Engine's processes to end")
+        except AssertionError as error:
+            raise RuntimeError(f"{error}\n{describe(leftovers(self.marker))}") from None
+        for daemon in self._daemons:
+            daemon.wait()
+        self._daemons.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)

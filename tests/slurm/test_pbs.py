@@ -1,0 +1,113 @@
+"""The door to PBS, through SLURM's real qsub, qstat and qdel.
+
+Those commands translate to SLURM: arrays have no elements there, exit codes and tags are not
+shown, `mem` of a select statement has to come last. `tests/unit/test_queue_answers.py` has what
+PBS itself answers.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from doors import ask, cancel, make_job, submit, wait_for_state, write_script
+from hpcdask.errors import QueueError, Refused
+from hpcdask.queues.pbs import PbsQueue
+from hpcdask.reconcile import State
+from launching import unavailable, wait_for
+from slurm_site import SlurmSite
+
+pytestmark = pytest.mark.slurm
+
+PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "torque/usr"
+SAY = 'echo "$HPCDASK_JOB_ID ${CUDA_VISIBLE_DEVICES:-none}" >said; '
+
+
+@pytest.fixture
+def queue(slurm: SlurmSite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PbsQueue:
+    """The door, as a user of the site in an empty folder."""
+    if not (PRIVATE / "bin/qsub").exists():
+        unavailable(f"PBS's commands are not in {PRIVATE}: run tests/tools/install-queues.sh")
+    perl = [PRIVATE / "lib/x86_64-linux-gnu/perl5/5.36", PRIVATE / "share/perl5"]
+    for name, value in {
+        **slurm.env,
+        "PATH": f"{PRIVATE}/bin{os.pathsep}{slurm.env['PATH']}",
+        "PERL5LIB": os.pathsep.join(map(str, perl)),
+        "LD_LIBRARY_PATH": f"{PRIVATE}/lib/x86_64-linux-gnu",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return PbsQueue()
+
+
+def test_a_job_runs_and_ends(queue: PbsQueue, tmp_path: Path):
+    folder = tmp_path / """it's of; "all" """
+    job = make_job("PBS", resource_spec="nodes=1:ppn=1,mem=100MB", job_name="my job")
+    command = SAY + "sleep 2; exit 3"
+    (job,) = submit(queue, write_script(queue, job, folder, command, name="my job", gpus=1))
+    seen = wait_for_state(queue, job, State.STARTING)
+    assert seen.nodes.startswith("node")
+    assert seen.started is not None
+    assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
+    seen = wait_for_state(queue, job, State.COMPLETED)
+    assert "exit code is not shown" in seen.reason
+    assert Path("said").read_text() == f"{job} 0\n"
+    log = folder / f"queue-{job}.log"
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.glob("*.o*"))
+
+
+def test_dask_jobqueues_own_resources_are_understood(queue: PbsQueue, tmp_path: Path):
+    job = make_job("PBS", cores=2, memory="100MB")
+    (job,) = submit(queue, write_script(queue, job, tmp_path, SAY, gpus=1))
+    wait_for_state(queue, job, State.COMPLETED)
+    assert Path("said").read_text() == f"{job} none\n"  # SLURM does not know ngpus
+
+
+def test_a_pending_and_a_running_job_are_cancelled(
+    queue: PbsQueue, slurm: SlurmSite, tmp_path: Path
+):
+    job = make_job("PBS", resource_spec="nodes=3:ppn=8")
+    script = write_script(queue, job, tmp_path, "exec sleep 600")
+    first, second = submit(queue, script)[0], submit(queue, script)[0]
+    wait_for_state(queue, first, State.STARTING)
+    assert ask(queue, second).state is State.PENDING
+    cancel(queue, [first, second])
+    for job in (first, second):
+        wait_for_state(queue, job, State.COMPLETED)
+    cancel(queue, [first, "999"])  # those that are over, or unknown, do not matter
+
+
+def test_a_job_that_is_started_again_ends_at_once(
+    queue: PbsQueue, slurm: SlurmSite, tmp_path: Path
+):
+    job = make_job("PBS", resource_spec="nodes=1:ppn=1")
+    log = f"{tmp_path}/$HPCDASK_JOB_ID.log"
+    command = f'echo life >>"{log}"; exec sleep 600'
+    (job,) = submit(queue, write_script(queue, job, tmp_path, command))
+    wait_for(lambda: (tmp_path / f"{job}.log").exists(), 20, "the job's first life")
+    slurm.run("scontrol", "requeue", job)
+    wait_for_state(queue, job, State.PENDING)
+    wait_for_state(queue, job, State.COMPLETED, timeout=40)
+    assert (tmp_path / f"{job}.log").read_text() == "life\n"
+
+
+def test_what_is_refused(queue: PbsQueue, tmp_path: Path):
+    script = write_script(queue, make_job("PBS", queue="nix"), tmp_path, "true")
+    with pytest.raises(Refused, match="nvalid partition") as caught:
+        submit(queue, script)
+    assert script in str(caught.value)
+    assert "qstat -Q" in str(caught.value)
+    assert not caught.value.for_now
+
+
+def test_a_job_that_is_not_known_is_missing(queue: PbsQueue):
+    assert ask(queue, "999999") is None
+
+
+def test_these_commands_hide_tags_and_elements(queue: PbsQueue):
+    assert asyncio.run(queue.limit()) == 1
+    with pytest.raises(QueueError, match="squeue --me"):
+        asyncio.run(queue.tagged())

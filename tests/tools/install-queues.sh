@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Unpacks PBS's commands over SLURM (slurm-wlm-torque) and Grid Engine into folders of their own,
+# FOLDER/torque and FOLDER/sge: both packages bring a qsub, and neither is needed on the system.
+# The default FOLDER is .queues beside the environment of `make venv`; HPCDASK_QUEUES names another.
+# Where they cannot be had, the tests that need them skip, or fail with CI=true, and say why.
+set -eu
+folder=${1:-${HPCDASK_QUEUES:-$PWD/.queues}}
+torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libslurm38 libswitch-perl"
+sge="gridengine-master gridengine-exec gridengine-client gridengine-common libjemalloc2 libtirpc3"
+[ ! -e "$folder/complete" ] || exit 0
+
+give_up() { echo "The commands of PBS and Grid Engine are not installed ($1)"; exit 0; }
+command -v apt-get >/dev/null && command -v dpkg >/dev/null || give_up "no apt-get here"
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+
+echo "Unpacking the commands of PBS and Grid Engine into $folder"
+# Downloading needs no root; _apt, which root's apt-get would use for it, must reach the folder
+chmod 755 "$packages"
+download() { (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download "$@"); }
+# shellcheck disable=SC2086
+download $torque $sge >"$packages/log" 2>&1 </dev/null || {
+    tail -n 20 "$packages/log"
+    give_up "apt-get download failed; is apt-get update needed?"
+}
+for kind in torque sge; do
+    rm -rf "${folder:?}/$kind"
+    mkdir -p "$folder/$kind"
+    for package in ${!kind}; do
+        dpkg -x "$packages/$package"_*.deb "$folder/$kind"
+    done
+done
+# qsub runs the sbatch beside itself
+for program in sbatch srun salloc; do
+    path=$(command -v $program) || give_up "$program is missing: install SLURM first"
+    ln -sf "$path" "$folder/torque/usr/bin/$program"
+done
+touch "$folder/complete"
