@@ -14,7 +14,7 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.folder import prune
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.survey import Found, choose, survey
-from hpcdask.queues.warden import end_jobs
+from hpcdask.queues.warden import end_jobs, may_bring_more
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 #: Columns of a table that goes to a file or pipe.
@@ -65,7 +65,7 @@ def jobs(base: str | None, as_json: bool) -> None:
     for cluster in clusters:
         if cluster.elsewhere:
             click.echo(f"{cluster.name}: {_ask_there(cluster, 'jobs')}", err=True)
-    _complain(problems)
+    _complain(list(problems.values()))
 
 
 @main.command()
@@ -82,8 +82,6 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     The exit code is 1 if jobs are left or a queueing system does not answer.
     """
     found, problems = asyncio.run(survey(base))
-    if clusters and problems:
-        _complain(problems)
     chosen = choose(found, clusters, every)
     for cluster in found:
         if cluster not in chosen and cluster.jobs:
@@ -91,12 +89,13 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     total = sum(len(cluster.jobs) for cluster in chosen)
     if total and not yes:
         _confirm(f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?")
-    problems += asyncio.run(_end_all(chosen))
+    answered = [cluster for cluster in chosen if cluster.queue not in problems]
+    complaints = [*problems.values(), *asyncio.run(_end_all(answered))]
     if not chosen:
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
-    _complain(problems)
+    _complain(complaints)
 
 
 async def _end_all(clusters: list[Found]) -> list[str]:
@@ -121,8 +120,11 @@ async def _end(cluster: Found) -> str | None:
         # a notebook that lives may submit others for ever
         return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine
 
+    def awaited() -> bool:
+        return cluster.folder is not None and not lives and may_bring_more(cluster.folder)
+
     try:
-        left = await end_jobs(queue, find, say)
+        left = await end_jobs(queue, find, say, awaited)
     except HpcdaskError as error:
         return f"{cluster.name}: {error}"
     if left:

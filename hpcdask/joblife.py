@@ -38,7 +38,7 @@ LEAVE_BEHIND_DEADLINE_S = 2.0
 #: Seconds that workers get to hear what one of them has heard.
 SETTLE_S = 1.0
 #: Seconds in which a scheduler whose connection broke must answer again.
-RECONNECT_DEADLINE_S = 3.0
+RECONNECT_DEADLINE_S = 2.0
 FOREVER_S = 1e8
 #: Why a worker closes, in distributed's words, that nobody asked to.
 ABNORMAL = (
@@ -84,13 +84,14 @@ class JobPart(Member):
     async def run(self) -> int:
         """Bring the workers up, watch over them, and return the exit code."""
         self.signalled = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.get_running_loop().create_future()
         self.handle_signals(self.signalled.set_result)
         try:
-            places = await self._unless_signalled(asyncio.to_thread(self._places))
-            self.line = await self._unless_signalled(self._connect(self.spec.death_timeout))
+            places = await self._alive(asyncio.to_thread(self._places))
+            self.line = await self._alive(self._connect(self.spec.death_timeout))
             mark("scheduler answers")
             self.gone = asyncio.ensure_future(self._scheduler_gone())
-            await self._unless_signalled(self._start(places))
+            await self._alive(self._start(places))
             mark("workers run")
             code = await self._watch()
         except _Signalled:
@@ -101,13 +102,17 @@ class JobPart(Member):
         await self.close_workers()
         return code
 
-    async def _unless_signalled(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what brings the workers up, unless a signal comes or the scheduler goes."""
         task = asyncio.ensure_future(work)
-        first: list[asyncio.Future[Any]] = [task, self.signalled]
+        first: list[asyncio.Future[Any]] = [task, self.signalled, self.gone]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if self.signalled.done():
             task.cancel()
             raise _Signalled
+        if self.gone.done():
+            task.cancel()
+            raise self._loss()
         return task.result()
 
     # Bringing up
@@ -212,9 +217,10 @@ class JobPart(Member):
         if self.line is None:
             await asyncio.wait([self.gone], timeout=RECONNECT_DEADLINE_S + SETTLE_S)
         if self.gone.done():
-            raise ClusterError(
-                f"the scheduler at {self.asked.scheduler} is gone, so the workers end"
-            )
+            raise self._loss()
+
+    def _loss(self) -> ClusterError:
+        return ClusterError(f"the scheduler at {self.asked.scheduler} is gone, so the workers end")
 
     async def _scheduler_gone(self) -> None:
         """Return when the scheduler ends its side of the line and does not answer any more."""
@@ -244,8 +250,11 @@ class JobPart(Member):
                 try:
                     async with asyncio.timeout(HAND_OVER_DEADLINE_S):
                         while left := names & set(await _addresses(scheduler)):
-                            await scheduler.retire_workers(names=sorted(left), close_workers=True)
-                            await asyncio.sleep(HAND_OVER_PAUSE_S)
+                            done = await scheduler.retire_workers(
+                                names=sorted(left), close_workers=True
+                            )
+                            if len(done) < len(left):
+                                await asyncio.sleep(HAND_OVER_PAUSE_S)
                 finally:
                     async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
                         await self._leave_behind(scheduler, left)

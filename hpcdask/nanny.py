@@ -112,10 +112,14 @@ class BoundWorker(Worker):
         super().__init__(*args, **kwargs)
         self.batched_stream.interval = BATCH_INTERVAL_S
 
+    def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
+        """Being retired is no reason to complain that the scheduler does not know it any more."""
+        quiet("ERROR" if status == Status.closing_gracefully.name else "WARNING")
+        super().handle_worker_status_change(status, stimulus_id)
+
     async def close(self, *args: Any, **kwargs: Any) -> Any:
-        """Close; at the end of the run without complaints about what is closed already."""
-        if kwargs.get("reason") in (RUN_IS_OVER, "scheduler-close"):
-            quiet("CRITICAL")
+        """Close, without complaints about what is closed already."""
+        quiet("CRITICAL")
         return await super().close(*args, **kwargs)
 
 

@@ -16,12 +16,13 @@ Start = Callable[..., subprocess.Popen[bytes]]
 Wait = Callable[[subprocess.Popen[bytes], Callable[[], bool], str], None]
 
 
-def settings(port: int) -> dict[str, object]:
+def settings(folder: Path, port: int) -> dict[str, object]:
     """Return what slurm.conf says about accounting."""
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": "localhost",
         "AccountingStoragePort": port,
+        "AccountingStoragePass": f"{folder}/munge/socket",
         "AccountingStorageEnforce": "associations,limits,qos",
         "AccountingStorageTRES": "gres/gpu",
     }

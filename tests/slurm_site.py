@@ -216,7 +216,7 @@ class SlurmSite:
             "SlurmdParameters": "config_overrides",  # more CPUs and memory than the host has
         }
         if self.accounting:
-            settings |= slurm_accounting.settings(self._dbd_port)
+            settings |= slurm_accounting.settings(folder, self._dbd_port)
         lines = [f"{key}={value}" for key, value in {**settings, **self.conf}.items()]
         gres = f" Gres=gpu:{self.gpus_per_node}" if self.gpus_per_node else ""
         for name, node_port in zip(self.nodes, node_ports, strict=True):
@@ -275,7 +275,7 @@ class SlurmSite:
         # The controller is told when it starts
         self.run("sacctmgr", "-i", "add", "cluster", "site")
         self.run("sacctmgr", "-i", "add", "account", "tests", "cluster=site")
-        self.run("sacctmgr", "-i", "add", "user", user, "account=tests", "cluster=site")
+        self.run("sacctmgr", "-i", "add", "user", user, "account=tests", "defaultaccount=tests")
 
     def _start_slurm(self) -> None:
         controller = self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])

@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import math
 import os
 import re
 import sys
 import warnings
 import weakref
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable
 from typing import Any, ClassVar
 
 import dask.config
 from distributed import Scheduler, Security, rpc
 from distributed.core import Status
-from distributed.deploy.adaptive import Adaptive
-from distributed.deploy.cluster import Cluster
-from distributed.scheduler import WorkerState
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
@@ -34,37 +30,18 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scheduler import add_lazy_dashboard
-from hpcdask.spec import parse_memory
 
 from . import options
 from .display import JobTable, html
 from .keeper import Keeper
-from .options import NO_ADDRESS, JobOptions
+from .options import NO_ADDRESS
+from .scaling import Scaling
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
 
 
-def job_of(state: WorkerState) -> str:
-    """A worker's job, by which workers come and go together: the name without the last number."""
-    return str(state.name).rpartition("-")[0]
-
-
-class JobAdaptive(Adaptive):
-    """distributed's adaptive scaling, whose way down is the cluster's own."""
-
-    async def scale_down(self, workers: Collection[str]) -> None:
-        """End the jobs of these workers without losing what they hold."""
-        if workers:
-            self.cluster._scale_down(workers)
-
-    async def scale_up(self, n: int) -> None:
-        """Wish for more workers; why that fails is told by the cluster."""
-        with contextlib.suppress(HpcdaskError):
-            await self.cluster._scale(n)
-
-
-class JobCluster(Cluster):
+class JobCluster(Scaling):
     """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`."""
 
     #: Class of dask-jobqueue that writes the header, as (module, name), and its configuration.
@@ -107,7 +84,7 @@ class JobCluster(Cluster):
         self.queue = self._make_queue(job_keywords)
         if interface is None:
             interface = dask.config.get(f"jobqueue.{self._config_name}.interface", None)
-        self.options: JobOptions = options.read_job_options(
+        self.options = options.read_job_options(
             job_cls,
             self.queue,
             self._config_name,
@@ -118,9 +95,10 @@ class JobCluster(Cluster):
             given={**job_keywords, "interface": interface},
         )
         self._poll_interval_s = options.seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
+        walltime = self.options.walltime
         self._policy = Policy(
             start_timeout_s=options.seconds(start_timeout, "start_timeout") or 300.0,
-            walltime_s=self.options.walltime and self.options.walltime.total_seconds(),
+            walltime_s=None if walltime is None else walltime.total_seconds(),
         )
         self._scheduler_cls = scheduler_cls
         self._scheduler_options = self._read_scheduler_options(scheduler_options, interface)
@@ -136,6 +114,7 @@ class JobCluster(Cluster):
         self.scheduler: Scheduler | None = None
         self.keeper: Keeper | None = None
         self._folder: ClusterFolder | None = None
+        self._address = NO_ADDRESS
         self._warden: Any = None
         self._ending: asyncio.Future[None] | None = None
         self.security = Security()
@@ -198,7 +177,7 @@ class JobCluster(Cluster):
             say=self._say,
         )
         self.keeper.start()
-        await super()._start()  # type: ignore[no-untyped-call]
+        await super()._start()
         if self._n_workers:
             await self._scale(self._n_workers)
 
@@ -232,6 +211,7 @@ class JobCluster(Cluster):
             )
         add_lazy_dashboard(self.scheduler)
         await self.scheduler
+        self._address = self.scheduler.address
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=access)
 
@@ -243,7 +223,7 @@ class JobCluster(Cluster):
     async def _end(self) -> None:
         self.status = Status.closing
         problem: HpcdaskError | None = None
-        with contextlib.suppress(AttributeError):
+        if self._adaptive is not None:
             self._adaptive.stop()
         if self.scheduler is not None and self.keeper is not None:
             self.keeper.closing()
@@ -254,7 +234,7 @@ class JobCluster(Cluster):
                 problem = error
         elif self.scheduler is not None:
             await self.scheduler.close()
-        await super()._close()  # type: ignore[no-untyped-call]
+        await super()._close()
         if self._folder is not None:
             self._folder.remove_keys()
         if self._warden is not None and problem is None:
@@ -294,145 +274,8 @@ class JobCluster(Cluster):
 
         return ready().__await__()
 
-    # Scaling
-
-    def scale(
-        self,
-        n: int | None = None,
-        jobs: int = 0,
-        memory: str | int | None = None,
-        cores: int | None = None,
-    ) -> Any:
-        """Ask for this many workers, and wait until the queue has their jobs.
-
-        Parameters
-        ----------
-        n
-            Workers.
-        jobs
-            Jobs.
-        memory
-            Host memory of all workers together, in bytes or as text.
-        cores
-            Threads of all workers together.
-
-        Raises
-        ------
-        UsageError
-            There is no such queueing system on this machine.
-        Refused, QueueError
-            The queue does not take the jobs, or does not answer.
-        """
-        size = self.options.workers
-        workers = max(
-            n or 0,
-            jobs * size,
-            math.ceil((parse_memory(memory, "memory") or 0) / self._worker_memory()),
-            math.ceil((cores or 0) / self._worker_threads()),
-        )
-        if workers < 0 or (n or 0) < 0 or jobs < 0:
-            raise UsageError(f"scale: {min(n or 0, jobs)} is not a number of workers")
-        self._running_keeper()
-        if workers:
-            self.queue.check()
-        return self.sync(self._scale, workers)
-
-    async def _scale(self, n: int) -> None:
-        keeper = self._running_keeper()
-        keeper.want(math.ceil(n / self.options.workers))
-        await keeper.settle()
-
-    def _scale_down(self, names: Collection[str]) -> None:
-        self._running_keeper().dismiss(names)
-
-    def _running_keeper(self) -> Keeper:
-        if self.keeper is None or self.status not in (Status.starting, Status.running):
-            raise UsageError("this cluster is closed: make a new one")
-        return self.keeper
-
-    def adapt(  # type: ignore[override]
-        self,
-        *,
-        minimum: int = 0,
-        maximum: int | float = math.inf,
-        minimum_jobs: int | None = None,
-        maximum_jobs: int | None = None,
-        minimum_memory: str | int | None = None,
-        maximum_memory: str | int | None = None,
-        minimum_cores: int | None = None,
-        maximum_cores: int | None = None,
-        Adaptive: type[Adaptive] = JobAdaptive,
-        **kwargs: Any,
-    ) -> Adaptive:
-        """Let the number of workers follow the work.
-
-        Parameters
-        ----------
-        minimum, maximum
-            Workers.
-        minimum_jobs, maximum_jobs, minimum_memory, maximum_memory, minimum_cores, maximum_cores
-            The same in jobs, bytes of host memory or threads of all workers together.
-        Adaptive
-            Class that decides.
-        **kwargs
-            Passed to `distributed.deploy.adaptive.Adaptive`.
-
-        Raises
-        ------
-        UsageError
-            `minimum` is above `maximum`, or there is no such queueing system on this machine.
-        """
-        size, memory = self.options.workers, self._worker_memory()
-        threads = self._worker_threads()
-        low = [minimum or 0]
-        high: list[float] = [math.inf if maximum is None else maximum]
-        if minimum_jobs is not None:
-            low.append(minimum_jobs * size)
-        if maximum_jobs is not None:
-            high.append(maximum_jobs * size)
-        if minimum_memory is not None:
-            low.append(math.ceil((parse_memory(minimum_memory, "minimum_memory") or 0) / memory))
-        if maximum_memory is not None:
-            high.append((parse_memory(maximum_memory, "maximum_memory") or 0) // memory)
-        if minimum_cores is not None:
-            low.append(math.ceil(minimum_cores / threads))
-        if maximum_cores is not None:
-            high.append(maximum_cores // threads)
-        if max(low) > min(high) or max(low) < 0:
-            raise UsageError(
-                f"adapt: the minimum of {max(low)} workers is above the maximum of {min(high):g}"
-            )
-        self._running_keeper()
-        self.queue.check()
-        if size > 1:
-            kwargs.setdefault("worker_key", job_of)
-        return super().adapt(Adaptive, minimum=max(low), maximum=min(high), **kwargs)
-
-    def _worker_memory(self) -> int:
-        return max(1, self.options.spec.memory_limit or int(self.options.job.worker_memory))
-
-    def _worker_threads(self) -> int:
-        return self.options.spec.nthreads or 1
-
-    @property
-    def plan(self) -> set[str]:
-        """Names of the workers that are wanted, for adaptive scaling."""
-        return set(self.keeper.names()) if self.keeper else set()
-
-    @property
-    def requested(self) -> set[str]:
-        """Names of the workers that are asked for."""
-        return self.plan
-
-    @property
-    def observed(self) -> set[str]:
-        """Names of the workers that are connected."""
-        return set(self.keeper.connected()) if self.keeper else set()
-
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        waiting = asyncio.ensure_future(
-            super()._wait_for_workers(n_workers, timeout)  # type: ignore[no-untyped-call]
-        )
+        waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         while not waiting.done():
             if self.keeper is not None and self.keeper.failure is not None:
                 waiting.cancel()
@@ -444,13 +287,12 @@ class JobCluster(Cluster):
 
     def job_script(self) -> str:
         """The script that is submitted for each job, exactly."""
-        address = self.scheduler.address if self.scheduler and self.scheduler.status else None
         folder = str(self._folder.path) if self._folder else "<folder>"
         return self.options.script(
             self.queue,
             self.id,
             folder,
-            address or NO_ADDRESS,
+            self._address,
             tls=self.security.require_encryption,
         )
 
@@ -484,17 +326,17 @@ class JobCluster(Cluster):
         return self.keeper.failure if self.keeper else None
 
     def _say(self, text: str) -> None:
-        self._log(text)  # type: ignore[no-untyped-call]
+        self._log(text)
         print(f"hpcdask: {text}", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
-        text = super().__repr__()  # type: ignore[no-untyped-call]
+        text = super().__repr__()
         counts = self.jobs().counts()
         return f"{text[:-1]}, {counts})" if counts else text
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         status = html(self.jobs(), self.failure)
-        return str(super()._repr_html_(f"{cluster_status or ''}{status}"))  # type: ignore[no-untyped-call]
+        return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 
 def _text(value: str) -> str:

@@ -465,8 +465,8 @@ class Keeper:
             f"job {job.id} reaches its walltime and nobody could take over in time: what it holds "
             f"or runs is computed again"
         )
-        end, margin = ends_at(job, self.policy), margin_s(job, self.policy)
-        life = None if end is None or job.started is None else end - margin - job.started
+        last = self._last_moment(job)
+        life = None if last is None or job.started is None else last - job.started
         errors = await retire.force_out(
             self.scheduler, job.workers, reason="walltime", cut_off=self._cut_off, life_s=life
         )

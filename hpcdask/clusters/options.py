@@ -39,7 +39,7 @@ def import_jobqueue(module: str) -> Any:
     import importlib
 
     real = signal.signal
-    signal.signal = lambda *args: None  # type: ignore[assignment]
+    signal.signal = lambda *args: None
     try:
         return importlib.import_module(f"dask_jobqueue.{module}")
     finally:
@@ -216,9 +216,8 @@ def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, A
     """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
     import click
 
-    args = _configured("worker_extra_args", for_job, config_name) or _configured(
-        "extra", for_job, config_name, []
-    )
+    args = _configured("worker_extra_args", for_job, config_name)
+    args = args or _configured("extra", for_job, config_name, [])
     for_job.pop("extra", None)
     for_job["worker_extra_args"] = []
     words = [word for arg in args for word in shlex.split(str(arg))]
@@ -238,7 +237,7 @@ def _gpus(
 ) -> tuple[int, bool]:
     """GPUs per job, and whether the user's own directives ask for them already."""
     if asked is not None:
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        if type(asked) is not int or asked < 0:
             raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
@@ -276,7 +275,7 @@ def _make_job(
         if name in keywords and (not isinstance(keywords[name], int) or keywords[name] < 1):
             raise UsageError(f"{name}={keywords[name]!r} is not a number from 1 on")
     parse_memory(_configured("memory", for_job, config_name), "memory")
-    quiet = {
+    quiet: dict[str, Any] = {
         f"jobqueue.{config_name}.log-directory": None,
         f"jobqueue.{config_name}.worker-extra-args": [],
         f"jobqueue.{config_name}.extra": None,

@@ -20,7 +20,7 @@ from distributed.active_memory_manager import RetireWorker
 from distributed.metrics import time
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.errors import ClusterError
+from hpcdask.errors import TaskTooLong
 
 POLL_S = 0.05
 #: States of Dask tasks that could run and have no worker.
@@ -28,37 +28,6 @@ WAITING = ("no-worker", "queued")
 
 # Addresses of the workers that a call of `retire` has in hand.
 _retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
-
-
-class TaskTooLong(ClusterError):
-    """A single Dask task takes longer than a job lives, so it would be computed again for ever.
-
-    Parameters
-    ----------
-    key
-        The Dask task.
-    prefix
-        What it computes: the first part of its key.
-    ran_s
-        Seconds that it had run when it was cut off, once for each time.
-    life_s
-        Seconds for which a job is of use to it.
-    """
-
-    def __init__(self, key: Key, prefix: str, ran_s: tuple[float, ...], life_s: float) -> None:
-        super().__init__(key, prefix, ran_s, life_s)  # these are what pickle calls it with again
-        self.key = key
-        self.prefix = prefix
-        self.ran_s = ran_s
-        self.life_s = life_s
-
-    def __str__(self) -> str:
-        ran = ", ".join(f"{seconds / 60:.3g}" for seconds in self.ran_s)
-        return (
-            f"Dask task {self.key!r} ({self.prefix}) does not finish in a job: the walltime cut it "
-            f"off after {ran} min, and workers live {self.life_s / 60:.3g} min. Request a longer "
-            f"walltime, or use smaller chunks so that a Dask task takes less time"
-        )
 
 
 async def retire(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pwd
 import re
 import shlex
 import signal
@@ -9,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +50,11 @@ def first_life(request: Request, job_id: str) -> str:
     return f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"
 
 
+async def read(script: str) -> str:
+    """Return a script's text; the file system may be slow."""
+    return await asyncio.to_thread(Path(script).read_text)
+
+
 def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
     """Return a job name with `_` for what a queue does not take.
 
@@ -68,7 +77,7 @@ def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str
 
 def renamed(name: str, clean: str, title: str) -> list[str]:
     """Return a comment for the script where the name had to change."""
-    return [f"# {title} does not take the job name {name!r}"] if clean != name else []
+    return [] if clean.startswith(name) else [f"# {title} does not take the job name {name!r}"]
 
 
 def quoted_header(
@@ -163,6 +172,11 @@ def unix_time(text: str | None, form: str) -> float | None:
         return time.mktime(time.strptime((text or "").strip(), form))
     except (ValueError, OverflowError):
         return None
+
+
+def user() -> str:
+    """Name of this user, as queues show it."""
+    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def words(done: subprocess.CompletedProcess[str]) -> str:

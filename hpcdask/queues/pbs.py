@@ -7,7 +7,6 @@ Options: qsub(1B) of both.
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -51,12 +50,16 @@ class PbsQueue(Queue):
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         forms.one_node(request, self.title)
-        name = forms.clean_name(request.name, r"\w.+-", "A-Za-z")
+        name = self.job_name(request)
         lines = forms.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
         lines = _with_gpus(lines, request) if request.gpus else lines
         lines += forms.renamed(request.name, name, self.title)
         lines += self.directives(request)
         return render(forms.with_header(job, lines), [], [self.guard(request), *preamble], command)
+
+    def job_name(self, request: Request) -> str:
+        """The job's name as the queue takes it."""
+        return forms.clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def directives(self, request: Request) -> list[str]:
         """Tag, and where the queue's own output of a job goes."""
@@ -107,7 +110,13 @@ class PbsQueue(Queue):
             command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
         if flavour == "slurm":
             # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            command += ["-V", "-j", "oe", "-o", shlex.quote(f"{_log_folder(script)}queue-%j.log")]
+            command += [
+                "-V",
+                "-j",
+                "oe",
+                "-o",
+                shlex.quote(f"{_log_folder(await forms.read(script))}queue-%j.log"),
+            ]
         path = shlex.quote(script) if flavour == "slurm" else script
         done = await self.run(*command, path)
         if done.returncode:
@@ -161,7 +170,7 @@ class PbsQueue(Queue):
             raise QueueError(f"qstat failed: {forms.words(done)}")
         found = {}
         for job, facts in parse_qstat(done.stdout).items():
-            mine = facts.get("Job_Owner", "").startswith(f"{getpass.getuser()}@")
+            mine = facts.get("Job_Owner", "").startswith(f"{forms.user()}@")
             tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
                 found[job] = tag[1]
@@ -169,12 +178,9 @@ class PbsQueue(Queue):
 
 
 def _log_folder(script: str) -> str:
-    """Folder of the queue's own output in a script, with a slash at its end."""
-    with open(script) as file:
-        for line in file:
-            if line.startswith("#PBS -o "):
-                return shlex.split(line.removeprefix("#PBS -o "))[0]
-    return ""
+    """Folder of the queue's own output in a script's text, with a slash at its end."""
+    line = re.search(r"^#PBS -o (.*)", script, re.M)
+    return shlex.split(line[1])[0] if line else ""
 
 
 # GPUs

@@ -18,7 +18,7 @@ SOME_LIMIT = re.compile(r"job submit limit", re.I)
 NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
 #: SLURM may have taken the job and its answer was lost.
 LOST_ANSWER = re.compile(r"timed out|Zero Bytes|Connection reset|Communication", re.I)
-OVER_ALREADY = re.compile(r"Invalid job id specified|already (completing or )?completed?", re.I)
+OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
 
 #: What a refusal is about, and what lists the valid ones.
 ADVICE = (

@@ -7,7 +7,6 @@ drops quotes inside of them; it refuses job names with spaces.
 
 from __future__ import annotations
 
-import getpass
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Collection, Sequence
@@ -89,7 +88,7 @@ class SgeQueue(Queue):
 
     async def _list(self) -> list[Seen]:
         """All jobs of this user."""
-        done = await self.run("qstat", "-u", getpass.getuser(), "-xml", "-r", "-g", "d")
+        done = await self.run("qstat", "-u", forms.user(), "-xml", "-r", "-g", "d")
         if done.returncode:
             raise QueueError(f"qstat failed: {forms.words(done)}")
         return parse_qstat(done.stdout)

@@ -53,6 +53,8 @@ STATES = {
 }
 #: States that `State` says as well, so that the reason need not.
 PLAIN = {"PENDING", "RUNNING", "REQUEUED", "COMPLETED", "FAILED", "CANCELLED", "PREEMPTED"}
+#: Ends that are not the job's doing: the code is SLURM's own.
+NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 NO_REASON = {"", "None", "(null)"}
 
 
@@ -103,7 +105,7 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
             job,
             state,
             reason=_reason(word, reason),
-            exit_code=_code(state, status),
+            exit_code=_code(word, status),
             restarts=int(restarts),
             started=_time(started) if running or state in OVER else None,
             ends=end if running else None,
@@ -124,7 +126,7 @@ def parse_sacct(text: str) -> dict[str, Seen]:
                 job,
                 state,
                 reason=_reason(word, f"by {_user(by)}" if by else ""),
-                exit_code=_code(state, status),
+                exit_code=_code(word, status),
                 started=_time(started),
                 nodes="" if nodes.startswith("None") else nodes,
             )
@@ -136,9 +138,9 @@ def _reason(word: str, reason: str) -> str:
     return ": ".join(known if word in PLAIN else [word, *known])
 
 
-def _code(state: State, status: str) -> int | None:
+def _code(word: str, status: str) -> int | None:
     """Exit code from ``code:signal``, or from the status of wait(2) that squeue prints."""
-    if state not in OVER:
+    if STATES[word] not in OVER or word in NOT_BY_ITSELF:
         return None
     code, colon, signal = status.partition(":")
     exited, signalled = int(code), int(signal or 0)
@@ -146,8 +148,8 @@ def _code(state: State, status: str) -> int | None:
         exited, signalled = exited >> 8, exited & 0x7F
     if signalled:
         return 128 + signalled
-    # SLURM has 0 for what did not end by itself
-    return exited if exited or state is State.COMPLETED else None
+    # 0 stands for unknown as well
+    return exited if exited or word == "COMPLETED" else None
 
 
 def _time(text: str) -> float | None:

@@ -64,7 +64,7 @@ class Found:
         return {job_id: time for job_id, time in times.items() if time is not None}
 
 
-async def survey(base: str | None) -> tuple[list[Found], list[str]]:
+async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
     """Find all clusters of this user that are not over or have jobs.
 
     Every queueing system that a cluster's folder in `base` names is asked, and those whose commands
@@ -72,8 +72,8 @@ async def survey(base: str | None) -> tuple[list[Found], list[str]]:
 
     Returns
     -------
-    list of Found, list of str
-        The clusters, and which systems did not answer.
+    list of Found, dict of str to str
+        The clusters, and the systems of theirs that did not answer, with what is wrong.
     """
     folders = {folder.name: folder for folder in list_clusters(base)}
     named = {folder.queue for folder in folders.values()}
@@ -82,14 +82,14 @@ async def survey(base: str | None) -> tuple[list[Found], list[str]]:
         for folder in folders.values()
         if folder.ended is None
     }
-    problems = []
+    problems = {}
     # a system that a folder names comes first: another one's commands may be wrappers around it
     systems = sorted(NAMES, key=lambda name: name not in named)
     answers = await asyncio.gather(*(_ask(name, name in named) for name in systems))
     for system, answer in zip(systems, answers, strict=True):
         if isinstance(answer, HpcdaskError):
             if system in named:
-                problems.append(str(answer))
+                problems[system] = str(answer)
             continue
         for job_id, (tag, seen) in answer.items():
             name = tag.removeprefix("hpcdask:")

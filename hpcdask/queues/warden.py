@@ -139,21 +139,27 @@ async def end_jobs(
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()
+
+    def say_once(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            say(text)
+
     while True:
         live: list[str] = []
         problem: QueueError | None = None
         try:
             live = await find()
             if live:
-                if new := [job_id for job_id in live if job_id not in told]:
-                    say(f"cancelling {' '.join(new)}")
-                    told.update(new)
+                say_once(f"cancelling {' '.join(live)}")
                 await queue.cancel(live)
         except QueueError as error:
             problem = error
-            say(f"{error}; trying again")
-        if not live and not problem and not awaited():
-            return []
+            say_once(f"{error}; trying again")
+        if not live and not problem:
+            if not awaited():
+                return []
+            say_once("waiting for the jobs of a submission that was cut off")
         if time.monotonic() > deadline:
             if problem:
                 raise problem
@@ -172,11 +178,13 @@ async def end_cluster(folder: ClusterFolder, queue: Queue) -> list[str]:
         seen = await queue.query(others) if others else {}
         return mine + [job_id for job_id, job in seen.items() if job.state not in OVER]
 
-    def awaited() -> bool:
-        age = folder.unanswered_s()
-        return age is not None and age < UNANSWERED_S
+    return await end_jobs(queue, find, _say, lambda: may_bring_more(folder))
 
-    return await end_jobs(queue, find, _say, awaited)
+
+def may_bring_more(folder: ClusterFolder) -> bool:
+    """Whether the end of the notebook may have cut off a submission that goes on by itself."""
+    age = folder.unanswered_s()
+    return age is not None and age < UNANSWERED_S
 
 
 def main() -> None:

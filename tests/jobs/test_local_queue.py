@@ -291,8 +291,9 @@ def test_another_process_finds_and_cancels_a_job(site):
     assert asyncio.run(queue.departed([job_id]))[job_id].state is State.CANCELLED
 
 
-def test_a_job_without_its_leader_is_found_and_killed(site):
-    job_id = submit_elsewhere(site, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+@pytest.mark.parametrize(("trap", "told"), [("", []), ("echo bye; exit", ["bye"])])
+def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
+    job_id = submit_elsewhere(site, f"trap '{trap}' TERM; echo ready; while :; do sleep 0.1; done")
     queue = site.queue()
     wait_for(lambda: site.output(job_id))
     (leader,) = (process for process in site.processes() if process.name() == "timeout")
@@ -301,6 +302,7 @@ def test_a_job_without_its_leader_is_found_and_killed(site):
     assert query(queue, job_id)[0].state is State.STARTING
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+    assert site.output(job_id).splitlines() == ["ready", *told]
 
 
 def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):

@@ -27,8 +27,8 @@ from distributed.active_memory_manager import RetireWorker
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.clusters import retire
-from hpcdask.clusters.retire import TaskTooLong, too_long
-from hpcdask.errors import ClusterError, JobsFailed
+from hpcdask.clusters.retire import too_long
+from hpcdask.errors import ClusterError, JobsFailed, TaskTooLong
 
 LONG_S = 60  # for what must not take long, on a busy machine
 

@@ -17,6 +17,14 @@ def slurm() -> Iterator[SlurmSite]:
 
 
 @pytest.fixture(scope="session")
+def slurm_accounting() -> Iterator[SlurmSite]:
+    """A SLURM of two nodes with accounting, idle at the start of each test."""
+    require_slurm(accounting=True)
+    with SlurmSite(nodes=2, accounting=True) as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
 def slurm_programs() -> None:
     """For tests that start a site of their own."""
     require_slurm()
@@ -25,11 +33,14 @@ def slurm_programs() -> None:
 @pytest.fixture(autouse=True)
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if site := request.node.funcargs.get("slurm"):
-        site.cancel_all()
+    for name in ("slurm", "slurm_accounting"):
+        if site := request.node.funcargs.get(name):
+            site.cancel_all()
 
 
-def require_slurm() -> None:
-    if missing := missing_programs():
+def require_slurm(accounting: bool = False) -> None:
+    if missing := missing_programs(accounting):
         hint = "apt-get install slurmctld slurmd slurm-client munge"
+        if accounting:
+            hint += " slurmdbd mariadb-server-core mariadb-client-core"
         unavailable(f"SLURM is not installed, missing: {' '.join(missing)} ({hint})")

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Installs SLURM and munge from the distribution where that is allowed (root, or sudo without a
-# password) and starts none of their services: the tests start daemons of their own.
+# Installs SLURM, munge and MariaDB, for SLURM's accounting, from the distribution where that is
+# allowed (root, or sudo without a password) and starts none of their services: the tests start
+# daemons of their own.
 # Where it is not allowed, the tests that need SLURM skip, or fail with CI=true, and say why.
 set -eu
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 missing=
-for program in munged slurmctld slurmd srun sbatch; do
+for program in munged slurmctld slurmd srun sbatch slurmdbd mariadbd mariadb-install-db; do
     command -v $program >/dev/null || missing="$missing $program"
 done
 [ -n "$missing" ] || exit 0
@@ -26,11 +27,11 @@ if [ ! -e $policy ]; then
     $as_root chmod 755 $policy
 fi
 
-echo "Installing SLURM and munge"
+echo "Installing SLURM, munge and MariaDB"
 log=$(mktemp)
 {
     $as_root apt-get -qq update &&
         $as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends \
-            slurmctld slurmd slurm-client munge
+            slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core mariadb-client-core
 } >"$log" 2>&1 </dev/null || { tail -n 20 "$log"; rm -f "$log"; give_up "apt-get failed"; }
 rm -f "$log"

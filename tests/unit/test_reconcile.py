@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -521,12 +522,12 @@ class Entry:
 
 @dataclass
 class Site:
-    """A queue, a scheduler and who carries out the decisions; `draw` makes the faults."""
+    """A queue, a scheduler and who carries out the decisions; `random` makes faults and delays."""
 
     policy: Policy
     size: int
     walltime: float
-    draw: st.DataObject
+    random: Random | None = None
     now: float = T
     wanted: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -562,7 +563,7 @@ class Site:
         return actions
 
     def choose(self, low: int, high: int) -> int:
-        return self.draw.draw(st.integers(low, high))
+        return self.random.randint(low, high) if self.random else low
 
     def advance(self, entry: Entry) -> None:
         if entry.state in WAITING and self.now >= entry.queued + entry.wait:
@@ -679,13 +680,15 @@ def counts(job: Job) -> bool:
     return not (job.state in OVER or job.cancelled or job.leaving or job.expiring)
 
 
+#: Hypothesis would prefer few and small faults if it drew each of them.
+SEEDS = st.integers(0, 2**32)
 PATIENT = replace(POLICY, failures_max=10**6, deaths_max=10**6, start_timeout_s=60)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 3), st.lists(st.integers(0, 6), min_size=1, max_size=3))
-def test_after_faults_the_wanted_jobs_run_and_nothing_more_happens(data, size, targets):
-    site = Site(PATIENT, size, walltime=100 * HOUR, draw=data)
+@given(SEEDS, st.integers(1, 3), st.lists(st.integers(0, 6), min_size=1, max_size=3))
+def test_after_faults_the_wanted_jobs_run_and_nothing_more_happens(seed, size, targets):
+    site = Site(PATIENT, size, 100 * HOUR, Random(seed))
     for site.wanted in targets:
         for _ in range(8):
             site.tick(faults=True, busy=frozenset({site.choose(0, 9)}))
@@ -701,14 +704,12 @@ def test_after_faults_the_wanted_jobs_run_and_nothing_more_happens(data, size, t
     assert len(running) == site.wanted
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data(), st.integers(1, 8), st.sampled_from([60.0, 400.0, 3000.0]))
-def test_walltime_after_walltime_each_job_is_replaced_once(data, wanted, walltime):
+@pytest.mark.parametrize("wanted", [1, 3, 8])
+@pytest.mark.parametrize("walltime", [60.0, 400.0, 1500.0])
+def test_walltime_after_walltime_each_job_is_replaced_once(wanted, walltime):
     """With a free queue, the wanted workers are there all the time."""
-    site = Site(replace(PATIENT, failures_max=3, deaths_max=1), 1, walltime, data, wanted=wanted)
-    site.choose = lambda low, high: low  # type: ignore[method-assign]
-    site.tick(faults=False)
-    for _ in range(3):
+    site = Site(replace(PATIENT, failures_max=3, deaths_max=1), 1, walltime, wanted=wanted)
+    for _ in range(4):
         site.tick(faults=False)
     lives = 4
     while site.now < T + lives * walltime:
@@ -718,24 +719,26 @@ def test_walltime_after_walltime_each_job_is_replaced_once(data, wanted, walltim
         assert sum(entry.workers for entry in site.alive()) >= wanted
         replaced = sum(not counts(job) for job in site.jobs.values())
         assert len(site.jobs) == wanted + replaced
-    assert {entry.state for entry in site.entries.values()} == {State.STARTING, State.COMPLETED}
-    # 37.5 % of the walltime at least is used before the replacement is requested
-    assert len(site.entries) <= wanted * (1 + lives / 0.3)
+    states = {entry.state for entry in site.entries.values()}
+    assert states <= {State.PENDING, State.STARTING, State.COMPLETED}
+    # At least 37.5 % of a walltime passes before the replacement is requested.
+    assert wanted * (lives - 1) < len(site.entries) <= wanted * (1 + lives / 0.375)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.data(), st.integers(1, 6))
-def test_a_site_where_nothing_starts_gets_few_submissions(data, wanted):
-    site = Site(POLICY, 1, 100 * HOUR, data, wanted=wanted)
+@given(SEEDS, st.integers(1, 6))
+def test_a_site_where_nothing_starts_gets_few_submissions(seed, wanted):
+    random = Random(seed)
+    site = Site(replace(POLICY, start_timeout_s=30), 1, 100 * HOUR, random, wanted=wanted)
     for _ in range(60):
         for entry in site.alive():
-            if data.draw(st.booleans()):
+            if random.random() < 0.1:
                 entry.state = State.FAILED
             entry.boot = 1e9
         if site.tick(faults=False).failure:
             break
     assert site.log[-1].failure
-    assert len(site.jobs) <= wanted + POLICY.failures_max
+    assert len(site.jobs) < wanted + POLICY.failures_max
     assert site.tick(faults=False).submit == 0
 
 

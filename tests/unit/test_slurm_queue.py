@@ -1,0 +1,438 @@
+"""SLURM's door without a SLURM: the script, and what its commands print."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.queues import refusals, squeue
+from hpcdask.queues.base import Request
+from hpcdask.queues.script import double_quoted, one_line, render
+from hpcdask.queues.slurm import SlurmQueue
+from hpcdask.reconcile import Seen, State
+
+NOW = 2_000.0
+
+
+def job(*extra: str, header: tuple[str, ...] = (), prologue: tuple[str, ...] = ()):
+    """Return what a door uses of dask-jobqueue's Job."""
+    usual = ("-J placeholder", "-p gpu", "-n 1", "--cpus-per-task=8", "--mem=60G", "-t 02:00:00")
+    lines = [f"#SBATCH {option}" for option in (*(header or usual), *extra)]
+    return SimpleNamespace(
+        shebang="#!/usr/bin/env bash",
+        job_header="\n".join(lines),
+        job_extra_directives=list(extra),
+        _job_script_prologue=list(prologue),
+    )
+
+
+USUAL = job()
+
+
+def request_of(**changes) -> Request:
+    return Request(**{"name": "train", "tag": "hpcdask:ab12", "folder": "/home/me/logs", **changes})
+
+
+def directives(request: Request, queue: SlurmQueue | None = None, job=USUAL) -> list[str]:
+    script = (queue or SlurmQueue()).script(job, request, [], "true")
+    return [line for line in script.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_script():
+    script = SlurmQueue().script(
+        job("--constraint=h200", prologue=("module load cuda",)),
+        request_of(gpu_type="h200", gpus=2),
+        ["umask 077", "exec >>log 2>&1"],
+        "exec python -m hpcdask.worker",
+    )
+    assert (
+        script
+        == """\
+#!/usr/bin/env bash
+#SBATCH --job-name="train"
+#SBATCH -p gpu
+#SBATCH -n 1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=60G
+#SBATCH -t 02:00:00
+#SBATCH --constraint=h200
+#SBATCH --gres=gpu:h200:2
+#SBATCH --comment="hpcdask:ab12"
+#SBATCH --output="/home/me/logs/queue-%A_%a.log"
+
+umask 077
+exec >>log 2>&1
+module load cuda
+exec python -m hpcdask.worker
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "changes", "line"),
+    [
+        ("gres", {"gpus": 1}, "--gres=gpu:1"),
+        ("gres", {"gpus": 8, "nodes": 2, "gpu_type": "a100"}, "--gres=gpu:a100:4"),
+        ("gpus-per-node", {"gpus": 8, "nodes": 2}, "--gpus-per-node=4"),
+        ("gpus-per-node", {"gpus": 2, "gpu_type": "a100"}, "--gpus-per-node=a100:2"),
+        ("gpus", {"gpus": 7, "nodes": 2}, "--gpus=7"),
+        ("gpus", {"gpus": 2, "gpu_type": "a 100"}, '--gpus="a 100:2"'),
+    ],
+)
+def test_gpu_request(option, changes, line):
+    lines = directives(request_of(**changes), SlurmQueue(gpu_request=option))
+    assert f"#SBATCH {line}" in lines
+
+
+def test_no_gpu_request():
+    assert not [line for line in directives(request_of(gpus=0)) if "gpu:" in line]
+
+
+def test_bad_gpu_requests():
+    with pytest.raises(UsageError, match="'tres' is not one of gres, gpus-per-node, gpus"):
+        SlurmQueue(gpu_request="tres")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="3 GPUs cannot be shared evenly by 2 nodes"):
+        directives(request_of(gpus=3, nodes=2))
+
+
+def test_several_nodes():
+    lines = directives(request_of(gpus=4, nodes=2))
+    assert "#SBATCH --nodes=2 --ntasks-per-node=1" in lines
+    assert "#SBATCH -n 1" not in lines
+    assert "#SBATCH --gres=gpu:2" in lines
+
+
+def test_quoting():
+    header = ("-J placeholder", "-A it's me", "-p a;b", "--mem=1 G", "--cpus-per-task=8")
+    lines = directives(
+        request_of(name='a "b" \\c #d', folder="/me/50% of 'it'/#1"), job=job(header=header)
+    )
+    assert lines == [
+        '#SBATCH --job-name="a \\"b\\" \\\\c #d"',
+        '#SBATCH -A "it\'s me"',
+        '#SBATCH -p "a;b"',
+        '#SBATCH --mem="1 G"',
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --gres=gpu:1",
+        '#SBATCH --comment="hpcdask:ab12"',
+        "#SBATCH --output=\"/me/50%% of 'it'/#1/queue-%A_%a.log\"",
+    ]
+
+
+def test_what_the_user_wrote_stays_as_it_is():
+    own = ("-A two words # why", "--exclusive")
+    lines = directives(request_of(nodes=2, gpus=2), job=job(*own))
+    assert [f"#SBATCH {option}" for option in own] == [line for line in lines if line[8:] in own]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"name": "two\nlines"},
+        {"folder": "/me/two\nlines"},
+        {"folder": "/me/back\\slash"},
+        {"gpu_type": "a100\n#SBATCH -N 99"},
+    ],
+)
+def test_what_no_line_can_say_is_refused(bad):
+    with pytest.raises(UsageError, match=r"line end|backslash"):
+        directives(request_of(**bad))
+
+
+def test_a_line_end_in_the_header_is_refused():
+    with pytest.raises(UsageError, match="'rm -rf x' would be a line of the script"):
+        directives(request_of(), job=job(header=("-p gpu\nrm -rf x",)))
+
+
+def test_render_without_header_and_prologue():
+    bare = SimpleNamespace(shebang="#!/bin/sh", job_header="", _job_script_prologue=None)
+    assert render(bare, ["#X a"], ["b"], "c") == "#!/bin/sh\n#X a\n\nb\nc\n"
+
+
+def test_double_quoted():
+    assert double_quoted('a"\\$', "x") == '"a\\"\\\\$"'
+    assert double_quoted("a$", "x", escaped="$") == '"a\\$"'
+    with pytest.raises(UsageError, match=r"name 'a\\tb' has a control character"):
+        one_line("a\tb", "name")
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("90", 90),
+        ("90:30", 90.5),
+        ("36:00:00", 36 * 60),
+        ("1-12", 36 * 60),
+        ("1-12:30", 36 * 60 + 30),
+        (" 1-12:30:30 ", 36 * 60 + 30.5),
+    ],
+)
+def test_walltime(text, minutes):
+    assert SlurmQueue.parse_walltime(text) == timedelta(minutes=minutes)
+
+
+def test_walltime_without_limit():
+    assert SlurmQueue.parse_walltime("UNLIMITED") == timedelta.max
+    assert SlurmQueue.parse_walltime("infinite") == timedelta.max
+
+
+@pytest.mark.parametrize("text", ["", "2h", "1:2:3:4", "-5", "1-", "0", "00:00", "1.5", "1-1-1"])
+def test_bad_walltime(text):
+    with pytest.raises(UsageError, match=r"is not one of MINUTES, .* DAYS-HOURS:MINUTES:SECONDS"):
+        SlurmQueue.parse_walltime(text)
+
+
+def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1", reason="None"):
+    return f"7_1;{state};{restarts};{status};{start};{end};{nodes};{reason};"
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        (
+            row("PENDING", start="N/A", end="N/A", nodes="", reason="Resources"),
+            Seen("7_1", State.PENDING, reason="Resources"),
+        ),
+        (
+            row("PENDING", 2, start="9000", reason="ReqNodeNotAvail; May be reserved"),
+            Seen(
+                "7_1",
+                State.REQUEUED,
+                reason="ReqNodeNotAvail; May be reserved",
+                restarts=2,
+                nodes="n1",
+            ),
+        ),
+        (
+            row("REQUEUE_HOLD", 1),
+            Seen("7_1", State.REQUEUED, reason="REQUEUE_HOLD", restarts=1, nodes="n1"),
+        ),
+        (
+            row("RUNNING"),
+            Seen("7_1", State.STARTING, started=1000.0, ends=5000.0, nodes="n1"),
+        ),
+        (
+            row("RUNNING", 1, end="NONE", nodes="n[1-2]"),
+            Seen("7_1", State.STARTING, restarts=1, started=1000.0, nodes="n[1-2]"),
+        ),
+        (
+            row("SUSPENDED"),
+            Seen("7_1", State.STARTING, "SUSPENDED", started=1000.0, ends=5000.0, nodes="n1"),
+        ),
+        (
+            row("COMPLETING", end="1999"),
+            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, ends=1999.0, nodes="n1"),
+        ),
+        (
+            row("COMPLETING", 1),  # its end is still to come: it will run again
+            Seen("7_1", State.REQUEUED, "COMPLETING", restarts=1, nodes="n1"),
+        ),
+        (row("COMPLETED"), Seen("7_1", State.COMPLETED, "", 0, started=1000.0, nodes="n1")),
+        (
+            row("FAILED", status="768", reason="NonZeroExitCode"),
+            Seen("7_1", State.FAILED, "NonZeroExitCode", 3, started=1000.0, nodes="n1"),
+        ),
+        (
+            row("FAILED", status="9", reason="RaisedSignal:9(Killed)"),
+            Seen("7_1", State.FAILED, "RaisedSignal:9(Killed)", 137, started=1000.0, nodes="n1"),
+        ),
+        (
+            row("FAILED", status="3:0"),  # as newer versions may print it
+            Seen("7_1", State.FAILED, "", 3, started=1000.0, nodes="n1"),
+        ),
+        (
+            row("TIMEOUT", reason="TimeLimit"),
+            Seen("7_1", State.TIMEOUT, "TIMEOUT: TimeLimit", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("NODE_FAIL", status="1", reason="NodeDown"),
+            Seen("7_1", State.FAILED, "NODE_FAIL: NodeDown", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("OUT_OF_MEMORY", status="0:125"),
+            Seen("7_1", State.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("PREEMPTED", status="15"),
+            Seen("7_1", State.PREEMPTED, "", 143, started=1000.0, nodes="n1"),
+        ),
+        (row("DEADLINE"), Seen("7_1", State.TIMEOUT, "DEADLINE", started=1000.0, nodes="n1")),
+        (row("BOOT_FAIL"), Seen("7_1", State.FAILED, "BOOT_FAIL", started=1000.0, nodes="n1")),
+        (
+            row("CANCELLED", start="1500", nodes=""),
+            Seen("7_1", State.CANCELLED, started=1500.0),
+        ),
+    ],
+)
+def test_squeue(line, seen):
+    assert squeue.parse_squeue(line + "\n", NOW) == {"7_1": seen}
+
+
+def test_squeue_of_several():
+    text = "CLUSTER: site\n" + row("RUNNING") + "\n8;COMPLETED;0;0;1;2;n1;None;\n9+0;RUNNING;0;\n"
+    assert set(squeue.parse_squeue(text, NOW)) == {"7_1", "8"}
+
+
+def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown():
+    assert squeue.parse_squeue(row("FROZEN"), NOW) == {}
+
+
+def test_squeue_answers_something_else():
+    assert squeue.parse_squeue("", NOW) == {}
+    with pytest.raises(QueueError, match="squeue answered 'Welcome!', which is not"):
+        squeue.parse_squeue("Welcome!\n", NOW)
+
+
+def test_sacct():
+    text = """\
+5|0:0|1000|n1|COMPLETED
+6_0|3:0|1000|n1|FAILED
+6_1|0:9|1000|n[1-2]|FAILED
+6_2|0:0|Unknown|None assigned|CANCELLED by 0
+6_3|0:15|1000|n1|CANCELLED by 4294967290
+6_4|0:0|1000|n1|TIMEOUT
+6_5|0:125|1000|n1|OUT_OF_MEMORY
+6_6|0:0|1000|n1|RUNNING
+6_7|0:0|Unknown|None assigned|PENDING
+"""
+    seen = squeue.parse_sacct(text)
+    assert seen == {
+        "5": Seen("5", State.COMPLETED, "", 0, started=1000.0, nodes="n1"),
+        "6_0": Seen("6_0", State.FAILED, "", 3, started=1000.0, nodes="n1"),
+        "6_1": Seen("6_1", State.FAILED, "", 137, started=1000.0, nodes="n[1-2]"),
+        "6_2": Seen("6_2", State.CANCELLED, "by root"),
+        "6_3": Seen("6_3", State.CANCELLED, "by user 4294967290", 143, started=1000.0, nodes="n1"),
+        "6_4": Seen("6_4", State.TIMEOUT, "TIMEOUT", started=1000.0, nodes="n1"),
+        "6_5": Seen("6_5", State.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
+    }
+
+
+def refusal(*lines: str) -> QueueError:
+    stderr = "".join(f"sbatch: error: {line}\n" for line in lines)
+    done = subprocess.CompletedProcess(["sbatch"], 1, "", stderr)
+    return refusals.refused(done, "/me/script.sh")
+
+
+POLICY = (
+    "Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "for_now"),
+    [
+        (["QOSMaxSubmitJobPerUserLimit", POLICY], True),
+        (["AssocMaxSubmitJobLimit", POLICY], True),
+        ([POLICY], True),
+        (["QOSMaxWallDurationPerJobLimit", POLICY], False),
+        (["AssocMaxWallDurationPerJobLimit", POLICY], False),
+        (["Slurm temporarily unable to accept job, sleeping and retrying"], True),
+        (["Batch job submission failed: Resource temporarily unavailable"], True),
+        (["Unable to contact slurm controller (connect failure)"], True),
+        (["Batch job submission failed: Invalid job array specification"], True),
+        (["Batch job submission failed: Invalid partition name specified"], False),
+    ],
+)
+def test_limits_pass_and_other_refusals_do_not(lines, for_now):
+    error = refusal(*lines)
+    assert isinstance(error, Refused)
+    assert error.for_now is for_now
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("invalid partition specified: x", "Partitions: sinfo -s"),
+        ("Invalid account or account/partition combination specified", "Accounts: sacctmgr show"),
+        ("Invalid qos specification", "Limits: sacctmgr show qos"),
+        ("Requested node configuration is not available", 'sinfo -o "%P %G'),
+        ("Invalid generic resource (gres) specification", 'sinfo -o "%P %G'),
+        ("Requested time limit is invalid (missing or exceeds some limit)", 'sinfo -o "%P %l"'),
+        ("Invalid feature specification", 'sinfo -o "%P %f"'),
+        ("Requested reservation is invalid", "scontrol show reservation"),
+    ],
+)
+def test_a_refusal_tells_what_lists_the_valid_ones(line, advice):
+    text = str(refusal(f"Batch job submission failed: {line}"))
+    assert text.startswith(f"sbatch refused the job: {line}. Script kept at /me/script.sh. ")
+    assert advice in text.partition("script.sh. ")[2]
+    assert "\n" not in text
+
+
+def test_a_lost_answer_is_no_refusal():
+    error = refusal("Batch job submission failed: Socket timed out on send/recv operation")
+    assert not isinstance(error, Refused)
+    assert "See with squeue whether the job is there" in str(error)
+
+
+def test_ids_of_one_array_are_cancelled_together(monkeypatch):
+    calls = []
+
+    async def run(self, *command):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    ids = [*(f"{job}" for job in range(1, 1002)), *(f"2000_{n}" for n in range(3)), "2001_7"]
+    asyncio.run(SlurmQueue().cancel(ids))
+    assert [len(call) for call in calls] == [1001, 4]
+    assert calls[1] == ("scancel", "1001", "2000_[0,1,2]", "2001_[7]")
+    calls.clear()
+    asyncio.run(SlurmQueue().cancel([]))
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "fails"),
+    [
+        (1, "scancel: error: Kill job error on job id 5: Invalid job id specified\n", False),
+        (1, "scancel: error: Kill job error on job id 5: Job/step already completing\n", False),
+        (1, "Kill job error on job id 5: Job/step already completing or completed\n", False),
+        (1, "Invalid job id specified\nAccess/permission denied\n", True),
+        (1, "", True),
+        (0, "scancel: warning\n", False),
+    ],
+)
+def test_what_scancel_says(monkeypatch, code, stderr, fails):
+    async def run(self, *command):
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    if fails:
+        with pytest.raises(QueueError, match="scancel failed: "):
+            asyncio.run(SlurmQueue().cancel(["5"]))
+    else:
+        asyncio.run(SlurmQueue().cancel(["5"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ("MaxArraySize            = 1001\n", 1001),
+        ("MaxArraySize            = 0\n", 1),
+        ("MaxArraySize            = 1\n", 1),
+        ("SchedulerParameters     = bf_x,max_array_tasks=50\nMaxArraySize = 1001\n", 50),
+        ("", 1001),
+    ],
+)
+def test_limit(monkeypatch, config, limit):
+    calls = []
+
+    async def run(self, *command, env=None):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0, "Configuration data\n" + config, "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    queue = SlurmQueue()
+
+    async def twice() -> list[int]:
+        return [await queue.limit(), await queue.limit()]
+
+    assert asyncio.run(twice()) == [limit, limit]
+    assert calls == [("scontrol", "show", "config")]
