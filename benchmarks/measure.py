@@ -10,6 +10,9 @@ import time
 from typing import Any
 
 
+KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue"]
+
+
 def noop(_: int) -> None:
     """An empty Dask task."""
 
@@ -19,6 +22,42 @@ def has_context() -> bool:
     from distributed.diagnostics.nvml import has_cuda_context
 
     return bool(has_cuda_context().has_context)
+
+
+def make_jobs(kind: str, jobs: int) -> tuple[Any, float]:
+    """Ask SLURM for jobs of one worker each; the client once all are there, and how long it took.
+
+    The clock starts when the cluster object is there. `JOB_KEYWORDS` in the environment are
+    keywords for both, as JSON.
+    """
+    import tempfile
+
+    device = os.environ.get("JOB_DEVICE", "cuda")
+    keywords = json.loads(os.environ.get("JOB_KEYWORDS", "{}"))
+    folder = tempfile.mkdtemp(dir=os.environ.get("JOB_FOLDER"))
+    cluster: Any
+    if kind == "jobs":
+        from hpcdask import SLURMCUDACluster
+
+        cluster = SLURMCUDACluster(
+            gpus_per_job=1, device=device, shared_temp_directory=folder, **keywords
+        )
+    else:
+        from dask_jobqueue import SLURMCluster
+
+        command = {"worker_command": "dask_cuda.cli"} if device == "cuda" else {}
+        cluster = SLURMCluster(
+            job_extra_directives=["--gres=gpu:1"],
+            processes=1,
+            log_directory=folder,
+            **command,
+            **keywords,
+        )
+    start = time.perf_counter()
+    cluster.scale(jobs)
+    client = cluster.get_client()
+    client.wait_for_workers(jobs, timeout=120)
+    return client, time.perf_counter() - start
 
 
 def make_client(kind: str, workers: int) -> Any:
@@ -46,13 +85,19 @@ def make_client(kind: str, workers: int) -> Any:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cluster", choices=["runner", "dask-mpi", "local-cuda", "local"])
-    parser.add_argument("--case", choices=["startup", "tasks", "array", "svd"])
+    parser.add_argument("--cluster", choices=KINDS)
+    parser.add_argument("--case", choices=["startup", "tasks", "array", "svd", "jobs"])
     parser.add_argument("--workers", type=int)
     parser.add_argument("--size", default="2TB")
     parser.add_argument("--form", default="tuned")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    if options.case == "jobs":
+        client, seconds = make_jobs(options.cluster, options.workers)
+        print(json.dumps({"seconds": [seconds], "workers": options.workers}), flush=True)
+        client.close()
+        client.cluster.close()
+        return
     client = make_client(options.cluster, options.workers)
     client.wait_for_workers(options.workers, timeout=120)
     result: dict[str, Any] = {"ready_s": time.time() - float(os.environ["LAUNCHED"])}

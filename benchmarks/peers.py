@@ -1,6 +1,7 @@
 """hpcdask beside its peers, alternating in one run: ratios with their spread.
 
     python benchmarks/peers.py --json results.json          # what this machine can: GPUs or CPU
+    python benchmarks/peers.py --cases jobs --virtual-slurm  # jobs, on a SLURM of the tests
     python benchmarks/peers.py --write-docs results.json ... # docs/benchmarks.md from the results
 
 Each pair of runs is made one right after the other; the ratio is taken pair by pair, and its
@@ -10,6 +11,7 @@ median, least and greatest are reported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ PACKAGES = [
     "dask",
     "distributed",
     "dask-cuda",
+    "dask-jobqueue",
     "dask-mpi",
     "cupy-cuda13x",
     "cupy-cuda12x",
@@ -299,6 +303,44 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+def job_cases(gpus: int, rounds: int, count: int = 8) -> list[dict[str, Any]]:
+    """What runs where there is a SLURM."""
+    if not shutil.which("sbatch"):
+        raise SystemExit("--cases jobs needs a SLURM: run it on a login node, or --virtual-slurm")
+    environment = {} if gpus else {"JOB_DEVICE": "cpu"}
+    usual = {"cores": 1, "memory": "1GiB", "walltime": "00:10:00"}
+    environment["JOB_KEYWORDS"] = os.environ.get("JOB_KEYWORDS", json.dumps(usual))
+    jobs = ["--case", "jobs"]
+    kind = "GPU" if gpus else "CPU"
+    return [
+        compare(
+            f"{count} SLURM jobs to {count} {kind} workers",
+            peer("jobs", count, *jobs),
+            peer("dask-jobqueue", count, *jobs),
+            measure="seconds",
+            rounds=rounds,
+            peer_name="dask-jobqueue SLURMCluster",
+            environment=environment,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def virtual_slurm() -> Iterator[None]:
+    """A SLURM of four virtual nodes on this machine, as the tests use it."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from slurm_site import SlurmSite
+
+    with SlurmSite(gpus_per_node=2) as site:
+        before = dict(os.environ)
+        os.environ.update(site.env)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
 def versions() -> dict[str, str]:
     """Versions of what was measured."""
     found = {"python": platform.python_version()}
@@ -338,7 +380,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="where the results go")
     parser.add_argument(
-        "--cases", default="startup,tasks,array", help="of startup, tasks, array, svd (GPU)"
+        "--cases",
+        default="startup,tasks,array",
+        help="of startup, tasks, array, svd (GPU), jobs (SLURM)",
+    )
+    parser.add_argument(
+        "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write-docs", nargs="+", metavar="JSON")
@@ -360,6 +407,9 @@ def main() -> None:
         if gpus
         else cpu_cases(wanted, options.rounds),
     }
+    if "jobs" in wanted:
+        with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
+            results["cases"] += job_cases(len(gpus), options.rounds)
     for case in results["cases"]:
         print(
             f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "

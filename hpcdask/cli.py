@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.queues.ending import end_jobs, may_bring_more
 from hpcdask.queues.folder import prune
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.survey import Found, choose, survey
-from hpcdask.queues.warden import end_jobs, may_bring_more
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 #: Columns of a table that goes to a file or pipe.
@@ -164,7 +164,7 @@ def _why_not(cluster: Found) -> str:
         return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
     return (
         f"{count}: whether {_where(cluster)} lives cannot be seen from here. To cancel them: "
-        f"hpcdask cleanup {cluster.name}, or --all"
+        f"hpcdask cleanup {cluster.name}{', or --all' * (cluster.folder is not None)}"
     )
 
 

@@ -40,7 +40,8 @@ SETTLE_S = 1.0
 #: Seconds in which a scheduler whose connection broke must answer again.
 RECONNECT_DEADLINE_S = 2.0
 FOREVER_S = 1e8
-#: Why a worker closes, in distributed's words, that nobody asked to.
+#: Why a worker closes, in distributed's words: with the scheduler, and when nobody asked it to.
+SCHEDULER_CLOSED = "scheduler-close"
 ABNORMAL = (
     None,
     "worker-handle-scheduler-connection-broken",
@@ -50,6 +51,10 @@ ABNORMAL = (
 
 class _Signalled(Exception):
     """A signal ends the job."""
+
+
+class _Closed(Exception):
+    """The scheduler has closed in good order."""
 
 
 class JobPart(Member):
@@ -96,6 +101,8 @@ class JobPart(Member):
             code = await self._watch()
         except _Signalled:
             code = await self._end_by_signal()
+        except _Closed:
+            code = 0
         except HpcdaskError as error:
             complain(f"job {self.asked.job} on {self.rank.host}: {error}")
             code = error.exit_code
@@ -200,7 +207,7 @@ class JobPart(Member):
         await asyncio.wait(overs, timeout=SETTLE_S)
         reasons = {nanny.name: over.result() for over, nanny in overs.items() if over.done()}
         bad = [name for name, reason in reasons.items() if reason in ABNORMAL]
-        if not bad and (len(reasons) == len(overs) or "scheduler-close" in reasons.values()):
+        if not bad and (len(reasons) == len(overs) or SCHEDULER_CLOSED in reasons.values()):
             return 0
         await self._check_scheduler()
         if len(reasons) < len(overs):
@@ -219,7 +226,9 @@ class JobPart(Member):
         if self.gone.done():
             raise self._loss()
 
-    def _loss(self) -> ClusterError:
+    def _loss(self) -> Exception:
+        if any(nanny.reason == SCHEDULER_CLOSED for nanny in self.nannies):
+            return _Closed()
         return ClusterError(f"the scheduler at {self.asked.scheduler} is gone, so the workers end")
 
     async def _scheduler_gone(self) -> None:

@@ -403,7 +403,7 @@ def _times(job: Job, answer: Seen) -> dict[str, Any]:
 def _clocks(job: Job, state: State, answer: Seen | None, now: float) -> dict[str, Any]:
     """Times and nodes of a job that is not over. Those of a waiting job are estimates at best."""
     if state in WAITING:
-        return {"started": None, "ends": None, "nodes": "", "starting_since": None}
+        return {}
     facts: dict[str, Any] = {}
     if answer and answer.state is State.STARTING:
         facts = _times(job, answer)

@@ -117,7 +117,7 @@ def parse(argv: Sequence[str]) -> Asked:
         ) from None
     own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
     _check_access(own["scheduler"], own["keys"])
-    job, restarts = _identity()
+    job, restarts = identity()
     return Asked(WorkerSpec(**values), job=job, restarts=restarts, **own)
 
 
@@ -136,7 +136,7 @@ def _check_access(scheduler: str, keys: str | None) -> None:
         raise UsageError(f"--keys: {keys} holds no key for workers")
 
 
-def _identity() -> tuple[str, int]:
+def identity() -> tuple[str, int]:
     """Id and restart count of this job."""
     restarts = os.environ.get("HPCDASK_RESTARTS") or "0"
     if not re.fullmatch(r"\d+", restarts):
@@ -157,7 +157,7 @@ def spread(asked: Asked, janitor: bootstrap.Janitor) -> None:
     UsageError
         Another queueing system gave several nodes, or srun does not start.
     """
-    if not _is_the_queues(asked.job) or "SLURM_STEP_ID" in os.environ:
+    if not is_the_queues(asked.job) or "SLURM_STEP_ID" in os.environ:
         return
     if "SLURM_JOB_ID" not in os.environ:
         if (nodes := _listed_nodes()) > 1:
@@ -187,7 +187,7 @@ def spread(asked: Asked, janitor: bootstrap.Janitor) -> None:
         ) from None
 
 
-def _is_the_queues(job: str) -> bool:
+def is_the_queues(job: str) -> bool:
     """Whether the queueing system's variables speak of this very job, not of one around it."""
 
     def number(text: str) -> str:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ class Login:
         path = self.home / "notebook.py"
         path.write_text(program)
         return subprocess.Popen(
-            [shutil.which("python") or "python", path, *arguments],
+            [sys.executable, path, *arguments],
             env={**clean_environment(), **self.variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -34,6 +34,7 @@ from hpcdask.scheduler import add_lazy_dashboard
 from . import options
 from .display import JobTable, html
 from .keeper import Keeper
+from .ledger import Ledger
 from .options import NO_ADDRESS
 from .scaling import Scaling
 
@@ -166,16 +167,14 @@ class JobCluster(Scaling):
         folder.write_script(self.job_script())
         self._warden = warden.start_warden(folder)
         assert self.scheduler is not None
-        self.keeper = Keeper(
-            self.queue,
-            folder,
+        ledger = Ledger(
             self.scheduler,
             self.id,
             size=self.options.workers,
             policy=self._policy,
-            poll_interval_s=self._poll_interval_s,
             say=self._say,
         )
+        self.keeper = Keeper(ledger, self.queue, folder, poll_interval_s=self._poll_interval_s)
         self.keeper.start()
         await super()._start()
         if self._n_workers:
@@ -298,7 +297,7 @@ class JobCluster(Scaling):
 
     def jobs(self) -> JobTable:
         """What is known of each job, those that are over included."""
-        found: list[Job] = list(self.keeper.jobs.values()) if self.keeper else []
+        found: list[Job] = list(self.keeper.ledger.jobs.values()) if self.keeper else []
         return JobTable(found)
 
     def job_logs(self, *ids: str, lines: int | None = None) -> dict[str, str]:

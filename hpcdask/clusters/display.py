@@ -71,7 +71,7 @@ def _row(job: Job, now: float) -> tuple[str, ...]:
         "" if job.exit_code is None else str(job.exit_code),
         f"{len(job.workers)}/{job.size}",
         job.nodes,
-        _age(now - (job.started or job.submitted)),
+        "" if job.state in OVER else _age(now - (job.started or job.submitted)),
     )
 
 
@@ -85,8 +85,12 @@ def html(jobs: JobTable, failure: HpcdaskError | None) -> str:
     """What a notebook shows beside distributed's own summary of a cluster."""
     parts = []
     if failure is not None:
-        parts.append(f"<p style='color: #b00020'><b>Failed:</b> {escape(str(failure))}</p>")
+        # It may end with lines of a log
+        text = f"<strong>Failed:</strong> {escape(str(failure))}"
+        parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
     if jobs:
         counts = escape(jobs.counts()) or "all over"
-        parts.append(f"<details><summary>Jobs: {counts}</summary>{jobs._repr_html_()}</details>")
-    return "".join(f"<tr><td colspan='2'>{part}</td></tr>" for part in parts)
+        summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"
+        parts.append(f"<details>{summary}{jobs._repr_html_()}</details>")
+    # Notebooks put what is in a table to the right
+    return "".join(f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts)

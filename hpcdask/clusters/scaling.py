@@ -38,7 +38,7 @@ class JobAdaptive(Adaptive):
     async def scale_up(self, n: int) -> None:  # type: ignore[override]
         """Wish for more workers; why that fails is told by the cluster."""
         with contextlib.suppress(HpcdaskError):
-            await self.cluster._scale(n)
+            await self.cluster._scale(n, by_hand=False)
 
 
 class Scaling(Cluster):
@@ -95,8 +95,10 @@ class Scaling(Cluster):
             self.queue.check()
         return self.sync(self._scale, workers)
 
-    async def _scale(self, n: int) -> None:
+    async def _scale(self, n: int, *, by_hand: bool = True) -> None:
         keeper = self._running_keeper()
+        if by_hand:
+            keeper.forgive()
         keeper.want(math.ceil(n / self.options.workers))
         await keeper.settle()
 
@@ -160,8 +162,9 @@ class Scaling(Cluster):
             raise UsageError(
                 f"adapt: the minimum of {max(low)} workers is above the maximum of {min(high):g}"
             )
-        self._running_keeper()
+        keeper = self._running_keeper()
         self.queue.check()
+        keeper.forgive()
         if size > 1:
             kwargs.setdefault("worker_key", job_of)
         return super().adapt(Adaptive, minimum=max(low), maximum=min(high), **kwargs)
@@ -175,7 +178,7 @@ class Scaling(Cluster):
     @property
     def plan(self) -> set[str]:
         """Names of the workers that are wanted, for adaptive scaling."""
-        return set(self.keeper.names()) if self.keeper else set()
+        return set(self.keeper.ledger.names()) if self.keeper else set()
 
     @property
     def requested(self) -> set[str]:
@@ -185,4 +188,5 @@ class Scaling(Cluster):
     @property
     def observed(self) -> set[str]:
         """Names of the workers that are connected."""
-        return set(self.keeper.connected()) if self.keeper else set()
+        jobs = self.keeper.ledger.connected().values() if self.keeper else ()
+        return {name for names in jobs for name in names}

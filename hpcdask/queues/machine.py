@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,10 @@ from hpcdask.errors import QueueError
 
 JOB = "HPCDASK_LOCAL_JOB"
 TAG = "HPCDASK_TAG"
+#: Looks at a process that seems to have no environment.
+EXEC_LOOKS = 5
+#: The kernel's PF_KTHREAD.
+KERNEL_THREAD = 0x00200000
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,7 @@ def living() -> dict[str, list[Process]]:
         try:
             if os.stat(f"/proc/{entry}").st_uid != user:
                 continue  # root could read everybody's
-            with open(f"/proc/{entry}/environ", "rb") as file:  # empty for a zombie
-                content = file.read()
+            content = _environment(entry)
             if JOB.encode() not in content:
                 continue
             variables = dict(
@@ -59,8 +63,7 @@ def living() -> dict[str, list[Process]]:
                 for variable in os.fsdecode(content).split("\0")
                 if variable.startswith((f"{JOB}=", f"{TAG}="))
             )
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            fields = _read(f"/proc/{entry}/stat").rpartition(b")")[2].split()
         except OSError:
             continue  # gone meanwhile
         if variables.get(JOB):
@@ -68,6 +71,23 @@ def living() -> dict[str, list[Process]]:
             process = Process(int(entry), int(fields[3]), variables.get(TAG, ""), started)
             found.setdefault(variables[JOB], []).append(process)
     return found
+
+
+def _environment(pid: str) -> bytes:
+    """What a process was started with; empty for a zombie and for the kernel's own."""
+    for _ in range(EXEC_LOOKS):
+        if content := _read(f"/proc/{pid}/environ"):
+            return content
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        if fields[0] in (b"Z", b"X") or int(fields[6]) & KERNEL_THREAD:
+            break
+        time.sleep(0.001)  # in the middle of an exec there is none for a moment
+    return b""
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @cache

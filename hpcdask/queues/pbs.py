@@ -42,6 +42,12 @@ class PbsQueue(Queue):
     # SLURM sets PBS_JOBID only where the site loads its plugin for that
     job_id: ClassVar[str] = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
 
+    # Of the job that the notebook may run in; SLURM's commands pass them on
+    ignored_variables: ClassVar[tuple[str, ...]] = (
+        *("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"),
+        *("SLURM_ARRAY_", "SLURM_JOB"),
+    )
+
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         super().__init__(timeout_s)
         self._flavour: Flavour | None = None
@@ -54,7 +60,7 @@ class PbsQueue(Queue):
         lines = forms.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
         lines = _with_gpus(lines, request) if request.gpus else lines
         lines += forms.renamed(request.name, name, self.title)
-        lines += self.directives(request)
+        lines = _with_tag(lines, request.tag) + self.directives(request)
         return render(forms.with_header(job, lines), [], [self.guard(request), *preamble], command)
 
     def job_name(self, request: Request) -> str:
@@ -62,10 +68,9 @@ class PbsQueue(Queue):
         return forms.clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def directives(self, request: Request) -> list[str]:
-        """Tag, and where the queue's own output of a job goes."""
+        """Where the queue's own output of a job goes."""
         folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
         return [
-            f"#PBS -v HPCDASK_TAG={request.tag}",
             "#PBS -j oe",
             f"#PBS -o {shlex.quote(folder)}",
             "#PBS -W umask=077",
@@ -110,13 +115,8 @@ class PbsQueue(Queue):
             command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
         if flavour == "slurm":
             # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            command += [
-                "-V",
-                "-j",
-                "oe",
-                "-o",
-                shlex.quote(f"{_log_folder(await forms.read(script))}queue-%j.log"),
-            ]
+            log = f"{_log_folder(await forms.read(script))}queue-%j.log"
+            command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
         path = shlex.quote(script) if flavour == "slurm" else script
         done = await self.run(*command, path)
         if done.returncode:
@@ -181,6 +181,16 @@ def _log_folder(script: str) -> str:
     """Folder of the queue's own output in a script's text, with a slash at its end."""
     line = re.search(r"^#PBS -o (.*)", script, re.M)
     return shlex.split(line[1])[0] if line else ""
+
+
+def _with_tag(lines: Sequence[str], tag: str) -> list[str]:
+    """The header with the tag among the job's variables; of several ``-v`` the last one counts."""
+    own = [number for number, line in enumerate(lines) if line.startswith("#PBS -v ")]
+    variable = f"HPCDASK_TAG={tag}"
+    if not own:
+        return [*lines, f"#PBS -v {variable}"]
+    last = own[-1]
+    return [*lines[:last], f"{lines[last]},{variable}", *lines[last + 1 :]]
 
 
 # GPUs

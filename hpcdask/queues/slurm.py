@@ -20,7 +20,7 @@ from hpcdask.queues import refusals, squeue
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.queues.forms import with_header
 from hpcdask.queues.script import double_quoted, header_lines, one_line, render
-from hpcdask.reconcile import OVER, Seen
+from hpcdask.reconcile import OVER, Seen, State
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -77,6 +77,7 @@ class SlurmQueue(Queue):
             raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
         self.gpu_request = gpu_request
         self._site: dict[str, str] = {}
+        self._shown: set[str] = set()  # by the last query
 
     # What the script says
 
@@ -174,12 +175,18 @@ class SlurmQueue(Queue):
             return {}
         text = await self._squeue(*squeue.COLUMNS, squeue.LAST_COLUMN)
         seen = squeue.parse_squeue(text, time.time())
-        return {job_id: seen[job_id] for job_id in ids if job_id in seen}
+        self._shown = set(seen)
+        wanted = ((job_id, seen[job_id]) for job_id in ids if job_id in seen)
+        return {job_id: job for job_id, job in wanted if job.state is not State.UNKNOWN}
 
     async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
-        # Without accounting nobody knows: squeue shows all that the controller remembers
-        accounting = (await self._configuration()).get("AccountingStorageType", "")
-        if not ids or accounting in ("", "(null)", "accounting_storage/none"):
+        seen = await self._accounting(ids) if ids else {}
+        return squeue.left(ids, self._shown) | seen
+
+    async def _accounting(self, ids: Collection[str]) -> dict[str, Seen]:
+        # Without it nobody knows: squeue has shown all that the controller remembers
+        kind = (await self._configuration()).get("AccountingStorageType", "")
+        if kind in ("", "(null)", "accounting_storage/none"):
             return {}
         jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
         options = ("--noheader", "--allocations", "--parsable2", f"--jobs={jobs}")

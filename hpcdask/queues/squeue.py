@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pwd
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hpcdask.errors import QueueError
 from hpcdask.reconcile import OVER, Seen, State
@@ -87,15 +87,13 @@ def rows(text: str, count: int) -> Iterator[list[str]]:
 def parse_squeue(text: str, now: float) -> dict[str, Seen]:
     """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
 
-    A state that is not known here is left out, as if the queue did not show the job.
+    A state that is not known here is `State.UNKNOWN`.
     """
     seen = {}
     for row in rows(text, len(COLUMNS) + 1):
         job, word, restarts, status, started, ends, nodes, reason = row
-        state = STATES.get(word)
+        state = STATES.get(word, State.UNKNOWN)
         end = _time(ends)
-        if state is None:
-            continue
         if word == "COMPLETING" and (end is None or end > now):
             state = State.REQUEUED  # its end is that of its next life
         if state is State.PENDING and int(restarts):
@@ -133,6 +131,20 @@ def parse_sacct(text: str) -> dict[str, Seen]:
     return seen
 
 
+def left(ids: Collection[str], shown: Collection[str]) -> dict[str, Seen]:
+    """Elements that are over because their array is shown without them.
+
+    An element that is cancelled while it waits leaves the array without a record of its own, in the
+    controller and in accounting.
+    """
+    arrays = {job_id.partition("_")[0] for job_id in shown}
+    return {
+        job_id: Seen(job_id, State.CANCELLED, "before it started")
+        for job_id in ids
+        if "_" in job_id and job_id not in shown and job_id.partition("_")[0] in arrays
+    }
+
+
 def _reason(word: str, reason: str) -> str:
     known = [] if reason in NO_REASON else [reason]
     return ": ".join(known if word in PLAIN else [word, *known])
@@ -140,7 +152,7 @@ def _reason(word: str, reason: str) -> str:
 
 def _code(word: str, status: str) -> int | None:
     """Exit code from ``code:signal``, or from the status of wait(2) that squeue prints."""
-    if STATES[word] not in OVER or word in NOT_BY_ITSELF:
+    if STATES.get(word) not in OVER or word in NOT_BY_ITSELF:
         return None
     code, colon, signal = status.partition(":")
     exited, signalled = int(code), int(signal or 0)

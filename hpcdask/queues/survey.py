@@ -128,7 +128,7 @@ def choose(clusters: list[Found], names: tuple[str, ...], every: bool) -> list[F
     names
         Those named, whether their notebooks live or not; empty: all whose notebook is gone.
     every
-        Also those whose notebook cannot be seen from here.
+        Also those of this base whose notebook cannot be seen from here.
 
     Raises
     ------
@@ -143,4 +143,5 @@ def choose(clusters: list[Found], names: tuple[str, ...], every: bool) -> list[F
         )
     if names:
         return [cluster for cluster in clusters if cluster.name in names]
-    return [c for c in clusters if c.lives is False or (every and c.lives is None)]
+    # what has no folder here may live in another base
+    return [c for c in clusters if c.folder and (c.lives is False or (every and c.lives is None))]

@@ -200,6 +200,8 @@ def test_jobs_of_a_removed_folder_are_known_by_their_tag(user):
     elsewhere(ClusterFolder.open(user.base / "elsewhere"), ended=1.0)
     assert set(user.jobs(folder)) == set(ids)
     assert user.jobs(folder)[ids[0]]["notebook"] == {"lives": None, "host": None, "pid": None}
+    user.hpcdask("cleanup", "--all", "--yes")  # they may be another base's
+    assert len(processes(folder)) >= 2
     user.hpcdask("cleanup", folder.name, "--yes")
     assert not processes(folder)
 

@@ -291,6 +291,24 @@ def test_another_process_finds_and_cancels_a_job(site):
     assert asyncio.run(queue.departed([job_id]))[job_id].state is State.CANCELLED
 
 
+def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
+    """The kernel shows no environment for a moment."""
+    job_id = submit_elsewhere(site, "exec sleep 1000")
+    read, looks = machine._read, set()
+
+    def first_nothing(path: str) -> bytes:
+        content = read(path)
+        if job_id.encode() in content and path not in looks:
+            looks.add(path)
+            return b""
+        return content
+
+    monkeypatch.setattr(machine, "_read", first_nothing)
+    assert job_id in machine.living()
+    assert looks
+    cancel(site.queue(), job_id)
+
+
 @pytest.mark.parametrize(("trap", "told"), [("", []), ("echo bye; exit", ["bye"])])
 def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     job_id = submit_elsewhere(site, f"trap '{trap}' TERM; echo ready; while :; do sleep 0.1; done")
@@ -302,7 +320,7 @@ def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     assert query(queue, job_id)[0].state is State.STARTING
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
-    assert site.output(job_id).splitlines() == ["ready", *told]
+    assert {"ready", *told} <= set(site.output(job_id).splitlines())
 
 
 def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import warden
+from hpcdask.queues import ending, warden
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.registry import NAMES
 from launching import end, leftovers, wait_for
@@ -164,7 +164,7 @@ def test_a_dismissed_warden_does_nothing(start):
 def test_the_warden_is_small_and_holds_nothing_of_the_notebook(start):
     notebook = start()
     process = notebook.warden
-    assert process.memory_info().rss < 25e6
+    assert process.memory_info().rss < 20e6
     files = {fd: os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in "012"}
     assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
     assert files["0"].startswith("pipe:")
@@ -177,7 +177,7 @@ def test_the_warden_is_small_and_holds_nothing_of_the_notebook(start):
 def test_the_warden_loads_no_dask(name):
     program = f"""
 import sys
-from hpcdask.queues import registry, warden
+from hpcdask.queues import ending, registry, warden
 registry.queue_class({name!r})()
 print(*sys.modules)
 """
@@ -224,10 +224,10 @@ class Jobs:
     def end(
         self, monkeypatch, awaited=lambda: False, patience_s=30.0
     ) -> tuple[list[str], list[str]]:
-        monkeypatch.setattr(warden, "PAUSE_S", (0.001, 0.01))
-        monkeypatch.setattr(warden, "END_S", patience_s)
+        monkeypatch.setattr(ending, "PAUSE_S", (0.001, 0.01))
+        monkeypatch.setattr(ending, "END_S", patience_s)
         said: list[str] = []
-        left = asyncio.run(warden.end_jobs(self, self.find, said.append, awaited))
+        left = asyncio.run(ending.end_jobs(self, self.find, said.append, awaited))
         return left, said
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client, LocalCluster, get_worker, wait
+from distributed import Client, LocalCluster, wait
 
-from hpcdask import security
-from hpcdask.spec import to_argv
+from hpcdask import ranks, security, sharing, worker
+from hpcdask.errors import UsageError
 from launching import wait_for
 from running import Running, Site, no_launcher
 
@@ -30,7 +31,6 @@ cluster = LocalCluster(n_workers=0, security=access, protocol="tls://", host="12
 print("at", cluster.scheduler_address, flush=True)
 sys.stdin.read()
 """
-QUEUE_VARIABLES = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1"}
 
 
 class JobSite(Site):
@@ -111,6 +111,7 @@ def start_one(site: JobSite, client: Client, job: str, *arguments: str, **kwargs
     """Start a job, and wait until its first worker is there."""
     running = site.job(*arguments, job=job, **kwargs)
     running.wait_for(lambda: f"ab12-{job}-0-0" in names(client), f"the worker of job {job}")
+    client.run(os.getpid, nanny=True)  # a nanny answers when its worker is up
     return running
 
 
@@ -276,3 +277,272 @@ def test_a_signal_while_there_is_no_scheduler(site):
     job.line("hpcdask: job", stream="err")
     job.signal(signal.SIGTERM)
     end_of_one(job, 143, "SIGTERM")
+
+
+# Lost workers and jobs
+
+
+def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
+    job = start_one(site, client, "1", "--workers", "2", "--nthreads", "1")
+    job.wait_for(lambda: len(names(client)) == 2, "two workers")
+    total = client.submit(sum, client.map(counted(tmp_path), range(100)))
+    pid = pid_of(client, "ab12-1-0-1")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(pid), 10, "the worker's death")
+    job.wait_for(lambda: len(names(client)) == 2, "the worker again", timeout=60)
+    assert pid_of(client, "ab12-1-0-1") != pid
+    assert total.result() == sum(range(100))
+    client.cluster.close()
+    assert job.end().code == 0
+
+
+def test_a_worker_that_does_not_start_again_ends_the_job(site, client, tmp_path):
+    preload, flag = tmp_path / "dies.py", tmp_path / "flag"
+    preload.write_text(
+        "import os, pathlib\n"
+        f"if pathlib.Path({str(flag)!r}).exists():\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    job = start_one(site, client, "1", "--preload", str(preload))
+    pid = pid_of(client, "ab12-1-0-0")
+    flag.touch()
+    os.kill(pid, signal.SIGKILL)
+    ended = job.end(40)
+    assert ended.code == 1, ended
+    assert len(ended.errors) == 1, ended
+    assert "worker ab12-1-0-0 is not there any more" in ended.errors[0]
+    site.check_nothing_left(ended.at)
+
+
+def test_a_killed_job_leaves_nothing(site, client):
+    job = site.job("--workers", "2")
+    job.wait_for(lambda: len(names(client)) == 2, "two workers")
+    tasks = [client.submit(time.sleep, 600, pure=False) for _ in range(2)]
+    job.wait_for(lambda: any(client.processing().values()), "a busy worker")
+    at = job.signal(signal.SIGKILL)
+    assert job.end().code == -signal.SIGKILL
+    site.check_nothing_left(at)
+    del tasks
+
+
+def test_a_name_that_is_taken(site, client):
+    first = start_one(site, client, "1")
+    ended = site.job(job="1").end()
+    assert ended.code == 1, ended
+    assert len(ended.errors) == 1, ended
+    assert "name taken, ab12-1-0-0" in ended.errors[0]
+    client.cluster.close()
+    assert first.end().code == 0
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--no-such-option"], "No such option"),
+        (["program.py"], "unexpected extra argument"),
+        (["--workers", "0"], "--workers"),
+        (["--nthreads", "none"], "--nthreads: 'none' is not a whole number"),
+        (["--memory-limit", "much"], "--memory-limit: 'much' is not an amount of memory"),
+        (["--scheduler", "10.0.0.1:8786"], "is not an address of a scheduler"),
+        (["--scheduler", "tls://10.0.0.1:99999"], "is not an address of a scheduler"),
+        (["--scheduler", "tcp://10.0.0.1:8786"], "does not use keys"),
+        (["--keys", ""], "needs the cluster's keys"),
+        (["--keys", "/no/such/folder"], "the key folder /no/such/folder is gone"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options(keys, arguments, text):
+    access = ["--scheduler", "tls://10.0.0.1:8786", "--keys", str(keys), "--cluster", "ab12"]
+    with pytest.raises(UsageError) as error:
+        worker.parse([*access, *arguments])
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--keys", "/no/such/folder"], "the key folder /no/such/folder is gone"),
+        (["--interface", "no0"], "has no interface no0 with an IPv4 address. It has: "),
+        (["--local-directory", "/dev/null/scratch"], "cannot write in /dev/null/scratch"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_ends_before_anything_starts(site, arguments, text):
+    ended = site.job(*arguments).end()
+    assert ended.code == 2, ended
+    assert len(ended.err.splitlines()) == 1, ended
+    assert text in ended.errors[0], ended
+    site.check_nothing_left(ended.at)
+
+
+def test_a_missing_extra(site):
+    if find_spec("distributed_ucxx"):
+        pytest.skip("distributed-ucxx is installed")
+    ended = site.job("--protocol", "ucx").end()
+    assert ended.code == 2, ended
+    assert len(ended.err.splitlines()) == 1, ended
+    assert "needs distributed_ucxx, which is not installed" in ended.errors[0], ended
+
+
+def test_a_restart_count_that_is_none(monkeypatch):
+    monkeypatch.setenv("HPCDASK_RESTARTS", "many")
+    with pytest.raises(UsageError, match="HPCDASK_RESTARTS: 'many' is not a number"):
+        worker.identity()
+
+
+# Devices
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
+    """Make an environment in which NVML shows so many GPUs, and CUDA asks for no driver."""
+    core = tmp_path / "cuda" / "core" / "__init__.py"
+    core.parent.mkdir(parents=True)
+    core.write_text("class Device:\n    def set_current(self):\n        pass\n")
+    machine = uuid.uuid4().hex
+
+    def environment(count: int, **more: str) -> dict[str, str]:
+        shown = [
+            {"uuid": f"GPU-{machine}-{n}", "name": "NVIDIA Test", "bus": f"{n:08x}:00"}
+            for n in range(count)
+        ]
+        path = [FAKES, tmp_path, os.environ.get("PYTHONPATH", "")]
+        return {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "FAKE_NVML": json.dumps(shown),
+            "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",  # it asks for more than the fake knows
+            **more,
+        }
+
+    yield environment
+    for lock in Path(sharing.LOCKS).glob(f"hpcdask-{os.getuid()}-GPU-{machine}-*.lock"):
+        lock.unlink()
+
+
+def devices_of(client: Client) -> dict[str, str]:
+    """Each worker's name and the GPU that CUDA would show it."""
+    names = client.run(lambda dask_worker: dask_worker.name)
+    found = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {names[address]: gpu for address, gpu in found.items()}
+
+
+def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
+    env = gpus(2, SLURM_JOB_ID="4711")
+    job = site.job("--workers", "2", device="auto", env=env)
+    job.wait_for(lambda: len(names(client)) == 2, "two workers")
+    shown = [gpu["uuid"] for gpu in json.loads(env["FAKE_NVML"])]
+    assert devices_of(client) == {f"ab12-4711_3-0-{n}": shown[n] for n in range(2)}
+    client.cluster.close()
+    end = job.end()
+    assert end.code == 0, end
+    assert f"2 workers on 2 GPUs (NVIDIA Test {shown[0]}, {shown[1]}), tcp" in end.err, end
+    assert "visible" not in end.err
+
+
+def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
+    env = gpus(3)
+    jobs = [site.job(job=str(n), device="cuda", env=env) for n in range(2)]
+    for job in jobs:
+        job.wait_for(lambda: len(names(client)) == 2, "a worker of each job")
+    assert len(set(devices_of(client).values())) == 2
+    line = jobs[0].line("hpcdask: 3 GPUs are visible to job 0, which needs 1: took", stream="err")
+    assert line.startswith(devices_of(client)["ab12-0-0-0"])
+    jobs[0].signal(signal.SIGKILL)
+    jobs[0].end()
+    third = site.job("--workers", "2", job="2", device="cuda", env=env)  # 1 free, 1 free again
+    third.wait_for(lambda: "ab12-2-0-1" in names(client), "two more workers")
+    assert len(set(devices_of(client).values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "device", "text"),
+    [
+        (0, "1", "auto", "1 worker and no GPU here. This job (4711) got none: request them"),
+        (0, "1", "cuda", "1 worker and no GPU here. This job (4711) got none: request them"),
+        (1, "2", "auto", "2 workers and only 1 GPU here"),
+    ],
+)
+def test_too_few_gpus(site, gpus, count, workers, device, text):
+    more = {} if count else {"CUDA_VISIBLE_DEVICES": ""}
+    env = gpus(count, SLURM_JOB_ID="4711", **more)
+    ended = site.job("--workers", workers, device=device, env=env).end()
+    assert ended.code == 2, ended
+    assert len(ended.err.splitlines()) == 1, ended
+    assert text in ended.errors[0], ended
+
+
+def test_without_a_queue_and_a_gpu_it_computes_on_the_cpu(site, client):
+    job = site.job(device="auto", env={"CUDA_VISIBLE_DEVICES": ""})
+    job.line("hpcdask: no GPU here, so workers compute on the CPU", stream="err")
+    job.wait_for(lambda: names(client) == {"ab12-4711_3-0-0"}, "a worker")
+
+
+# Several nodes
+
+
+def test_a_job_of_several_nodes_becomes_an_srun(site, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o700)
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{site.launcher.env['PATH']}",
+        "SLURM_JOB_ID": "4715",
+        "SLURM_ARRAY_JOB_ID": "4711",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    ended = site.job(env=env).end()
+    assert ended.code == 0, ended
+    words = ended.out.split()
+    assert {"-n2", "--ntasks-per-node=1", "-K"} <= set(words), ended
+    assert words[words.index("-m") :][:3] == ["-m", "hpcdask.worker", "--scheduler"], ended
+    site.check_nothing_left(ended.at)
+
+
+def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("node1\nnode1\nnode2\n")
+    env = {"PBS_JOBID": "4711.server", "PBS_NODEFILE": str(nodes)}
+    ended = site.job(job="4711.server", env=env).end()
+    assert ended.code == 2, ended
+    assert "job 4711.server has 2 nodes, and only under SLURM" in ended.errors[0], ended
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (f"{os.uname().nodename}-{os.getpid()}", 0)),
+        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("17", 2)),
+        ({"PBS_JOBID": "17[3].server"}, ("17[3].server", 0)),
+        ({"HPCDASK_JOB_ID": "17_3", "SLURM_JOB_ID": "19"}, ("17_3", 0)),
+        ({"HPCDASK_JOB_ID": "17_3", "HPCDASK_RESTARTS": "1"}, ("17_3", 1)),
+    ],
+)
+def test_the_identity_of_a_job(monkeypatch, environ, expected):
+    for name in [*ranks.QUEUE_JOBS, "HPCDASK_JOB_ID", "HPCDASK_RESTARTS", "SLURM_RESTART_COUNT"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert worker.identity() == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "job", "expected"),
+    [
+        ({"SLURM_JOB_ID": "17"}, "17", True),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17"}, "17_3", True),
+        ({"SLURM_JOB_ID": "17"}, "local-1", False),
+        ({"PBS_JOBID": "17[3].server"}, "17[3].server", True),
+        ({"LSB_JOBID": "17"}, "17[3]", True),
+        ({}, "17", False),
+    ],
+)
+def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
+    for name in [*ranks.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert worker.is_the_queues(job) is expected

@@ -30,6 +30,11 @@ for kind in torque sge; do
         dpkg -x "$packages/$package"_*.deb "$folder/$kind"
     done
 done
+# Grid Engine loads its spooling library from one folder; without one, the loader's path counts
+for program in sge_qmaster spoolinit spooldefaults.bin; do
+    perl -0777 -pi -e 's{/usr/lib/gridengine/%s%s\0}{"%s%s" . "\0" x 21}ge' \
+        "$folder/sge/usr/lib/gridengine/$program"
+done
 # qsub runs the sbatch beside itself
 for program in sbatch srun salloc; do
     path=$(command -v $program) || give_up "$program is missing: install SLURM first"

@@ -101,7 +101,9 @@ def test_a_module_needs_no_optional_package(name, loaded_by_dask):
     assert not {"signals", "threads", "sockets", "children"} & set(found["differences"])
 
 
-@pytest.mark.parametrize("name", ["run", "runner", "leader", "follower", "nanny", "scheduler"])
+@pytest.mark.parametrize(
+    "name", ["run", "runner", "leader", "follower", "nanny", "scheduler", "worker", "joblife"]
+)
 def test_a_rank_does_not_load_arrays(name):
     """They, and CuPy with them, would cost every rank a second."""
     assert "dask.array" not in imported(f"hpcdask.{name}")["modules"]

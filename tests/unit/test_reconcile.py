@@ -127,6 +127,7 @@ def test_a_connected_worker_wins_over_a_queue_that_lags():
     assert look(job, State.PENDING, names(job, 1)).state is State.STARTING
     assert look(job, State.PENDING, names(job)).state is State.RUNNING
     assert look(job, None, names(job)).state is State.RUNNING
+    assert look(job, None, names(job, 1)).state is State.STARTING
     early = worker_name(CLUSTER, "7", 1, 0)
     again = look(running("7"), State.STARTING, [early])
     assert (again.state, again.restarts) == (State.RUNNING, 1)
@@ -186,8 +187,8 @@ def test_a_restart_is_a_new_life():
 
 
 def test_a_queue_that_counts_no_restarts():
-    job = look(running("7"), State.PENDING, names(running("7")))
-    assert job.state is State.RUNNING
+    job = running("7", leaving=True)
+    assert look(job, State.PENDING, names(job)) is job
     job = look(job, State.PENDING)
     assert (job.state, job.arrived, job.starting_since) == (State.REQUEUED, False, None)
 
@@ -266,6 +267,10 @@ def test_a_job_that_is_given_up_counts_once():
     steps = [(job, late), (late, late), (late, cancelled), ended(cancelled, State.CANCELLED)]
     assert history_of(*steps).failed_starts == 1
     assert len(history_of(*steps).deaths) == 1
+    by_itself = [(job, late), ended(late, State.FAILED)]
+    assert history_of(*by_itself).failed_starts == 1
+    surplus = replace(job, cancelled=True)
+    assert history_of((surplus, look(surplus, State.STARTING, now=T + 300))) == History()
     job = running("7", state=State.LOST, incomplete_since=T - 59)
     late = look(job, State.STARTING, now=T + 1)
     steps = [(job, late), ended(replace(late, cancelled=True), State.CANCELLED)]
@@ -376,6 +381,7 @@ def test_three_that_fail_to_start_in_a_row_stop_the_submissions():
     assert (actions.failure.kind, actions.failure.count) == ("start", 3)
     assert (actions.failure.job.id, actions.failure.job.exit_code) == ("2", 3)
     assert decide(0, *jobs, history=history_of(*steps), closable=["8"]).retire == ("8",)
+    assert decide(1, running("8"), history=history_of(*steps)) == Actions()
 
 
 def test_the_budget_stops_the_submissions():
@@ -447,6 +453,24 @@ def test_when_less_is_wanted_the_successor_goes_first():
     assert decide(1, *jobs) == Actions(cancel=("8",), retire=("7",))
     assert decide(0, lasting("7", T + 200)) == Actions(retire=("7",))
     assert decide(0, replace(starting("7", ends=T + 200), started=T - HOUR)).cancel == ("7",)
+
+
+def test_a_quarter_at_a_time_hands_over_to_replacements_the_first_to_end_first():
+    # ids without a number are not staggered
+    jobs = [lasting(letter, T + 200 - ord(letter) / 10) for letter in "abcdefgh"]
+    fresh = [running(f"9_{number}") for number in range(8)]
+    assert decide(8, *jobs, *fresh).retire == ("h", "g")
+    jobs[7] = replace(jobs[7], leaving=True)
+    assert decide(8, *jobs, *fresh).retire == ("g",)
+    jobs[5] = lasting("f", T + 100)
+    assert decide(8, *jobs, *fresh).retire == ("f",)
+    assert decide(8, *jobs, *fresh[:1]).retire == ("f",)
+    assert len(decide(0, *jobs).retire) == 7
+
+
+def test_a_job_near_its_end_whose_workers_are_just_gone_is_left_alone():
+    job = lasting("7", T + 60, state=State.LOST, incomplete_since=T - 1)
+    assert decide(1, replace(job, workers=frozenset())) == Actions(submit=1)
 
 
 def test_a_job_near_its_end_runs_on_when_nothing_more_is_submitted():

@@ -278,8 +278,24 @@ def test_squeue_of_several():
     assert set(squeue.parse_squeue(text, NOW)) == {"7_1", "8"}
 
 
-def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown():
-    assert squeue.parse_squeue(row("FROZEN"), NOW) == {}
+def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
+    seen = squeue.parse_squeue(row("FROZEN"), NOW)
+    assert seen["7_1"].state is State.UNKNOWN
+
+    async def run(self, *command, env=None):
+        return subprocess.CompletedProcess(command, 0, row("FROZEN"), "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    queue = SlurmQueue()
+    assert asyncio.run(queue.query(["7_1"])) == {}
+    assert asyncio.run(queue.departed(["7_1", "8_1"])) == {}
+
+
+def test_elements_that_left_their_array():
+    ids = ["7_1", "7_2", "8_1", "9"]
+    over = Seen("7_2", State.CANCELLED, "before it started")
+    assert squeue.left(ids, {"7_1", "9_1"}) == {"7_2": over}
+    assert squeue.left(["7_2"], {"7"}) == {"7_2": over}  # the rest of an array, cancelled as one
 
 
 def test_squeue_answers_something_else():

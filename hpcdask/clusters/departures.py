@@ -1,0 +1,203 @@
+"""Ends jobs: at once, after their workers have handed over, or all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
+
+from hpcdask.errors import QueueError
+from hpcdask.queues.base import Queue
+from hpcdask.reconcile import OVER, Job, ends_at, margin_s
+
+from . import retire
+from .ledger import Ledger
+
+#: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
+#: that part of the margin.
+LAST_MOMENT_S = 5.0
+LAST_PART = 0.25
+#: Seconds for one attempt to hand over where there is no hurry.
+ATTEMPT_S = 60.0
+#: Seconds that a job gets to end by itself once its workers have retired.
+LEAVE_S = 15.0
+#: Seconds that jobs get to end by themselves when their scheduler closes.
+END_S = 3.0
+#: Seconds between two requests to cancel the same jobs, while they do not end.
+REPEAT_S = 10.0
+#: Seconds until all jobs must be gone after a cluster was closed.
+CLOSE_S = 60.0
+
+
+class Departures:
+    """Ends jobs of one cluster.
+
+    Parameters
+    ----------
+    ledger
+        Its jobs.
+    queue
+        The door to the queueing system.
+    poke
+        Called when something has changed.
+    """
+
+    def __init__(self, ledger: Ledger, queue: Queue, poke: Callable[[], None]) -> None:
+        self.ledger = ledger
+        self.queue = queue
+        self.poke = poke
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        self._left: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cut_off = retire.CutOff()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Give up what is under way, and return it to be awaited."""
+        for task in self._tasks:
+            task.cancel()
+        return list(self._tasks)
+
+    # At once
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Cancel these, and again later if the queue does not answer."""
+        jobs = self.ledger.jobs
+        ids = [job_id for job_id in dict.fromkeys(ids) if jobs[job_id].state not in OVER]
+        for job_id in ids:
+            self.ledger.mark(job_id, cancelled=True)
+        if ids:
+            self._spawn(self._cancel(ids))
+
+    async def _cancel(self, ids: Collection[str]) -> None:
+        try:
+            await self.queue.cancel(ids)
+            self.ledger.calm("cancel")
+        except QueueError as error:
+            self.ledger.warn("cancel", str(error))
+            now = time.time()
+            self._left.update(dict.fromkeys(ids, now))
+
+    def cancel_stragglers(self) -> None:
+        """Cancel the jobs that should have ended by now."""
+        now = time.time()
+        due = [job_id for job_id, at in self._left.items() if now > at + LEAVE_S]
+        for job_id in due:
+            del self._left[job_id]
+        self.cancel(due)
+
+    # In good order
+
+    def retire(self, job_id: str) -> None:
+        """Let the job's workers hand over what they hold, and let the job end."""
+        if job_id not in self._retiring:
+            self.ledger.mark(job_id, leaving=True)
+            task = self._spawn(self._retire(job_id))
+            self._retiring[job_id] = task
+            task.add_done_callback(lambda _: self._retiring.pop(job_id, None))
+
+    async def _retire(self, job_id: str) -> None:
+        ledger = self.ledger
+        expiring = ledger.jobs[job_id].expiring
+        while (job := ledger.jobs[job_id]).state not in OVER and job.workers:
+            last = self._last_moment(job) if expiring else None
+            left = ATTEMPT_S if last is None else last - time.time()
+            if left <= 0:
+                await self._force_out(job)
+                break
+            gone = await retire.retire(ledger.scheduler, job.workers, deadline_s=left)
+            if gone >= job.workers:
+                break
+            if not expiring:
+                if len(ledger.counting()) < ledger.wanted:  # there is work for it again
+                    ledger.mark(job_id, leaving=False)
+                    self.poke()
+                    return
+                if ledger.emptied and not self._others(job_id):
+                    await retire.force_out(ledger.scheduler, job.workers, reason="scaled-to-0")
+                    break
+            left = ATTEMPT_S if last is None else last - time.time()
+            await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
+        self._left[job_id] = time.time()
+        self._spawn(self._poke_later())
+
+    async def _poke_later(self) -> None:
+        await asyncio.sleep(LEAVE_S + 0.1)
+        self.poke()
+
+    def _others(self, job_id: str) -> bool:
+        return any(job.workers for job in self.ledger.counting() if job.id != job_id)
+
+    def _last_moment(self, job: Job) -> float | None:
+        """Unix time at which the job is given up, a little before the queue kills it."""
+        end = ends_at(job, self.ledger.policy)
+        early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.ledger.policy))
+        return None if end is None else end - early
+
+    async def _force_out(self, job: Job) -> None:
+        """The last moment: what these workers hold or run is computed again elsewhere."""
+        self.ledger.say(
+            f"job {job.id} reaches its walltime and nobody could take over in time: what it holds "
+            f"or runs is computed again"
+        )
+        last = self._last_moment(job)
+        life = None if last is None or job.started is None else last - job.started
+        errors = await retire.force_out(
+            self.ledger.scheduler,
+            job.workers,
+            reason="walltime",
+            cut_off=self._cut_off,
+            life_s=life,
+        )
+        for error in errors:
+            self.ledger.say(f"error: {error}")
+
+    # All of them
+
+    async def end_all(self, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel every job, and see that they are gone.
+
+        Parameters
+        ----------
+        look
+            Asks the queue how the jobs are.
+
+        Raises
+        ------
+        QueueError
+            Some are still in the queue after `CLOSE_S`; the message names them.
+        """
+        ledger, start, pause, problem = self.ledger, time.monotonic(), 0.1, ""
+        asked: dict[str, float] = {}
+        while ids := ledger.live():
+            now = time.monotonic()
+            # those that run were told by the scheduler to end, and do so in better order
+            due = [
+                job_id
+                for job_id in ids
+                if (now > start + END_S or not ledger.jobs[job_id].arrived)
+                and now > asked.get(job_id, -REPEAT_S) + REPEAT_S
+            ]
+            try:
+                if due:
+                    await self.queue.cancel(due)
+                    asked.update(dict.fromkeys(due, now))
+                await look()
+            except QueueError as error:
+                problem = f" ({error})"
+            if not ledger.live():
+                return
+            if time.monotonic() > start + CLOSE_S:
+                raise QueueError(
+                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
+                    f"{problem}: {', '.join(ledger.live())}. See them with: hpcdask jobs, and end "
+                    f"them with: hpcdask cleanup {ledger.cluster}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, 2.0)

@@ -1,0 +1,115 @@
+"""What is wanted and what is known of a cluster's jobs, for those who act on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+from distributed import Scheduler
+
+from hpcdask.reconcile import OVER, Job, Policy, parse_worker_name, worker_names
+
+
+class Ledger:
+    """The jobs of one cluster.
+
+    Parameters
+    ----------
+    scheduler
+        Of the cluster, in this event loop.
+    cluster
+        The cluster's id, with which its workers' names begin.
+    size
+        Workers per job.
+    policy
+        Deadlines and budgets.
+    say
+        Tells the user one line.
+
+    Attributes
+    ----------
+    jobs
+        By their ids, those that are over included.
+    wanted
+        How many there should be.
+    emptied
+        Whether the user asked for none, so that nobody is left to hold results.
+    closing
+        Whether the end of a worker or a job is meant.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cluster: str,
+        *,
+        size: int,
+        policy: Policy,
+        say: Callable[[str], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.cluster = cluster
+        self.size = size
+        self.policy = policy
+        self.say = say
+        self.jobs: dict[str, Job] = {}
+        self.wanted = 0
+        self.emptied = False
+        self.closing = False
+        self._warned: set[str] = set()
+
+    def mark(self, job_id: str, **facts: Any) -> None:
+        """Note something about a job."""
+        self.jobs[job_id] = dataclasses.replace(self.jobs[job_id], **facts)
+
+    def counting(self) -> list[Job]:
+        """Jobs that are there or asked for, and are to stay."""
+        return [
+            job
+            for job in self.jobs.values()
+            if job.state not in OVER and not job.cancelled and not job.leaving
+        ]
+
+    def live(self) -> list[str]:
+        """Ids of the jobs that are not over."""
+        return [job.id for job in self.jobs.values() if job.state not in OVER]
+
+    def names(self) -> list[str]:
+        """A name for each worker that is there or asked for."""
+        names = [name for job in self.counting() for name in worker_names(self.cluster, job)]
+        missing = self.wanted * self.size - len(names)
+        return names + [f"{self.cluster}-unsubmitted-{number}" for number in range(missing)]
+
+    def job_of(self, name: str) -> str | None:
+        """Id of the job that a worker belongs to; None for other people's workers."""
+        parsed = parse_worker_name(self.cluster, name)
+        return None if parsed is None else parsed[0]
+
+    def connected(self) -> dict[str, list[str]]:
+        """Ids of jobs -> names of their workers that the scheduler has."""
+        found: dict[str, list[str]] = {}
+        for state in self.scheduler.workers.values():
+            if job_id := self.job_of(str(state.name)):
+                found.setdefault(job_id, []).append(str(state.name))
+        return found
+
+    def strike(self, names: Collection[str]) -> list[Job]:
+        """Want less by the jobs all of whose workers are named, and return those jobs."""
+        names = set(names)
+        counting = self.counting()
+        jobs = [job for job in counting if names >= set(worker_names(self.cluster, job))]
+        dropped = sum("-unsubmitted-" in name for name in names) // self.size
+        unsubmitted = max(0, self.wanted - len(counting))
+        self.wanted = len(counting) - len(jobs) + max(0, unsubmitted - dropped)
+        return jobs
+
+    def warn(self, subject: str, text: str) -> None:
+        """Tell about a state of things once, until `calm`."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self.say(f"warning: {text}")
+
+    def calm(self, *subjects: str) -> None:
+        """These states of things are over; without any, all."""
+        self._warned.difference_update(subjects or tuple(self._warned))

@@ -1,0 +1,98 @@
+"""Cancelling the jobs of a cluster that nobody holds any more, until they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from hpcdask.errors import QueueError
+from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
+from hpcdask.queues.folder import ClusterFolder
+from hpcdask.reconcile import OVER
+
+#: Seconds that cancelling and verifying may take. More than an unanswered submission counts.
+END_S = 150.0
+#: Seconds for which a submission that was cut off may still bring jobs.
+UNANSWERED_S = COMMAND_TIMEOUT_S + 15
+#: Least and most seconds between two looks at the queue.
+PAUSE_S = (0.5, 10.0)
+
+
+async def end_jobs(
+    queue: Queue,
+    find: Callable[[], Awaitable[list[str]]],
+    say: Callable[[str], None],
+    awaited: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """Cancel jobs, and see that they are gone.
+
+    Parameters
+    ----------
+    queue
+        Theirs.
+    find
+        Looks which of them are not over.
+    say
+        Gets one line for each thing done.
+    awaited
+        Whether more of them may still come.
+
+    Returns
+    -------
+    list of str
+        Jobs that are still there after `END_S`.
+
+    Raises
+    ------
+    QueueError
+        The queue did not answer until then.
+    """
+    deadline = time.monotonic() + END_S
+    pause, told = PAUSE_S[0], set[str]()
+
+    def say_once(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            say(text)
+
+    while True:
+        live: list[str] = []
+        problem: QueueError | None = None
+        try:
+            live = await find()
+            if live:
+                say_once(f"cancelling {' '.join(live)}")
+                await queue.cancel(live)
+        except QueueError as error:
+            problem = error
+            say_once(f"{error}; trying again")
+        if not live and not problem:
+            if not awaited():
+                return []
+            say_once("waiting for the jobs of a submission that was cut off")
+        if time.monotonic() > deadline:
+            if problem:
+                raise problem
+            return live
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, PAUSE_S[1])
+
+
+async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], None]) -> list[str]:
+    """Cancel the jobs of a cluster that nobody holds any more; return what is left."""
+
+    async def find() -> list[str]:
+        """Those with the tag, and the recorded ones, should the queue have lost tags."""
+        mine = [job_id for job_id, tag in (await queue.tagged()).items() if tag == folder.tag]
+        others = set(folder.ids()) - set(mine)
+        seen = await queue.query(others) if others else {}
+        return mine + [job_id for job_id, job in seen.items() if job.state not in OVER]
+
+    return await end_jobs(queue, find, say, lambda: may_bring_more(folder))
+
+
+def may_bring_more(folder: ClusterFolder) -> bool:
+    """Whether the end of the notebook may have cut off a submission that goes on by itself."""
+    age = folder.unanswered_s()
+    return age is not None and age < UNANSWERED_S

@@ -1,0 +1,393 @@
+"""What goes wrong with jobs, nodes, SLURM's commands and notebooks, on a real SLURM.
+
+Every fault ends in the wanted number of workers or a clear error; no result is lost or wrong, and
+no job, process or key is left, which the fixture sees to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask.config
+import psutil
+import pytest
+from distributed import Client
+
+from hpcdask.errors import JobsFailed, QueueError, Refused
+from hpcdask.reconcile import Job, State, parse_worker_name
+from launching import end, leftovers, wait_for
+from slurm_login import Login, live, login, pids, slowly, states, wait_for_running
+from slurm_site import SlurmSite
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def user(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Login]:
+    with login(slurm, tmp_path, monkeypatch) as user:
+        yield user
+
+
+class Computation:
+    """A computation of some seconds on a cluster, whose results must stay as they are.
+
+    `known` are results that cannot be computed again, held by the workers.
+    """
+
+    def __init__(self, client: Client, count: int = 80) -> None:
+        kept = client.map(lambda number: (number, os.urandom(8)), range(8), pure=False)
+        self.known = client.gather(kept)
+        self.client, self.count, self.kept = client, count, kept
+        self.futures = client.map(slowly, range(count), pure=False)
+        wait_for(lambda: self.done() >= 4, 30, "the computation to be under way")
+
+    def done(self) -> int:
+        return sum(future.done() for future in self.futures)
+
+    def check(self, *, lost: bool = False) -> None:
+        """The sum is right; without `lost`, no result was computed twice either."""
+        results = self.client.gather(self.futures)
+        assert results == [2 * number for number in range(self.count)]
+        kept = self.client.gather(self.kept)
+        assert [number for number, _ in kept] == list(range(8))
+        assert lost or kept == self.known
+
+
+def job(cluster, job_id: str) -> Job:
+    (found,) = (job for job in cluster.jobs() if job.id == job_id)
+    return found
+
+
+def job_of(cluster, name: str) -> str:
+    parsed = parse_worker_name(cluster.id, name)
+    assert parsed is not None
+    return parsed[0]
+
+
+def processes(job_id: str, user: Login) -> list[psutil.Process]:
+    """The processes of a job of this test."""
+    mine = {process.pid for process in leftovers(user.marker)}
+    found = leftovers(f"\0HPCDASK_JOB_ID={job_id}\0")
+    return [process for process in found if process.pid in mine]
+
+
+# Jobs that end
+
+
+def test_scancel_of_a_running_job(user: Login, capsys: pytest.CaptureFixture[str]):
+    with user.make(n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=40)
+        computation = Computation(client)
+        victim = live(cluster)[0]
+        user.site.run("scancel", victim)
+        computation.check()  # it has handed over what it held
+        wait_for_running(cluster, 2)
+        assert len(cluster.jobs()) == 3
+        assert job(cluster, victim).state == State.CANCELLED
+        assert victim not in {job_of(cluster, name) for name in pids(client)}
+        assert cluster.failure is None
+    assert f"job {victim} has ended: cancelled" in capsys.readouterr().err
+
+
+def test_scancel_of_a_pending_job(user: Login):
+    others = user.occupy(3)
+    with user.make() as cluster:
+        cluster.scale(3)  # and there are two GPUs
+        wait_for(lambda: sorted(states(cluster)) == ["pending", "running", "running"], 40, "two")
+        running = live(cluster)
+        (pending,) = (job.id for job in cluster.jobs() if job.state == State.PENDING)
+        user.site.run("scancel", pending)
+        wait_for(lambda: len(cluster.jobs()) == 4, 20, "another job instead")
+        assert job(cluster, pending).state == State.CANCELLED
+        last = cluster.jobs()[-1]
+        wait_for(lambda: job(cluster, last.id).reason, 20, "the queue's word on it")
+        assert sorted(user.queued()) == sorted([*running, last.id])
+        assert live(cluster) == running
+        user.site.run("scancel", str(others))
+        wait_for_running(cluster, 3)
+
+
+@pytest.mark.parametrize("how", ["worker", "job"])
+def test_sigkill(user: Login, how: str):
+    with user.make(n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=40)
+        computation = Computation(client)
+        name, pid = sorted(pids(client).items())[0]
+        victim = job_of(cluster, name)
+        if how == "worker":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            found = processes(victim, user)
+            assert pid in {process.pid for process in found}
+            end(found)
+        computation.check(lost=True)
+        wait_for(lambda: pid not in pids(client).values(), 20, "the worker to be gone")
+        wait_for_running(cluster, 2)
+        if how == "worker":  # its nanny has started it again
+            assert len(cluster.jobs()) == 2
+        else:
+            assert len(cluster.jobs()) == 3
+            assert job(cluster, victim).state == State.FAILED
+            assert job(cluster, victim).exit_code == 137
+        assert cluster.failure is None
+
+
+def test_requeue_of_a_running_job(user: Login):
+    with user.make(n_workers=2) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=40)
+        computation = Computation(client)
+        victim = live(cluster)[0]
+        before = set(pids(client))
+        user.site.run("scontrol", "requeue", victim)
+        wait_for(lambda: job(cluster, victim).state == State.REQUEUED, 20, "it to be requeued")
+        assert "1 requeued" in repr(cluster)
+        computation.check(lost=True)
+        wait_for_running(cluster, 2)
+        assert job(cluster, victim).restarts == 1
+        assert len(cluster.jobs()) == 2  # not replaced: it came back
+        (new,) = set(pids(client)) - before
+        assert parse_worker_name(cluster.id, new) == (victim, 1, 0)
+
+
+# Nodes that go
+
+
+@pytest.fixture
+def nodes_back(slurm: SlurmSite) -> Iterator[None]:
+    yield
+    for node in slurm.nodes:
+        slurm.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+
+
+@pytest.mark.usefixtures("nodes_back")
+def test_a_node_that_goes_down(user: Login):
+    with user.make(n_workers=3) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(3, timeout=40)
+        wait_for_running(cluster, 3)
+        computation = Computation(client, 120)
+        last = cluster.jobs()[-1]  # alone on its node
+        user.site.run("scontrol", "update", f"nodename={last.nodes}", "state=down", "reason=test")
+        computation.check(lost=True)
+        wait_for_running(cluster, 3)
+        assert cluster.failure is None
+        assert last.nodes not in {job.nodes for job in cluster.jobs() if job.id in live(cluster)}
+
+
+@pytest.mark.usefixtures("nodes_back")
+def test_a_node_that_is_drained(user: Login):
+    with user.make(n_workers=1) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(1, timeout=40)
+        wait_for_running(cluster, 1)
+        computation = Computation(client, 30)
+        (first,) = cluster.jobs()
+        user.site.run("scontrol", "update", f"nodename={first.nodes}", "state=drain", "reason=test")
+        computation.check()  # what runs there may go on
+        assert live(cluster) == [first.id]
+        cluster.scale(2)
+        wait_for_running(cluster, 2)
+        assert cluster.jobs()[-1].nodes != first.nodes
+        assert len(cluster.jobs()) == 2
+
+
+# A submission that fails
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words", "listed_by"),
+    [
+        ({"queue": "nowhere"}, "invalid partition specified: nowhere", "sinfo -s"),
+        ({"gpu_type": "h900"}, "Requested node configuration is not available", "%G"),
+        ({"job_extra_directives": ["--gres=tape:1"]}, "Invalid generic resource", "%G"),
+    ],
+)
+def test_sbatch_refuses(user: Login, keywords: dict, words: str, listed_by: str):
+    sbatch = user.wrap("sbatch")
+    with user.make(**keywords) as cluster, cluster.get_client() as client:
+        future = client.submit(sum, [1, 2])
+        with pytest.raises(Refused) as error:
+            cluster.scale(2)
+        text = str(error.value)
+        (script,) = user.folder.glob("*/submissions/*/script.sh")
+        assert words in text
+        assert f"Script kept at {script}" in text
+        assert listed_by in text
+        assert script.read_text() == cluster.job_script()
+        assert not error.value.for_now
+        with pytest.raises(Refused, match=words):
+            future.result(timeout=20)
+        assert not cluster.jobs()
+        assert not user.queued()
+        assert len(sbatch.calls()) == 1
+        assert words in cluster._repr_html_()
+
+
+async def ticks(seconds: list[float]) -> None:
+    """Note when this event loop was free."""
+    while True:
+        seconds.append(time.monotonic())
+        await asyncio.sleep(0.02)
+
+
+def test_sbatch_hangs(user: Login):
+    sbatch = user.wrap("sbatch")
+    sbatch.behave("sleep 600")
+
+    async def notebook() -> None:
+        async with user.make(asynchronous=True) as cluster:
+            cluster.queue.timeout_s = 2.0
+            free: list[float] = []
+            ticker = asyncio.create_task(ticks(free))
+            start = time.monotonic()
+            with pytest.raises(QueueError, match=r"sbatch did not answer within 2 s.*SLURM"):
+                await asyncio.wait_for(cluster.scale(2), 30)
+            ticker.cancel()
+            # free all the time, not just before and after
+            assert len([at for at in free if start + 0.2 < at < start + 1.8]) > 10
+            assert not cluster.jobs()
+            assert not user.queued()
+            sbatch.behave()
+            cluster.queue.timeout_s = 30.0
+            await cluster.scale(1)  # the user asks again
+            await asyncio.wait_for(cluster.wait_for_workers(1), 40)
+
+    asyncio.run(notebook())
+
+
+def test_sbatch_hangs_after_it_has_submitted(user: Login):
+    sbatch = user.wrap("sbatch")
+    sbatch.behave(f'{sbatch.real} "$@"; sleep 600')
+    with user.make() as cluster, cluster.get_client() as client:
+        cluster.queue.timeout_s = 3.0
+        with pytest.raises(QueueError, match="sbatch did not answer within 3 s"):
+            cluster.scale(2)
+        cluster.queue.timeout_s = 30.0
+        assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
+        client.wait_for_workers(2, timeout=40)  # they are the cluster's own
+        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        sbatch.behave()
+        cluster.scale(2)
+        assert len(sbatch.calls()) == 1
+        wait_for_running(cluster, 2)
+    assert not user.queued()
+
+
+def test_jobs_that_appear_after_sbatch_was_given_up(user: Login):
+    sbatch = user.wrap("sbatch")
+    # a busy controller takes a request whose sender is gone
+    sbatch.behave(f'setsid sh -c \'sleep 4; exec {sbatch.real} "$@"\' sh "$@" >&- 2>&- & sleep 600')
+    with user.make() as cluster:
+        cluster.queue.timeout_s = 1.0
+        with pytest.raises(QueueError, match="sbatch did not answer"):
+            cluster.scale(2)
+        assert not cluster.jobs()
+        cluster.queue.timeout_s = 30.0
+        wait_for(lambda: len(user.queued()) == 2, 20, "the late jobs")
+    assert not user.queued()
+
+
+# A queue that does not answer
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        pytest.param("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", id="error"),
+        pytest.param("sleep 600", id="hangs"),
+    ],
+)
+def test_squeue_fails_for_a_while(user: Login, failing: str, capsys: pytest.CaptureFixture[str]):
+    squeue, sbatch = user.wrap("squeue"), user.wrap("sbatch")
+    with user.make(poll_interval=0.2) as cluster, cluster.get_client() as client:
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=40)
+        wait_for_running(cluster, 2)
+        cluster.queue.timeout_s = 1.0
+        squeue.behave(failing)
+        before = len(squeue.calls())
+        computation = Computation(client)
+        wait_for(lambda: len(squeue.calls()) >= before + 4, 40, "some failures")
+        assert states(cluster) == [State.RUNNING] * 2
+        victim = live(cluster)[0]
+        user.site.run("scancel", victim)
+        computation.check()
+        assert len(sbatch.calls()) == 1  # who knows what has become of it
+        cluster.queue.timeout_s = 30.0
+        squeue.behave()
+        wait_for_running(cluster, 2, timeout=60)
+        assert job(cluster, victim).state == State.CANCELLED
+        assert len(sbatch.calls()) == 2
+        assert cluster.failure is None
+    said = capsys.readouterr().err
+    assert said.count("What the jobs do is unknown") == 1
+    assert said.count("warning") == 1
+
+
+# Jobs that never get anywhere
+
+
+def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str]):
+    sbatch = user.wrap("sbatch")
+    prologue = ["echo 'module: command not found' >&2", "exit 3"]
+    with user.make(job_script_prologue=prologue) as cluster, cluster.get_client() as client:
+        future = client.submit(sum, [1, 2])
+        cluster.scale(1)
+        with pytest.raises(JobsFailed, match="3 jobs in a row") as error:
+            client.wait_for_workers(1, timeout=40)
+        last = cluster.jobs()[-1]
+        for part in (f"job {last.id}: failed", "exit code 3", "module: command not found"):
+            assert part in str(error.value)
+        with pytest.raises(JobsFailed, match="exit code 3"):
+            future.result(timeout=20)
+        assert states(cluster) == [State.FAILED] * 3
+        assert "module: command not found" in cluster.job_logs(last.id)[last.id]
+        assert len(sbatch.calls()) == 3
+        cluster.scale(0)
+    assert capsys.readouterr().err.count("jobs in a row") == 1
+
+
+# Walltime
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_walltime_in_the_middle_of_a_computation(user: Login):
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        user.make(walltime="00:01:00", n_workers=2) as cluster,
+        cluster.get_client() as client,
+    ):
+        client.wait_for_workers(2, timeout=40)
+        wait_for_running(cluster, 2)
+        first = [job.id for job in cluster.jobs()]
+        until = max(job.ends for job in cluster.jobs()) + 5
+        kept = client.map(lambda number: (number, os.urandom(8)), range(8), pure=False)
+        known = client.gather(kept)
+        results = []
+        while time.time() < until:  # Dask tasks of 2 s, so that some run whenever a job ends
+            futures = client.map(lambda n: time.sleep(2) or n, range(8), pure=False)
+            results.append(client.gather(futures))
+        assert results == [list(range(8))] * len(results)
+        assert client.gather(kept) == known  # handed over from job to job
+        wait_for_running(cluster, 2)
+        assert not set(first) & set(live(cluster))
+        assert {job(cluster, job_id).state for job_id in first} == {State.COMPLETED}
+        assert cluster.failure is None
+
+
+# The notebook dies
+
+
+NOTEBOOK = """
+import sys, time
+from hpcdask import SLURMCUDACluster
+cluster = SLURMCUDACluster(**eval(sys.argv[1]))
+cluster.scale(3)
+cluster.wait_for_workers(2, timeout=40)
+print(cluster._warden.pid, flush=True)
+time.sleep(600)
+"""

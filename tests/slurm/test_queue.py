@@ -1,0 +1,445 @@
+"""SLURM's door on a real SLURM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+from dask_jobqueue.slurm import SLURMJob
+
+from hpcdask.errors import QueueError, Refused
+from hpcdask.queues.base import Request
+from hpcdask.queues.slurm import SlurmQueue
+from hpcdask.reconcile import OVER, Seen, State
+from launching import leftovers, wait_for
+from slurm_site import SlurmSite
+
+pytestmark = pytest.mark.slurm
+
+TAG = "hpcdask:ab12cd34"
+SLEEP = "exec sleep 1000"
+
+
+class Door:
+    """A door to a site's SLURM, called without an event loop."""
+
+    def __init__(self, site: SlurmSite, folder: Path, **options) -> None:
+        self.site = site
+        self.queue = SlurmQueue(**options)
+        self.folder = folder
+        self.path = folder / "script.sh"
+
+    def write(self, command: str, *, logs: str = "logs", request=None, **keywords) -> str:
+        """Write a job's script, and return its path."""
+        place = self.folder / logs
+        place.mkdir(exist_ok=True)
+        job = SLURMJob(
+            name="x", **{"cores": 1, "memory": "100MB", "job_name": "placeholder", **keywords}
+        )
+        asked = Request(**{"name": "train", "tag": TAG, "folder": str(place), **(request or {})})
+        preamble = [f"export ID={self.queue.job_id} RESTARTS={self.queue.restarts}"]
+        self.path.write_text(self.queue.script(job, asked, preamble, command))
+        return str(self.path)
+
+    def submit(self, command: str = SLEEP, count: int = 1, **keywords) -> list[str]:
+        return asyncio.run(self.queue.submit(self.write(command, **keywords), count))
+
+    def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        return asyncio.run(self.queue.query(ids))
+
+    def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        return asyncio.run(self.queue.departed(ids))
+
+    def cancel(self, ids: Collection[str]) -> None:
+        asyncio.run(self.queue.cancel(ids))
+
+    def tagged(self) -> dict[str, str]:
+        return asyncio.run(self.queue.tagged())
+
+    def wait(
+        self, ids: Collection[str], *states: State, what: Callable[[Seen], object] = lambda _: True
+    ) -> list[Seen]:
+        """Wait until all jobs are in one of these states."""
+
+        def reached() -> list[Seen]:
+            seen = list(self.query(ids).values())
+            well = all(job.state in states and what(job) for job in seen)
+            return seen if well and len(seen) == len(ids) else []
+
+        return wait_for(reached, 30, f"{ids} to be {states}", interval=0.2)
+
+    def log(self, job_id: str, logs: str = "logs") -> Path:
+        return self.folder / logs / f"queue-{job_id}.log"
+
+
+@pytest.fixture
+def door(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    return Door(slurm, tmp_path)
+
+
+@pytest.fixture
+def accounted(slurm_accounting: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    monkeypatch.setenv("SLURM_CONF", slurm_accounting.env["SLURM_CONF"])
+    return Door(slurm_accounting, tmp_path)
+
+
+def counting(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a wrapper before a program on PATH that notes each call in a file."""
+    calls = folder / f"{program}-calls"
+    wrapper(program, f'echo "$*" >>{calls}\nexec REAL "$@"', folder, monkeypatch)
+    return calls
+
+
+def wrapper(program: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = next(
+        path
+        for part in os.environ["PATH"].split(os.pathsep)
+        if os.access(path := Path(part) / program, os.X_OK)
+    )
+    place = folder / "bin"
+    place.mkdir(exist_ok=True)
+    (place / program).write_text(f"#!/bin/sh\n{body.replace('REAL', str(real))}\n")
+    (place / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+
+
+def test_array_from_pending_to_its_ends(door):
+    command = """
+case $ID in
+    *_0) exit 0 ;;
+    *_1) exit 3 ;;
+    *_2) kill -KILL $$ ;;
+    *_3) bash -c 'kill -SEGV $$' ;;
+    *) exec sleep 1000 ;;
+esac"""
+    ids = door.submit(command, 10, request={"gpus": 2})  # 4 nodes have 2 each
+    job = ids[0].removesuffix("_0")
+    assert ids == [f"{job}_{n}" for n in range(10)]
+
+    over = door.wait(ids[:4], *OVER)
+    assert [(seen.state, seen.exit_code) for seen in over] == [
+        (State.COMPLETED, 0),
+        (State.FAILED, 3),
+        (State.FAILED, 137),
+        (State.FAILED, 139),
+    ]
+    assert over[1].reason == "NonZeroExitCode"
+
+    running = door.wait(ids[4:8], State.STARTING)
+    assert sorted(seen.nodes for seen in running) == ["node1", "node2", "node3", "node4"]
+    for seen in running:
+        assert seen.started is not None
+        assert abs(time.time() - seen.started) < 60
+        assert seen.ends == seen.started + 30 * 60  # dask-jobqueue's default walltime
+    waiting = door.wait(ids[8:], State.PENDING, what=lambda seen: seen.reason)
+    assert {seen.reason for seen in waiting} <= {"Resources", "Priority"}
+    assert {(seen.started, seen.ends, seen.nodes) for seen in waiting} == {(None, None, "")}
+
+    door.cancel([ids[4], ids[8], ids[0]])  # running, pending, over
+    (ended,) = door.wait([ids[4]], State.CANCELLED)
+    assert ended.exit_code == 143
+    assert door.query([ids[8]]) == {}  # has no record of its own
+    assert door.departed([ids[8]]) == {ids[8]: Seen(ids[8], State.CANCELLED, "before it started")}
+    assert door.query([ids[9]])[ids[9]].state is State.PENDING
+    assert door.query([ids[0]])[ids[0]].state is State.COMPLETED
+    assert door.query([ids[5]])[ids[5]].state is State.STARTING
+
+
+def test_what_a_job_learns_of_itself(door, monkeypatch):
+    # As in a notebook that runs in a job's element
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "5")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "5")
+    monkeypatch.setenv("SBATCH_JOB_NAME", "other")
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    command = 'echo "$ID $RESTARTS $SLURM_JOB_NAME $SLURM_MEM_PER_CPU $CUDA_VISIBLE_DEVICES"'
+    ids = door.submit(command, 2)
+    door.wait(ids, State.COMPLETED)
+    for job_id in ids:
+        assert door.log(job_id).read_text().split() in (
+            [job_id, "0", "train", "0"],
+            [job_id, "0", "train", "1"],
+        )
+        assert stat.S_IMODE(door.log(job_id).stat().st_mode) == 0o600
+
+
+def test_one_job_where_the_site_has_no_arrays(slurm_programs, tmp_path, monkeypatch):
+    conf = {"MaxArraySize": 0}
+    with SlurmSite(nodes=1, conf=conf) as site:
+        monkeypatch.setenv("SLURM_CONF", site.env["SLURM_CONF"])
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+        door = Door(site, tmp_path)
+        assert asyncio.run(door.queue.limit()) == 1
+        (job_id,) = door.submit('echo "$ID"', logs="50% of\"it's")
+        assert job_id.isdecimal()
+        door.wait([job_id], State.COMPLETED)
+        assert door.log(job_id, "50% of\"it's").read_text() == f"{job_id}\n"
+        assert os.listdir(door.log(job_id, "50% of\"it's").parent) == [f"queue-{job_id}.log"]
+
+
+@pytest.mark.parametrize(
+    "name", ["two words", "it's", '"', "a;b", "a #b", "%j", "$HOME `id`", "-x", "a'b\"c;d #e\\"]
+)
+def test_any_name_and_path(door, name):
+    logs = name.replace("\\", "")
+    ids = door.submit("echo done", request={"name": name}, logs=logs)
+    door.wait(ids, State.COMPLETED)
+    assert door.log(ids[0], logs).read_text() == "done\n"
+    shown = door.site.run("squeue", "-h", "-t", "all", "-j", ids[0], "-o", "%j|%k").stdout
+    assert shown == f"{name}|{TAG}\n"
+
+
+def test_several_nodes(door):
+    ids = door.submit(
+        "echo $SLURM_JOB_NUM_NODES $SLURM_NTASKS $CUDA_VISIBLE_DEVICES",
+        request={"nodes": 2, "gpus": 4},
+    )
+    (seen,) = door.wait(ids, State.COMPLETED)
+    assert door.log(ids[0]).read_text() == "2 2 0,1\n"
+    assert seen.nodes.startswith("node[")
+
+
+@pytest.mark.parametrize("form", ["gpus-per-node", "gpus"])
+def test_other_requests_of_gpus(door, form):
+    door.queue.gpu_request = form
+    ids = door.submit("echo $CUDA_VISIBLE_DEVICES", request={"gpus": 2})
+    door.wait(ids, State.COMPLETED)
+    assert door.log(ids[0]).read_text() == "0,1\n"
+
+
+def test_requeued(door):
+    ids = door.submit("echo $RESTARTS; exec sleep 1000", 2)
+    door.wait(ids, State.STARTING, what=lambda seen: seen.reason == "")
+    door.site.run("scontrol", "requeue", ids[0])
+    # while its first life still ends, and while it waits
+    (seen,) = door.wait(ids[:1], State.REQUEUED)
+    assert seen.restarts == 1
+    (seen,) = door.wait(ids[:1], State.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
+    assert (seen.restarts, seen.started, seen.ends) == (1, None, None)
+    (seen,) = door.wait(ids[:1], State.STARTING)
+    assert seen.restarts == 1
+    wait_for(lambda: "1\n" in door.log(ids[0]).read_text(), 10, "the second life's log")
+    assert door.query(ids)[ids[1]].restarts == 0
+
+
+def test_only_what_is_asked_for_with_one_call(door, monkeypatch):
+    calls = counting("squeue", door.folder, monkeypatch)
+    ids = door.submit(count=600, request={"gpus": 0})
+    asked = [*ids, "999999", "999999_3"]
+    start = time.monotonic()
+    assert set(door.query(asked)) == set(ids)
+    assert time.monotonic() - start < 10
+    assert door.query(ids[:1]).keys() == {ids[0]}
+    assert door.query([]) == {}
+    assert len(calls.read_text().splitlines()) == 2
+    cancels = counting("scancel", door.folder, monkeypatch)
+    door.cancel(asked[100:])
+    left = door.tagged()
+    assert set(left) == set(ids[:100])
+    door.cancel(ids)
+    assert len(cancels.read_text().splitlines()) == 2
+
+
+def test_one_sbatch_for_many_jobs(door, monkeypatch):
+    calls = counting("sbatch", door.folder, monkeypatch)
+    path = door.write(SLEEP)
+    assert len(asyncio.run(door.queue.submit(path, 64))) == 64
+    assert calls.read_text() == f"--parsable --array=0-63 {path}\n"
+
+
+def test_tagged_are_only_live_jobs_of_hpcdask(door):
+    ids = door.submit(count=2)
+    (over,) = door.submit("exit 0")
+    door.wait([over], State.COMPLETED)
+    plain = ["--mem=100", "-o", "/dev/null", "--wrap", SLEEP]
+    door.site.submit(*plain)
+    door.site.submit("--comment=other:hpcdask:1", *plain)
+    odd = door.site.submit("--comment=hpcdask:a;b\nc", "-H", *plain)
+    assert door.tagged() == {**dict.fromkeys(ids, TAG), str(odd): "hpcdask:a;b"}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "request_", "words", "advice"),
+    [
+        ({"queue": "a b"}, {}, "Invalid partition name specified", "sinfo -s"),
+        ({}, {"gpu_type": "h100"}, "Requested node configuration is not available", "%P %G"),
+        ({}, {"gpus": 3}, "Requested node configuration is not available", "%P %G"),
+        ({"walltime": "two"}, {}, "Invalid --time specification", "%P %l"),
+        ({"job_extra_directives": ["-C x"]}, {}, "Invalid feature specification", "%P %f"),
+    ],
+)
+def test_refused(door, keywords, request_, words, advice):
+    with pytest.raises(Refused) as caught:
+        door.submit(request=request_, **keywords)
+    assert not caught.value.for_now
+    text = str(caught.value)
+    assert text.startswith("sbatch refused the job: ")
+    assert words in text
+    assert f"Script kept at {door.path}. " in text
+    assert advice in text
+    assert "\n" not in text
+
+
+def test_too_many_for_one_array_may_be_fewer(door):
+    limit = asyncio.run(door.queue.limit())
+    assert limit == 1001
+    with pytest.raises(Refused, match="Invalid job array specification") as caught:
+        door.submit(count=limit + 1)
+    assert caught.value.for_now
+
+
+def test_controller_that_takes_no_more_jobs(slurm_programs, tmp_path, monkeypatch):
+    # sbatch itself waits and tries again, for minutes
+    with SlurmSite(nodes=1, conf={"MaxJobCount": 3}) as site:
+        monkeypatch.setenv("SLURM_CONF", site.env["SLURM_CONF"])
+        door = Door(site, tmp_path, timeout_s=3)
+        door.submit(request={"gpus": 0})
+        with pytest.raises(Refused, match="unable to accept job") as caught:
+            door.submit(count=10)
+        assert caught.value.for_now
+
+
+def test_sbatch_that_hangs(door, monkeypatch):
+    wrapper("sbatch", "sleep 1000 & wait", door.folder, monkeypatch)
+    monkeypatch.setenv("HPCDASK_HANGS", str(door.folder))
+    door.queue.timeout_s = 1
+    start = time.monotonic()
+    with pytest.raises(QueueError, match="sbatch did not answer within 1 s: SLURM is") as caught:
+        door.submit()
+    assert not isinstance(caught.value, Refused)
+    assert time.monotonic() - start < 20
+    marker = f"HPCDASK_HANGS={door.folder}"
+    wait_for(lambda: not leftovers(marker), 5, "its processes to be gone")
+
+
+def test_sbatch_that_answers_something_else(door, monkeypatch):
+    wrapper("sbatch", "echo Welcome", door.folder, monkeypatch)
+    with pytest.raises(QueueError, match=r"answered 'Welcome.n' for .*script.sh, without a job id"):
+        door.submit()
+
+
+def test_greetings_and_clusters_before_and_after_the_id(door, monkeypatch):
+    wrapper("sbatch", "echo Welcome 5; echo '12;site'", door.folder, monkeypatch)
+    assert door.submit(count=2) == ["12_0", "12_1"]
+
+
+def test_squeue_and_scancel_that_fail(door, monkeypatch):
+    for program in ("squeue", "scancel"):
+        wrapper(program, "echo 'x error: it is down' >&2; exit 1", door.folder, monkeypatch)
+    with pytest.raises(QueueError, match=r"squeue failed: .*it is down"):
+        door.query(["1"])
+    with pytest.raises(QueueError, match=r"scancel failed: .*it is down"):
+        door.cancel(["1"])
+
+
+def test_an_array_with_many_gaps_is_shown_whole(door):
+    ids = door.submit(count=400, request={"gpus": 2})
+    door.cancel(ids[1::2])
+    shown = wait_for(
+        lambda: (seen := door.query(ids)) if len(seen) <= 204 else None, 10, "half to be cancelled"
+    )
+    assert set(shown) >= set(ids[10::2])  # four elements or more run
+    door.site.run("scancel", ids[0].partition("_")[0])
+    wait_for(lambda: not door.tagged(), 20, "all to end")
+    seen = door.query(ids)
+    seen |= door.departed([job_id for job_id in ids if job_id not in seen])
+    assert set(seen) == set(ids)
+    assert {job.state for job in seen.values()} == {State.CANCELLED}
+
+
+def test_without_accounting_nobody_knows_of_departed_jobs(door, monkeypatch):
+    calls = counting("sacct", door.folder, monkeypatch)
+    assert door.departed(["999999_1"]) == {}
+    assert not calls.exists()
+
+
+# With accounting
+
+
+def test_departed(accounted, monkeypatch):
+    command = "case $ID in *_0) exit 0 ;; *_1) exit 3 ;; *_2) kill -KILL $$ ;; esac; exec sleep 99"
+    ids = accounted.submit(command, 5, request={"gpus": 0})
+    accounted.wait(ids[:3], *OVER)
+    accounted.wait(ids[3:], State.STARTING)
+    accounted.cancel([ids[3]])
+    accounted.wait([ids[3]], State.CANCELLED)
+    calls = counting("sacct", accounted.folder, monkeypatch)
+
+    def known() -> dict[str, Seen]:
+        seen = accounted.departed([*ids, "999999_1", "999999"])
+        return seen if len(seen) == 4 else {}
+
+    seen = wait_for(known, 20, "accounting to know them", interval=0.3)
+    assert {job_id: (job.state, job.exit_code) for job_id, job in seen.items()} == {
+        ids[0]: (State.COMPLETED, 0),
+        ids[1]: (State.FAILED, 3),
+        ids[2]: (State.FAILED, 137),
+        ids[3]: (State.CANCELLED, None),
+    }
+    assert seen[ids[3]].reason.startswith("by ")
+    assert seen[ids[0]].nodes.startswith("node")
+    assert abs(time.time() - seen[ids[0]].started) < 60
+    calls.unlink()
+    accounted.departed(ids)
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_invalid_account_and_qos(accounted):
+    with pytest.raises(Refused, match=r"Invalid account .*Accounts: sacctmgr show assoc") as caught:
+        accounted.submit(account="nobody's")
+    assert not caught.value.for_now
+    with pytest.raises(Refused, match=r"Invalid qos .*sacctmgr show qos") as caught:
+        accounted.submit(job_extra_directives=["-q nope"])
+    assert not caught.value.for_now
+
+
+def test_submit_limit(accounted):
+    site = accounted.site
+    limit = ("sacctmgr", "-i", "modify", "qos", "normal", "set")
+    site.run(*limit, "MaxSubmitJobsPerUser=3")
+    try:
+        ids = accounted.submit(count=2)
+        with pytest.raises(Refused, match="QOSMaxSubmitJobPerUserLimit") as caught:
+            accounted.submit(count=2)
+        assert caught.value.for_now
+        assert len(accounted.submit(count=1)) == 1
+        assert set(accounted.query(ids)) == set(ids)
+        site.cancel_all()
+        assert len(accounted.submit(count=3)) == 3
+    finally:
+        site.run(*limit, "MaxSubmitJobsPerUser=-1")
+
+
+def test_a_limit_that_does_not_pass(accounted):
+    site = accounted.site
+    limit = ("sacctmgr", "-i", "modify", "qos", "normal", "set")
+    site.run(*limit, "MaxWall=5", "Flags=DenyOnLimit")
+    try:
+        with pytest.raises(Refused, match="QOSMaxWallDurationPerJobLimit") as caught:
+            accounted.submit(walltime="6")
+        assert not caught.value.for_now
+    finally:
+        site.run(*limit, "MaxWall=-1", "Flags=-1")
+
+
+def test_two_sites_with_accounting_side_by_side(accounted, slurm_accounting):
+    job = slurm_accounting.submit("-o", "/dev/null", "--wrap", "exit 4")
+    with SlurmSite(nodes=1, accounting=True) as other:
+        theirs = [other.submit("-o", "/dev/null", "--wrap", "exit 5") for _ in range(job)][-1]
+        assert theirs == job  # both begin with 1
+
+        def code(site: SlurmSite) -> str:
+            return site.run("sacct", "-nXPj", str(job), "-o", "ExitCode").stdout.strip()
+
+        wait_for(lambda: code(other) == "5:0", 20, "the other site's accounting")
+        wait_for(lambda: code(slurm_accounting) == "4:0", 20, "this site's accounting")
+        folder, marker = other.folder, other.marker
+    assert not folder.exists()
+    assert not leftovers(marker)

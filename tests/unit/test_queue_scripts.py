@@ -1,0 +1,383 @@
+"""Golden job scripts: what each queueing system is asked for, word by word.
+
+Names and folders hold spaces, quotes and `;`. The manual that each line was checked against is
+named in its test; SLURM's, PBS's and Grid Engine's scripts also run in real ones.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from doors import TAG, make_job, preamble
+from hpcdask.errors import UsageError
+from hpcdask.queues.base import Queue, Request
+from hpcdask.queues.registry import queue_class
+
+FOLDER = "/home/ann/my runs; 1/logs"
+ODD_FOLDER = """/home/ann/it's "old"; $1/logs"""
+WORKER = "exec python -m hpcdask.worker --workers 2"
+PROLOGUE = ['module load "my env"; echo $HOME']
+
+
+def script(kind: str, folder: str = FOLDER, **keywords: Any) -> str:
+    """The job script of a system for a job of 8 cores and 2 GPUs."""
+    asked = {
+        "gpus": 2,
+        **{k: keywords.pop(k) for k in ("gpus", "gpu_type", "nodes") if k in keywords},
+    }
+    name = keywords.setdefault("job_name", "it's my; job")
+    job = make_job(kind, cores=8, memory="64GiB", **{"job_script_prologue": PROLOGUE, **keywords})
+    queue = door(kind)
+    request = Request(name=name, tag=TAG, folder=folder, cores=8, memory=2**36, **asked)
+    return queue.script(job, request, preamble(queue), WORKER)
+
+
+def door(kind: str) -> Queue:
+    return queue_class(kind.lower())()
+
+
+def directives(kind: str, **keywords: Any) -> list[str]:
+    """The directives of a script."""
+    prefix = {"SGE": "#$ ", "LSF": "#BSUB ", "HTCondor": "#CONDOR "}.get(kind, f"#{kind} ")
+    prefix = "#PBS " if kind == "Moab" else prefix
+    lines = script(kind, **keywords).splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+def test_pbs():
+    """PBS Professional: qsub(1B), "Requesting Resources" (select, ngpus), -N, -A, -v, -j, -o, -W.
+
+    The reader of directives joins adjacent quoted pieces, as a shell does.
+    """
+    text = script("PBS", ODD_FOLDER, queue="gpu", account="my account", gpu_type="A100")
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#PBS -N it_s_my__job
+#PBS -q gpu
+#PBS -A 'my account'
+#PBS -l select=1:ncpus=8:ngpus=2:gpu_type=A100:mem=64GB
+#PBS -l walltime=00:30:00
+# PBS does not take the job name "it's my; job"
+#PBS -v HPCDASK_TAG=hpcdask:ab12cd34
+#PBS -j oe
+#PBS -o '/home/ann/it'"'"'s "old"; $1/logs/'
+#PBS -W umask=077
+
+[ ! -e '/home/ann/it'"'"'s "old"; $1/logs'/"${PBS_JOBID:-${SLURM_JOB_ID:-}}".log ] || exit 75  # \
+started before: the cluster replaces this job
+export HPCDASK_JOB_ID="${PBS_JOBID:-${SLURM_JOB_ID:-}}" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+def test_sge():
+    """Son of Grid Engine: sge_submit(1), -l, -ac, -r, -o with $JOB_ID and $TASK_ID, -S."""
+    text = script("SGE", queue="gpu.q", project="my project", resource_spec="h_vmem=8G")
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#$ -N it_s_my__job
+#$ -q gpu.q
+#$ -P "my project"
+#$ -l h_vmem=8G
+#$ -l h_rt=00:30:00
+#$ -cwd
+#$ -j y
+# Grid Engine does not take the job name "it's my; job"
+#$ -l gpu=2
+#$ -ac HPCDASK_TAG=hpcdask:ab12cd34
+#$ -r n
+#$ -o "/home/ann/my runs; 1/logs/queue-$JOB_ID.$TASK_ID.log"
+#$ -S /bin/bash
+
+export HPCDASK_JOB_ID="$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo \
+".$SGE_TASK_ID")" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+def test_lsf():
+    """IBM Spectrum LSF 10.1: bsub(1), -J (its characters under "Job Arrays"), -gpu (num, gmodel),
+    -Jd, -rn, -o with %J and %I; embedded options with spaces are in double quotes.
+    """
+    text = script(
+        "LSF", queue="gpu", project="my project", lsf_units="mb", gpu_type="NVIDIAA100_SXM4_80GB"
+    )
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#BSUB -J it_s_my__job
+#BSUB -q gpu
+#BSUB -P "my project"
+#BSUB -n 8
+#BSUB -R "span[hosts=1]"
+#BSUB -M 68720
+#BSUB -W 00:30
+# LSF does not take the job name "it's my; job"
+#BSUB -gpu "num=2:gmodel=NVIDIAA100_SXM4_80GB"
+#BSUB -Jd "hpcdask:ab12cd34"
+#BSUB -rn
+#BSUB -o "/home/ann/my runs; 1/logs/queue-%J.%I.log"
+
+[ ! -e '/home/ann/my runs; 1/logs'/"$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo \
+"[$LSB_JOBINDEX]")".log ] || exit 75  # started before: the cluster replaces this job
+export HPCDASK_JOB_ID="$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")" \
+HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+def test_oar():
+    """OAR 2.5: oarsub(1), -n, -l with a property in braces and its hierarchy, -p, -O with %jobid%.
+
+    The lines become arguments, split like shell words.
+    """
+    text = script(
+        "OAR",
+        queue="gpu",
+        project="my project",
+        memory_per_core_property_name="memcore",
+        gpu_type="A100 80GB",
+    )
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#OAR -n 'it_s my; job'
+#OAR -q gpu
+#OAR --project 'my project'
+#OAR -l '{gpu_model='"'"'A100 80GB'"'"'}/nodes=1/gpu=2,walltime=00:30:00'
+#OAR -p memcore>=8192
+# OAR does not take the job name "it's my; job"
+#OAR -O '/home/ann/my runs; 1/logs/queue-%jobid%.log'
+#OAR -E '/home/ann/my runs; 1/logs/queue-%jobid%.log'
+# HPCDASK_TAG=hpcdask:ab12cd34
+
+export HPCDASK_JOB_ID="$OAR_JOB_ID" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+def test_htcondor():
+    """HTCondor 24: htcondor-jdl(1), request_gpus, require_gpus, arguments, output, MY.attribute,
+    "$(DOLLAR)"; condor_submit(1) reads a description from its standard input.
+    """
+    text = script(
+        "HTCondor",
+        ODD_FOLDER,
+        disk="1GB",
+        job_extra_directives={"+ProjectName": '"abc"'},
+        gpu_type="NVIDIA A100-SXM4-80GB",
+    )
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#CONDOR batch_name = it's my; job
+#CONDOR RequestCpus = MY.DaskWorkerCores
+#CONDOR RequestMemory = floor(MY.DaskWorkerMemory / 1048576)
+#CONDOR RequestDisk = floor(MY.DaskWorkerDisk / 1024)
+#CONDOR MY.DaskWorkerCores = 8
+#CONDOR MY.DaskWorkerMemory = 68719476736
+#CONDOR MY.DaskWorkerDisk = 1000000000
+#CONDOR +ProjectName = "abc"
+#CONDOR request_gpus = 2
+#CONDOR require_gpus = DeviceName == "NVIDIA A100-SXM4-80GB"
+#CONDOR MY.HpcdaskTag = "hpcdask:ab12cd34"
+#CONDOR arguments = $(ClusterId).$(ProcId)
+#CONDOR output = /home/ann/it's "old"; $(DOLLAR)1/logs/queue-$(ClusterId).$(ProcId).log
+#CONDOR error = /home/ann/it's "old"; $(DOLLAR)1/logs/queue-$(ClusterId).$(ProcId).log
+
+[ ! -e '/home/ann/it'"'"'s "old"; $1/logs'/"$1".log ] || exit 75  # started before: the cluster \
+replaces this job
+export HPCDASK_JOB_ID="$1" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+def test_moab():
+    """Moab 9: "msub" (it reads #PBS lines; -E sets MOAB_JOBID); Torque: qsub(1), "Requesting
+    Resources" (nodes=1:ppn=8:gpus=2, mem).
+    """
+    text = script("Moab", queue="gpu", account="abc", gpu_type="a100")
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#PBS -N it_s_my__job.hpcdask_ab12cd34
+#PBS -q gpu
+#PBS -A abc
+#PBS -l nodes=1:ppn=8:gpus=2:a100,mem=64GB
+#PBS -l walltime=00:30:00
+# Moab does not take the job name "it's my; job"
+#PBS -v HPCDASK_TAG=hpcdask:ab12cd34
+#PBS -j oe
+#PBS -o '/home/ann/my runs; 1/logs/'
+#PBS -W umask=077
+
+[ ! -e '/home/ann/my runs; 1/logs'/"${MOAB_JOBID:-${PBS_JOBID%%.*}}".log ] || exit 75  # started \
+before: the cluster replaces this job
+export HPCDASK_JOB_ID="${MOAB_JOBID:-${PBS_JOBID%%.*}}" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+# The GPUs among the user's own resources
+
+PBS_RESOURCES = {
+    "select=1:ncpus=4": "select=1:ncpus=4:ngpus=2:gpu_type=a100",
+    "select=1:ncpus=4:mem=9gb:host=n1": "select=1:ncpus=4:ngpus=2:gpu_type=a100:mem=9gb:host=n1",
+    "select=ncpus=4:ngpus=1": "select=ncpus=4:ngpus=1",
+    "nodes=1:ppn=8,mem=9gb": "nodes=1:ppn=8:gpus=2:a100,mem=9gb",
+    "mem=9gb,nodes=1:ppn=8": "mem=9gb,nodes=1:ppn=8:gpus=2:a100",
+    "nodes=1:gpus=1": "nodes=1:gpus=1",
+}
+
+
+@pytest.mark.parametrize("given", PBS_RESOURCES)
+def test_gpus_join_pbs_resources(given: str):
+    lines = directives("PBS", resource_spec=given, gpu_type="a100")
+    assert f"-l {PBS_RESOURCES[given]}" in lines
+
+
+def test_pbs_without_a_statement_to_join():
+    lines = directives("PBS", resource_spec="ncpus=8", gpu_type="model=a100")
+    assert "-l ngpus=2,model=a100" in lines
+
+
+def test_pbs_of_different_nodes_is_refused():
+    with pytest.raises(UsageError, match="leave gpus_per_job out"):
+        script("PBS", resource_spec="select=1:ncpus=4+1:ncpus=8")
+
+
+def test_the_tag_joins_the_users_variables():
+    lines = directives("PBS", job_extra_directives=["-v A=1"])
+    assert "-v A=1,HPCDASK_TAG=hpcdask:ab12cd34" in lines
+    assert sum(line.startswith("-v") for line in lines) == 1
+
+
+OAR_RESOURCES = {
+    "host=1": "host=1/gpu=2,walltime=00:30:00",
+    "/nodes=1/core=3": "/nodes=1/gpu=2,walltime=00:30:00",
+    "/cluster=1/nodes=1/cpu=1": "/cluster=1/nodes=1/gpu=2/cpu=1,walltime=00:30:00",
+    "nodes=1/gpu=1": "nodes=1/gpu=1,walltime=00:30:00",
+}
+
+
+@pytest.mark.parametrize("given", OAR_RESOURCES)
+def test_gpus_join_oar_resources(given: str):
+    lines = directives("OAR", resource_spec=given, memory_per_core_property_name="not_applicable")
+    assert f"-l {OAR_RESOURCES[given]}" in lines
+
+
+def test_oar_resources_without_a_node_are_refused():
+    with pytest.raises(UsageError, match="leave gpus_per_job out"):
+        script("OAR", resource_spec="core=8", memory_per_core_property_name="not_applicable")
+
+
+TYPES = {
+    ("SGE", "model=a100"): "-l gpu=2,model=a100",
+    ("SGE", "a100"): "-l gpu=2,gpu_type=a100",
+    ("LSF", "gmodel=A100:j_exclusive=yes"): '-gpu "num=2:gmodel=A100:j_exclusive=yes"',
+    ("HTCondor", "GlobalMemoryMb >= 40000"): "require_gpus = GlobalMemoryMb >= 40000",
+}
+
+
+@pytest.mark.parametrize(("kind", "gpu_type"), TYPES)
+def test_a_type_of_gpu_in_the_sites_words(kind: str, gpu_type: str):
+    more = {"disk": "1GB"} if kind == "HTCondor" else {}
+    assert TYPES[kind, gpu_type] in directives(kind, gpu_type=gpu_type, **more)
+
+
+KINDS = {
+    "PBS": {},
+    "SGE": {},
+    "LSF": {"lsf_units": "mb"},
+    "OAR": {"memory_per_core_property_name": "not_applicable"},
+    "HTCondor": {"disk": "1GB"},
+    "Moab": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gpu_is_asked_for_where_none_is_wanted(kind: str):
+    text = script(kind, gpus=0, **KINDS[kind])
+    assert "gpu" not in text.lower()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_fits_stays_without_a_word(kind: str):
+    text = script(kind, job_name="dask-worker", **KINDS[kind])
+    assert "does not take" not in text
+    assert "dask-worker" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jobs_of_several_nodes_are_refused(kind: str):
+    with pytest.raises(UsageError, match=r"nodes_per_job=2.*SLURM only"):
+        script(kind, nodes=2, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_with_a_line_end_is_refused(kind: str):
+    with pytest.raises(UsageError, match="line end"):
+        script(kind, "/home/ann/a\nb", **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["SGE", "LSF", "OAR"])
+def test_what_directives_cannot_name_goes_nowhere(kind: str):
+    text = script(kind, ODD_FOLDER, **KINDS[kind])
+    assert "/dev/null" in text
+    assert "queue-" not in text
+
+
+def test_grid_engine_keeps_the_users_shell():
+    lines = directives("SGE", job_extra_directives=["-S /bin/zsh"])
+    assert "-S /bin/zsh" in lines
+    assert "-S /bin/bash" not in lines
+
+
+WALLTIMES = {
+    ("PBS", "90"): timedelta(seconds=90),
+    ("PBS", "2:00:00"): timedelta(hours=2),
+    ("PBS", "1:02:00:00"): timedelta(days=1, hours=2),
+    ("Moab", "2:00:00"): timedelta(hours=2),
+    ("SGE", "0:30:0"): timedelta(minutes=30),
+    ("SGE", "3600"): timedelta(hours=1),
+    ("LSF", "90"): timedelta(minutes=90),
+    ("LSF", "1:30"): timedelta(minutes=90),
+    ("LSF", "1:30/hostA"): timedelta(minutes=90),
+    ("OAR", "2"): timedelta(hours=2),
+    ("OAR", "0:30"): timedelta(minutes=30),
+    ("OAR", "0:30:10"): timedelta(minutes=30, seconds=10),
+    ("HTCondor", "3600"): timedelta(hours=1),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), WALLTIMES)
+def test_walltimes(kind: str, text: str):
+    assert door(kind).parse_walltime(text) == WALLTIMES[kind, text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["", "soon", "1-00:00:00", "0", "0:00", "-5", "1:2:3:4:5"])
+def test_walltimes_that_are_none(kind: str, text: str):
+    with pytest.raises(UsageError, match="is not one of"):
+        door(kind).parse_walltime(text)
