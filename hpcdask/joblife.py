@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from distributed.comm import connect
 from distributed.core import rpc
@@ -70,13 +70,11 @@ class JobPart(Member):
 
     def __init__(self, asked: Asked, janitor: Janitor, scratch: str, scout: Scout | None) -> None:
         host = socket.gethostname()
-        rank = detect()
-        self.node, self.nodes = (
-            (rank.index, rank.size) if rank and rank.launcher == "srun" else (0, 1)
-        )
-        one = Rank(self.node, self.nodes, 0, 1, host, "job", asked.job)
+        found = detect()
+        node, nodes = (found.index, found.size) if found and found.launcher == "srun" else (0, 1)
+        rank = Rank(node, nodes, 0, 1, host, "job", asked.job)
         values = {name: getattr(asked.spec, name) for name in asked.spec.__dataclass_fields__}
-        super().__init__(RunSpec(**values), one, janitor, scratch, None, scout)
+        super().__init__(RunSpec(**values), rank, janitor, scratch, None, scout)
         self.asked = asked
         if asked.keys:
             self.credentials = security.load_credentials(asked.keys)
@@ -86,8 +84,8 @@ class JobPart(Member):
         self.signalled: asyncio.Future[int]
         self.gone: asyncio.Future[None]
 
-    async def run(self) -> int:
-        """Bring the workers up, watch over them, and return the exit code."""
+    async def run(self) -> NoReturn:
+        """Bring the workers up, watch over them, and end this process."""
         self.signalled = asyncio.get_running_loop().create_future()
         self.gone = asyncio.get_running_loop().create_future()
         self.handle_signals(self.signalled.set_result)
@@ -107,7 +105,7 @@ class JobPart(Member):
             complain(f"job {self.asked.job} on {self.rank.host}: {error}")
             code = error.exit_code
         await self.close_workers()
-        return code
+        self.leave(code)  # without waiting for threads that still wait for something
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what brings the workers up, unless a signal comes or the scheduler goes."""
@@ -148,7 +146,7 @@ class JobPart(Member):
                 f"only, so NVLink does not reach their workers: for fast transfers between GPUs "
                 f"let each job have whole nodes"
             )
-        names = self.asked.names(self.node)
+        names = self.asked.names(self.rank.index)
         return share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
 
     def _devices(self, view: View) -> list[Gpu | None]:
@@ -252,30 +250,34 @@ class JobPart(Member):
 
     async def _hand_over(self) -> None:
         """Have the scheduler move elsewhere what the job's workers hold, on all its nodes."""
-        names = set(self.asked.names(0, self.nodes))
-        left = names
-        with contextlib.suppress(OSError):  # TimeoutError too
+        names = set(self.asked.names(0, self.rank.size))
+        try:
             async with rpc(self.asked.scheduler, connection_args=self.connection_args) as scheduler:
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HAND_OVER_DEADLINE_S):
-                        while left := names & set(await _addresses(scheduler)):
-                            done = await scheduler.retire_workers(
-                                names=sorted(left), close_workers=True
-                            )
-                            if len(done) < len(left):
-                                await asyncio.sleep(HAND_OVER_PAUSE_S)
-                finally:
-                    async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
-                        await self._leave_behind(scheduler, left)
+                        await _retire(scheduler, names)
+                async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
+                    await _leave_behind(scheduler, names)
+        except Exception as error:  # whatever the scheduler answers, this job ends
+            say(f"the scheduler does not take over what the workers hold: {_root(error)}")
 
-    async def _leave_behind(self, scheduler: Any, left: set[str]) -> None:
-        """Take what could not be handed over out of the scheduler's books, as an expected end."""
-        for name, address in (await _addresses(scheduler)).items():
-            if name in left:
-                say(f"nobody could take what {name} holds: Dask computes it again")
-                await scheduler.unregister(
-                    address=address, expected=True, stimulus_id=f"job-ends-{name}"
-                )
+
+async def _retire(scheduler: Any, names: set[str]) -> None:
+    """Retire workers, as often as it takes: a replacement may come that takes what they hold."""
+    while left := names & set(await _addresses(scheduler)):
+        done = await scheduler.retire_workers(names=sorted(left), close_workers=True)
+        if len(done) < len(left):
+            await asyncio.sleep(HAND_OVER_PAUSE_S)
+
+
+async def _leave_behind(scheduler: Any, names: set[str]) -> None:
+    """Take those that are left out of the scheduler's books, as an end that was expected."""
+    for name, address in (await _addresses(scheduler)).items():
+        if name in names:
+            say(f"nobody took in time what {name} holds: Dask computes it again")
+            await scheduler.unregister(
+                address=address, expected=True, stimulus_id=f"job-ends-{name}"
+            )
 
 
 async def _addresses(scheduler: Any) -> dict[str, str]:

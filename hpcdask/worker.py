@@ -228,7 +228,8 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    part.leave(asyncio_run(part.run(), loop_factory=get_loop_factory()))
+    asyncio_run(part.run(), loop_factory=get_loop_factory())
+    raise AssertionError("run() does not return")
 
 
 def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobPart:

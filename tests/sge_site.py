@@ -7,7 +7,6 @@ that the host has, as on sites without a more elaborate set-up.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from hpcdask.queues.forms import user
 from launching import clean_environment, describe, end, leftovers, wait_for
 from slurm_site import free_ports
 
@@ -27,7 +27,7 @@ SHARE = PRIVATE / "usr/share/gridengine"
 LIBRARIES = [PROGRAMS, PRIVATE / "usr/lib/x86_64-linux-gnu", PRIVATE / "lib/x86_64-linux-gnu"]
 
 BOOTSTRAP = """\
-admin_user none
+admin_user {admin}
 default_domain none
 ignore_fqdn true
 spooling_method berkeleydb
@@ -152,7 +152,7 @@ class SgeSite:
         """Delete all jobs, and wait until none is there."""
 
         def all_over() -> bool:
-            self.run("qdel", "-u", getpass.getuser(), check=False)
+            self.run("qdel", "-u", user(), check=False)
             return not self.run("qstat").stdout.strip()
 
         wait_for(all_over, timeout, "Grid Engine's jobs to end", interval=0.3)
@@ -173,7 +173,11 @@ class SgeSite:
         shutil.copytree(SHARE / "util", self.folder / "util")
         common = self.folder / "default/common"
         common.joinpath("bootstrap").write_text(
-            BOOTSTRAP.format(root=self.folder, programs=PROGRAMS)
+            BOOTSTRAP.format(
+                root=self.folder,
+                programs=PROGRAMS,
+                admin="none" if os.geteuid() == 0 else user(),
+            )
         )
         common.joinpath("act_qmaster").write_text("localhost\n")
         own, aliases, _ = socket.gethostbyaddr("127.0.0.1")
@@ -197,7 +201,7 @@ class SgeSite:
             ("configuration", configuration),
             ("complexes", resources / "centry"),
             ("usersets", resources / "usersets"),
-            ("managers", getpass.getuser()),
+            ("managers", user()),
         ):
             self.run("spooldefaults.bin", what, str(value))
 

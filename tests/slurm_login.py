@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -191,9 +190,3 @@ def pids(client: Client) -> dict[str, int]:
     """Return the process ids of the workers, by the workers' names."""
     found = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
     return dict(found.values())
-
-
-def slowly(number: int) -> int:
-    """Return twice a number, after a while."""
-    time.sleep(0.1)
-    return 2 * number

@@ -27,7 +27,7 @@ from hpcdask import security as keys
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues import warden
 from hpcdask.queues.base import Queue
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scheduler import add_lazy_dashboard
 
@@ -165,7 +165,8 @@ class JobCluster(Scaling):
             keys.save_credentials(credentials, str(folder.keys))
         await self._start_scheduler()
         folder.write_script(self.job_script())
-        self._warden = warden.start_warden(folder)
+        self._warden = await asyncio.to_thread(warden.start_warden, folder)
+        await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
         ledger = Ledger(
             self.scheduler,

@@ -69,7 +69,11 @@ class Departures:
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel these, and again later if the queue does not answer."""
         jobs = self.ledger.jobs
-        ids = [job_id for job_id in dict.fromkeys(ids) if jobs[job_id].state not in OVER]
+        ids = [
+            job_id
+            for job_id in dict.fromkeys(ids)
+            if jobs[job_id].state not in OVER or jobs[job_id].missed  # it might still be there
+        ]
         for job_id in ids:
             self.ledger.mark(job_id, cancelled=True)
         if ids:

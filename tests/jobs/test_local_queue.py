@@ -60,6 +60,7 @@ GRACE_S = 1  # between SIGTERM and SIGKILL
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(local, "KILL_WAIT_S", GRACE_S)
+    monkeypatch.setattr(machine, "lock_folder", lambda: str(tmp_path / "locks"))
     site = Site(tmp_path)
     try:
         yield site
@@ -250,9 +251,8 @@ def test_gpus_that_are_not_counted_are_left_alone(site, monkeypatch):
     assert [site.output(job_id) for job_id in ids] == ["7\n", "7\n"]
 
 
-def test_a_strangers_folder_of_locks_is_refused(site, monkeypatch, tmp_path):
-    (tmp_path / "locks").mkdir(mode=0o755)
-    monkeypatch.setattr(machine, "lock_folder", lambda: str(tmp_path / "locks"))
+def test_a_strangers_folder_of_locks_is_refused(site):
+    (site.folder / "locks").mkdir(mode=0o755)
     queue = site.queue(["GPU-1"])
     (job_id,) = site.submit(queue, "true", gpus=1)
     (seen,) = query(queue, job_id)
@@ -266,7 +266,8 @@ def submit_elsewhere(
     """Submit in a process that then ends."""
     program = f"""
 import asyncio
-from hpcdask.queues import local
+from hpcdask.queues import local, machine
+machine.lock_folder = lambda: {str(site.folder / "locks")!r}
 local.KILL_WAIT_S = {GRACE_S}
 print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus)!r}, 1)))
 """

@@ -4,8 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from distributed import Client
 
 from doors import TAG, ask, cancel, make_job, submit, wait_for_state, write_script
+from hpcdask import SGECUDACluster
 from hpcdask.errors import Refused
 from hpcdask.queues.sge import SgeQueue
 from hpcdask.reconcile import State
@@ -112,4 +114,25 @@ def test_a_folder_that_directives_cannot_name(queue: SgeQueue, tmp_path: Path):
 
 
 def test_there_is_no_tagged_job_at_the_end(queue: SgeQueue):
+    assert asyncio.run(queue.tagged()) == {}
+
+
+def test_a_cluster_of_grid_engine_jobs(sge: SgeSite, queue: SgeQueue, tmp_path: Path):
+    with (
+        SGECUDACluster(
+            device="cpu",
+            cores=1,
+            memory="500MB",
+            job_name="my jobs",
+            shared_temp_directory=str(tmp_path / "shared; folder"),
+            scheduler_options={"dashboard_address": ":0"},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        assert len(asyncio.run(queue.tagged())) == 2
+        cluster.scale(1)
+        wait_for(lambda: len(asyncio.run(queue.tagged())) == 1, 30, "one job to end")
     assert asyncio.run(queue.tagged()) == {}

@@ -21,7 +21,7 @@ from distributed import Client
 from hpcdask.errors import JobsFailed, QueueError, Refused
 from hpcdask.reconcile import Job, State, parse_worker_name
 from launching import end, leftovers, wait_for
-from slurm_login import Login, live, login, pids, slowly, states, wait_for_running
+from slurm_login import Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
@@ -43,7 +43,7 @@ class Computation:
         kept = client.map(lambda number: (number, os.urandom(8)), range(8), pure=False)
         self.known = client.gather(kept)
         self.client, self.count, self.kept = client, count, kept
-        self.futures = client.map(slowly, range(count), pure=False)
+        self.futures = client.map(lambda n: time.sleep(0.1) or 2 * n, range(count), pure=False)
         wait_for(lambda: self.done() >= 4, 30, "the computation to be under way")
 
     def done(self) -> int:

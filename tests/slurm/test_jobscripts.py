@@ -98,7 +98,8 @@ def record(output: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("script", "workload", "workers"), [("slurm-srun.sh", "array", 8), ("slurm-mpirun.sh", "svd", 4)]
+    ("script", "workload", "workers"),
+    [("slurm-srun.sh", "array", 8), ("slurm-mpirun.sh", "svd", 4)],
 )
 def test_a_program(folder: Folder, script: str, workload: str, workers: int):
     output = folder.wait(folder.submit(script, "20MB"), "COMPLETED")

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed import Client
 
 from doors import ask, cancel, make_job, submit, wait_for_state, write_script
+from hpcdask import PBSCUDACluster
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.reconcile import State
@@ -111,3 +113,28 @@ def test_these_commands_hide_tags_and_elements(queue: PbsQueue):
     assert asyncio.run(queue.limit()) == 1
     with pytest.raises(QueueError, match="squeue --me"):
         asyncio.run(queue.tagged())
+
+
+def test_a_cluster_of_pbs_jobs(queue: PbsQueue, slurm: SlurmSite, tmp_path: Path):
+    with (
+        PBSCUDACluster(
+            device="cpu",
+            cores=1,
+            memory="500MB",
+            resource_spec="nodes=1:ppn=1,mem=500MB",
+            job_name="my jobs",
+            shared_temp_directory=str(tmp_path / "it's; shared"),
+            scheduler_options={"dashboard_address": ":0"},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        cluster.scale(1)
+        wait_for(lambda: running(slurm) == 1, 30, "one job to end")
+    wait_for(lambda: running(slurm) == 0, 10, "the jobs to end")
+
+
+def running(slurm: SlurmSite) -> int:
+    return len(slurm.run("squeue", "-h", "-t", "pending,running").stdout.splitlines())

@@ -15,8 +15,7 @@ packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT
 
 echo "Unpacking the commands of PBS and Grid Engine into $folder"
-# Downloading needs no root; _apt, which root's apt-get would use for it, must reach the folder
-chmod 755 "$packages"
+# Root's apt-get would download as a user who cannot write here; others need no such word
 download() { (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download "$@"); }
 # shellcheck disable=SC2086
 download $torque $sge >"$packages/log" 2>&1 </dev/null || {

@@ -776,6 +776,13 @@ def test_times_of_moab():
     assert (seen.started, seen.ends, seen.nodes) == (1795212000.0, 1795215600.0, "n1")
 
 
+def test_moab_finds_a_job_by_the_id_of_torque():
+    queue = MoabQueue()
+    Site(queue, {"showq": moab_job(State="Running", JobID="Moab.7")})
+    assert set(do(queue.query(["61"]))) == {"61"}
+    assert set(do(queue.query(["Moab.7", "Moab.8"]))) == {"Moab.7"}
+
+
 def test_moab_submits_one_job(script: str):
     queue = MoabQueue()
     site = Site(queue, {"msub": "\nMoab.61\n"})
