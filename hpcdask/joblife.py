@@ -205,12 +205,14 @@ class JobPart(Member):
         await asyncio.wait(overs, timeout=SETTLE_S)
         reasons = {nanny.name: over.result() for over, nanny in overs.items() if over.done()}
         bad = [name for name, reason in reasons.items() if reason in ABNORMAL]
-        if not bad and (len(reasons) == len(overs) or SCHEDULER_CLOSED in reasons.values()):
+        if SCHEDULER_CLOSED in reasons.values():
             return 0
         await self._check_scheduler()
-        if len(reasons) < len(overs):
-            say(f"worker {' and '.join(reasons)} ended, so job {self.asked.job} ends as a whole")
-            await self._hand_over()
+        if (len(overs) > 1 or self.rank.size > 1) and (others := await self._hand_over()):
+            say(
+                f"worker {' and '.join(reasons)} ended, so job {self.asked.job} ends as a whole, "
+                f"with {' and '.join(sorted(others))}"
+            )
         if bad:
             why = "lost the scheduler" if reasons[bad[0]] else "is not there any more"
             raise ClusterError(f"worker {bad[0]} {why}; see above")
@@ -248,11 +250,19 @@ class JobPart(Member):
             await self._hand_over()
         return 128 + number
 
-    async def _hand_over(self) -> None:
-        """Have the scheduler move elsewhere what the job's workers hold, on all its nodes."""
+    async def _hand_over(self) -> set[str]:
+        """Have the scheduler move elsewhere what the job's workers hold, on all its nodes.
+
+        Returns
+        -------
+        set of str
+            The workers that were there.
+        """
         names = set(self.asked.names(0, self.rank.size))
+        there: set[str] = set()
         try:
             async with rpc(self.asked.scheduler, connection_args=self.connection_args) as scheduler:
+                there = names & set(await _addresses(scheduler))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HAND_OVER_DEADLINE_S):
                         await _retire(scheduler, names)
@@ -260,6 +270,7 @@ class JobPart(Member):
                     await _leave_behind(scheduler, names)
         except Exception as error:  # whatever the scheduler answers, this job ends
             say(f"the scheduler does not take over what the workers hold: {_root(error)}")
+        return there
 
 
 async def _retire(scheduler: Any, names: set[str]) -> None:

@@ -98,9 +98,18 @@ class Login:
 
     def make(self, **keywords) -> hpcdask.SLURMCUDACluster:
         """Return a new cluster of small CPU workers."""
-        return hpcdask.SLURMCUDACluster(
-            **{**ONE, "shared_temp_directory": str(self.folder), **keywords}
-        )
+        return hpcdask.SLURMCUDACluster(**self.keywords(**keywords))
+
+    def keywords(self, **others) -> dict:
+        """Return the keywords of such a cluster."""
+        return {**ONE, "shared_temp_directory": str(self.folder), **others}
+
+    def hpcdask(self, command: str, *arguments: str) -> str:
+        """Run ``hpcdask command``, which must succeed, and return its output."""
+        words = (command, "--folder", str(self.folder), *arguments)
+        return self.site.run(
+            sys.executable, "-m", "hpcdask.cli", *words, env=self.variables, timeout=60
+        ).stdout
 
     def wrap(self, name: str) -> Command:
         """Put a command that is counted before the real one on PATH."""

@@ -15,6 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Awaitable
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import dask.config
@@ -99,7 +100,7 @@ class JobCluster(Scaling):
         walltime = self.options.walltime
         self._policy = Policy(
             start_timeout_s=options.seconds(start_timeout, "start_timeout") or 300.0,
-            walltime_s=None if walltime is None else walltime.total_seconds(),
+            walltime_s=None if walltime in (None, timedelta.max) else walltime.total_seconds(),
         )
         self._scheduler_cls = scheduler_cls
         self._scheduler_options = self._read_scheduler_options(scheduler_options, interface)

@@ -93,4 +93,6 @@ def html(jobs: JobTable, failure: HpcdaskError | None) -> str:
         summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"
         parts.append(f"<details>{summary}{jobs._repr_html_()}</details>")
     # Notebooks put what is in a table to the right
-    return "".join(f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts)
+    return "".join(
+        f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
+    )

@@ -149,6 +149,8 @@ class Keeper:
         self.closing()
         if self._submission is not None:  # its jobs' ids are needed
             await asyncio.wait([self._submission])
+        if self._submitter.unanswered:
+            await self._submitter.adopt(self.ledger.jobs)
         tasks = [task for task in (self._loop, self._query) if task is not None]
         for task in tasks:
             task.cancel()
@@ -230,6 +232,8 @@ class Keeper:
     def _observe(self, asked: set[str], seen: dict[str, Seen]) -> None:
         ledger, now = self.ledger, time.time()
         workers = ledger.connected()
+        if late := set(workers) - set(ledger.jobs):  # of a submission that got no answer
+            self._add(late)
         for job_id, before in list(ledger.jobs.items()):
             names = workers.get(job_id, [])
             after = observe(
@@ -316,7 +320,7 @@ class Keeper:
     def _add(self, ids: Collection[str]) -> None:
         now = time.time()
         for job_id in ids:
-            self.ledger.jobs[job_id] = Job(job_id, self.ledger.size, now)
+            self.ledger.jobs.setdefault(job_id, Job(job_id, self.ledger.size, now))
         self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
 
     # Failing

@@ -32,6 +32,8 @@ class Submitter:
     ----------
     retry_at
         Unix time before which a limit of the site is not tried again.
+    unanswered
+        Whether the queue may have jobs, now or later, whose ids it did not tell.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Submitter:
         self.tag = tag
         self.add = add
         self.retry_at = 0.0
+        self.unanswered = False
         self._retry_s = RETRY_S[0]
 
     async def submit(self, count: int, known: Collection[str]) -> None:
@@ -59,7 +62,8 @@ class Submitter:
         Refused
             The queue does not take them; ``for_now`` when some were left for `retry_at`.
         QueueError
-            The queue does not answer. Jobs that it took all the same were added.
+            The queue does not answer, and not all jobs are there. Those that it took all the same
+            were added.
         """
         try:
             largest = max(1, await self.queue.limit())
@@ -72,8 +76,9 @@ class Submitter:
                 self._retry_s = min(2 * self._retry_s, RETRY_S[1])
             raise
         except QueueError:
-            await self._adopt(known)
-            raise
+            self.unanswered = True
+            if await self.adopt(known) < count:
+                raise
 
     async def _submit_some(self, count: int) -> int:
         """Submit `count` jobs, or as many of them as the site's limit admits."""
@@ -90,11 +95,13 @@ class Submitter:
             self.add(ids)
             return count
 
-    async def _adopt(self, known: Collection[str]) -> None:
-        """Find jobs that a submission made though its command gave no answer."""
+    async def adopt(self, known: Collection[str]) -> int:
+        """Add the jobs that a submission made though its command gave no answer; how many."""
+        found: list[str] = []
         with contextlib.suppress(QueueError):
             tagged = await self.queue.tagged()
-            found = [job_id for job_id, tag in tagged.items() if tag == self.tag]
-            if found := [job_id for job_id in found if job_id not in known]:
+            mine = [job_id for job_id, tag in tagged.items() if tag == self.tag]
+            if found := [job_id for job_id in mine if job_id not in known]:
                 self.folder.new_submission().record(found)
                 self.add(found)
+        return len(found)

@@ -191,7 +191,7 @@ class SlurmQueue(Queue):
         jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
         options = ("--noheader", "--allocations", "--parsable2", f"--jobs={jobs}")
         columns = f"--format={','.join(squeue.SACCT_COLUMNS)}"
-        done = await self._run_well("sacct", *options, columns, env=squeue.TIME_FORMAT)
+        done = await self._run_well("sacct", *options, columns, env=squeue.ENVIRONMENT)
         seen = squeue.parse_sacct(done.stdout)
         return {job_id: seen[job_id] for job_id in ids if job_id in seen}
 
@@ -215,9 +215,9 @@ class SlurmQueue(Queue):
 
     async def _squeue(self, *names: str) -> str:
         """All jobs of this user, over for a while or not: an unknown id would be an error."""
-        options = ("--noheader", "--array", "--states=all", f"--user={os.getuid()}")
+        options = ("--noheader", "--states=all", f"--user={os.getuid()}")
         columns = f"--Format={squeue.columns(*names)}"
-        return (await self._run_well("squeue", *options, columns, env=squeue.TIME_FORMAT)).stdout
+        return (await self._run_well("squeue", *options, columns, env=squeue.ENVIRONMENT)).stdout
 
     async def _run_well(
         self, *command: str, env: dict[str, str] | None = None

@@ -19,8 +19,8 @@ COLUMNS = ("JobArrayID", "State", "RestartCnt", "exit_code", "StartTime", "EndTi
 LAST_COLUMN = "Reason"
 #: Columns of sacct that `parse_sacct` reads.
 SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
-#: Makes every command print unix times.
-TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
+#: Makes the commands print unix times, and the elements of an array whole.
+ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
 STATES = {
     "PENDING": State.PENDING,
@@ -64,24 +64,44 @@ def columns(*names: str) -> str:
 
 
 def rows(text: str, count: int) -> Iterator[list[str]]:
-    """Yield the `count` columns of each job that squeue printed.
+    """Yield the `count` columns of each job and element that squeue printed.
 
     Raises
     ------
     QueueError
         It printed lines, and none has this form.
     """
-    found = False
     lines = [line for line in text.splitlines() if line and not line.startswith("CLUSTER:")]
-    for line in lines:
-        # a heterogeneous job (12+0) is not ours, nor is the rest of a comment with a line end
-        row = line.split(DELIMITER, count - 1)
-        if len(row) == count and re.fullmatch(r"\d+(_\d+)?", row[0]):
-            found = True
-            yield [*row[:-1], row[-1].removesuffix(DELIMITER)]
-        found = found or re.match(r"\d+[_+]", line) is not None
-    if lines and not found:
+    if lines and not any(re.match(r"\d+[_+;]", line) for line in lines):
         raise QueueError(f"squeue answered {lines[0][:200]!r}, which is not what was asked for")
+    for line in lines:
+        row = line.split(DELIMITER, count - 1)
+        if len(row) == count:  # else the rest of a comment with a line end
+            for job_id in expand(row[0]):
+                yield [job_id, *row[1:-1], row[-1].removesuffix(DELIMITER)]
+
+
+def expand(job: str) -> list[str]:
+    """Return the ids in what stands for the waiting elements of an array: ``12_[0-8:2,11%5]``.
+
+    ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
+
+    Raises
+    ------
+    QueueError
+        It is not shown whole.
+    """
+    array, bracket, elements = job.partition("_[")
+    if not bracket:
+        return [job] if re.fullmatch(r"\d+(_\d+)?", job) else []  # not ours: 12+0
+    part = r"(\d+)(?:-(\d+))?(?::(\d+))?"
+    if not re.fullmatch(rf"{part}(,{part})*(%\d+)?\]", elements):
+        raise QueueError(f"squeue shortened {job[:200]!r}, so that some jobs are not known")
+    found = []
+    for first, last, step in re.findall(part, elements.partition("%")[0]):
+        indices = range(int(first), int(last or first) + 1, int(step or 1))
+        found += [f"{array}_{index}" for index in indices]
+    return found
 
 
 def parse_squeue(text: str, now: float) -> dict[str, Seen]:
@@ -118,16 +138,16 @@ def parse_sacct(text: str) -> dict[str, Seen]:
     for line in text.splitlines():
         job, status, started, nodes, words = line.split("|", len(SACCT_COLUMNS) - 1)
         word, _, by = words.partition(" by ")  # CANCELLED by 1000
-        state = STATES.get(word)
-        if state in OVER:
-            seen[job] = Seen(
-                job,
-                state,
-                reason=_reason(word, f"by {_user(by)}" if by else ""),
-                exit_code=_code(word, status),
-                started=_time(started),
-                nodes="" if nodes.startswith("None") else nodes,
-            )
+        if (state := STATES.get(word)) in OVER:
+            for job_id in expand(job):
+                seen[job_id] = Seen(
+                    job_id,
+                    state,
+                    reason=_reason(word, f"by {_user(by)}" if by else ""),
+                    exit_code=_code(word, status),
+                    started=_time(started),
+                    nodes="" if nodes.startswith("None") else nodes,
+                )
     return seen
 
 

@@ -183,7 +183,7 @@ def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
     wait(values)
     start_one(site, client, "2", "--nthreads", "1")
     client.retire_workers(names=["ab12-1-0-1"], close_workers=True)
-    end_of_one(job, 0, "worker ab12-1-0-1 ended, so job 1 ends as a whole")
+    end_of_one(job, 0, "worker ab12-1-0-1 ended, so job 1 ends as a whole, with ab12-1-0-0")
     assert names(client) == {"ab12-2-0-0"}
     assert client.gather(values) == list(range(20))
     assert len(list(tmp_path.iterdir())) == 20

@@ -22,13 +22,14 @@ from slurm_site import SlurmSite, missing_programs
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 NOTEBOOK = Path(__file__).parents[2] / "jobscripts" / "adaptive.ipynb"
-PARAMETERS = """
-options = dict(
-    device="cpu", gpus_per_job=1, cores=1, memory="512MiB", walltime="00:10:00", poll_interval="1s"
-)
-maximum = 3
-chunks, side = {chunks}, {side}
-"""
+OPTIONS = {
+    "device": "cpu",
+    "gpus_per_job": 1,
+    "cores": 1,
+    "memory": "512MiB",
+    "walltime": "00:10:00",
+    "poll_interval": "1s",
+}
 
 
 class Desk:
@@ -81,7 +82,7 @@ def read(chunks: int, side: int) -> nbformat.NotebookNode:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     assert len(tagged) == 1
-    tagged[0].source = PARAMETERS.format(chunks=chunks, side=side)
+    tagged[0].source = f"options = {OPTIONS}\nmaximum = 3\nchunks, side = {chunks}, {side}"
     return notebook
 
 

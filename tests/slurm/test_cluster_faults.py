@@ -165,17 +165,24 @@ def nodes_back(slurm: SlurmSite) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nodes_back")
-def test_a_node_that_goes_down(user: Login):
-    with user.make(n_workers=3) as cluster, cluster.get_client() as client:
+@pytest.mark.parametrize("requeue", ["--requeue", "--no-requeue"])
+def test_a_node_that_goes_down(user: Login, requeue: str):
+    keywords = {"job_extra_directives": [requeue]}
+    with user.make(n_workers=3, **keywords) as cluster, cluster.get_client() as client:
         client.wait_for_workers(3, timeout=40)
         wait_for_running(cluster, 3)
-        computation = Computation(client, 120)
+        computation = Computation(client)
         last = cluster.jobs()[-1]  # alone on its node
         user.site.run("scontrol", "update", f"nodename={last.nodes}", "state=down", "reason=test")
         computation.check(lost=True)
+        if requeue == "--requeue":
+            wait_for(lambda: job(cluster, last.id).restarts == 1, 20, "SLURM to start it again")
+        else:
+            wait_for(lambda: job(cluster, last.id).state == State.FAILED, 20, "its end")
+            assert job(cluster, last.id).reason.startswith("NODE_FAIL")
         wait_for_running(cluster, 3)
+        assert len(cluster.jobs()) == (3 if requeue == "--requeue" else 4)
         assert cluster.failure is None
-        assert last.nodes not in {job.nodes for job in cluster.jobs() if job.id in live(cluster)}
 
 
 @pytest.mark.usefixtures("nodes_back")
@@ -202,7 +209,7 @@ def test_a_node_that_is_drained(user: Login):
     [
         ({"queue": "nowhere"}, "invalid partition specified: nowhere", "sinfo -s"),
         ({"gpu_type": "h900"}, "Requested node configuration is not available", "%G"),
-        ({"job_extra_directives": ["--gres=tape:1"]}, "Invalid generic resource", "%G"),
+        ({"memory": "900TiB"}, "Memory specification can not be satisfied", "%m"),
     ],
 )
 def test_sbatch_refuses(user: Login, keywords: dict, words: str, listed_by: str):
@@ -263,30 +270,38 @@ def test_sbatch_hangs_after_it_has_submitted(user: Login):
     sbatch.behave(f'{sbatch.real} "$@"; sleep 600')
     with user.make() as cluster, cluster.get_client() as client:
         cluster.queue.timeout_s = 3.0
-        with pytest.raises(QueueError, match="sbatch did not answer within 3 s"):
-            cluster.scale(2)
+        cluster.scale(2)  # all that was asked for is there
         cluster.queue.timeout_s = 30.0
+        assert len(cluster.jobs()) == 2
         assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
-        client.wait_for_workers(2, timeout=40)  # they are the cluster's own
+        client.wait_for_workers(2, timeout=40)
         assert client.submit(sum, [1, 2]).result(timeout=20) == 3
-        sbatch.behave()
-        cluster.scale(2)
-        assert len(sbatch.calls()) == 1
         wait_for_running(cluster, 2)
+        assert len(sbatch.calls()) == 1
     assert not user.queued()
 
 
-def test_jobs_that_appear_after_sbatch_was_given_up(user: Login):
+@pytest.mark.parametrize("seen", ["at work", "at the end"])
+def test_jobs_that_appear_after_sbatch_was_given_up(user: Login, seen: str):
+    """A busy controller takes a request whose sender is gone."""
     sbatch = user.wrap("sbatch")
-    # a busy controller takes a request whose sender is gone
-    sbatch.behave(f'setsid sh -c \'sleep 4; exec {sbatch.real} "$@"\' sh "$@" >&- 2>&- & sleep 600')
-    with user.make() as cluster:
+    late = f'sleep 3; exec {sbatch.real} "$@"'
+    sbatch.behave(f"setsid sh -c '{late}' sh \"$@\" >/dev/null 2>&1 & sleep 600")
+    if seen == "at the end":
+        user.occupy(4)  # so that no worker tells of them
+    with user.make() as cluster, cluster.get_client() as client:
         cluster.queue.timeout_s = 1.0
         with pytest.raises(QueueError, match="sbatch did not answer"):
             cluster.scale(2)
         assert not cluster.jobs()
         cluster.queue.timeout_s = 30.0
+        sbatch.behave()
         wait_for(lambda: len(user.queued()) == 2, 20, "the late jobs")
+        if seen == "at work":
+            wait_for_running(cluster, 2)
+            cluster.scale(2)
+            assert len(sbatch.calls()) == 1
+            assert client.submit(sum, [1, 2]).result(timeout=20) == 3
     assert not user.queued()
 
 
@@ -296,7 +311,9 @@ def test_jobs_that_appear_after_sbatch_was_given_up(user: Login):
 @pytest.mark.parametrize(
     "failing",
     [
-        pytest.param("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", id="error"),
+        pytest.param(
+            "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1", id="error"
+        ),
         pytest.param("sleep 600", id="hangs"),
     ],
 )
@@ -318,8 +335,8 @@ def test_squeue_fails_for_a_while(user: Login, failing: str, capsys: pytest.Capt
         assert len(sbatch.calls()) == 1  # who knows what has become of it
         cluster.queue.timeout_s = 30.0
         squeue.behave()
-        wait_for_running(cluster, 2, timeout=60)
-        assert job(cluster, victim).state == State.CANCELLED
+        wait_for(lambda: job(cluster, victim).state == State.CANCELLED, 60, "the truth")
+        wait_for_running(cluster, 2)
         assert len(sbatch.calls()) == 2
         assert cluster.failure is None
     said = capsys.readouterr().err
@@ -391,3 +408,34 @@ cluster.wait_for_workers(2, timeout=40)
 print(cluster._warden.pid, flush=True)
 time.sleep(600)
 """
+
+
+def test_sigkill_of_the_notebook(user: Login):
+    others = user.occupy(3)  # one of three jobs is pending
+    notebook = user.start(NOTEBOOK, repr(user.keywords()))
+    assert notebook.stdout is not None
+    assert notebook.stdout.readline().strip().isdigit()
+    assert sorted(user.queued().values()) == ["PENDING", "RUNNING", "RUNNING"]
+    assert user.keys()
+    notebook.kill()
+    notebook.communicate()
+    wait_for(lambda: not user.queued() and not user.keys(), 20, "jobs and keys to be gone")
+    (log,) = user.folder.glob("*/warden.log")
+    wait_for(lambda: log.read_text().endswith("no job is left\n"), 10, "the warden's last word")
+    assert user.site.state(others) == "RUNNING"
+
+
+def test_sigkill_of_the_notebook_and_its_warden(user: Login):
+    notebook = user.start(NOTEBOOK, repr(user.keywords(death_timeout="5s")))
+    assert notebook.stdout is not None
+    warden = psutil.Process(int(notebook.stdout.readline()))
+    wait_for(lambda: list(user.queued().values()) == ["RUNNING"] * 3, 20, "the third job")
+    warden.kill()
+    notebook.kill()
+    notebook.communicate()
+    wait_for(lambda: not user.queued(), 30, "the workers to end by themselves")
+    (folder,) = user.folder.glob("*/cluster.json")
+    done = user.hpcdask("cleanup", "--yes")  # and that removes the keys
+    assert "no keys are left" in done
+    assert not user.keys()
+    assert "ended" in folder.read_text()

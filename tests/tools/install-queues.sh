@@ -16,11 +16,12 @@ trap 'rm -rf "$packages"' EXIT
 
 echo "Unpacking the commands of PBS and Grid Engine into $folder"
 # Root's apt-get would download as a user who cannot write here; others need no such word
-download() { (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download "$@"); }
 # shellcheck disable=SC2086
-download $torque $sge >"$packages/log" 2>&1 </dev/null || {
+download() { (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge); }
+update() { if [ "$(id -u)" = 0 ]; then apt-get -qq update; else sudo -n apt-get -qq update; fi; }
+{ download || { update && download; }; } >"$packages/log" 2>&1 </dev/null || {
     tail -n 20 "$packages/log"
-    give_up "apt-get download failed; is apt-get update needed?"
+    give_up "apt-get download failed"
 }
 for kind in torque sge; do
     rm -rf "${folder:?}/$kind"

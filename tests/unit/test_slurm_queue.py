@@ -278,6 +278,32 @@ def test_squeue_of_several():
     assert set(squeue.parse_squeue(text, NOW)) == {"7_1", "8"}
 
 
+@pytest.mark.parametrize(
+    ("shown", "ids"),
+    [
+        ("7", ["7"]),
+        ("7_3", ["7_3"]),
+        ("7_[3]", ["7_3"]),
+        ("7_[0-4:2,8,10-11%5]", ["7_0", "7_2", "7_4", "7_8", "7_10", "7_11"]),
+        ("7+1", []),
+    ],
+)
+def test_elements_of_an_array(shown, ids):
+    assert squeue.expand(shown) == ids
+
+
+@pytest.mark.parametrize("shown", ["7_[0,2,4", "7_[0-9,...]", "7_[1-]"])
+def test_elements_that_are_not_shown_whole(shown):
+    with pytest.raises(QueueError, match="squeue shortened '7_"):
+        squeue.expand(shown)
+
+
+def test_waiting_elements_are_one_line():
+    line = "7_[0-2%1];PENDING;0;0;N/A;N/A;;Resources;\n"
+    seen = squeue.parse_squeue(line, NOW)
+    assert seen == {f"7_{n}": Seen(f"7_{n}", State.PENDING, "Resources") for n in range(3)}
+
+
 def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
     seen = squeue.parse_squeue(row("FROZEN"), NOW)
     assert seen["7_1"].state is State.UNKNOWN
@@ -315,6 +341,7 @@ def test_sacct():
 6_5|0:125|1000|n1|OUT_OF_MEMORY
 6_6|0:0|1000|n1|RUNNING
 6_7|0:0|Unknown|None assigned|PENDING
+7_[8-9]|0:0|Unknown|None assigned|CANCELLED by 0
 """
     seen = squeue.parse_sacct(text)
     assert seen == {
@@ -324,6 +351,8 @@ def test_sacct():
         "6_2": Seen("6_2", State.CANCELLED, "by root"),
         "6_3": Seen("6_3", State.CANCELLED, "by user 4294967290", 143, started=1000.0, nodes="n1"),
         "6_4": Seen("6_4", State.TIMEOUT, "TIMEOUT", started=1000.0, nodes="n1"),
+        "7_8": Seen("7_8", State.CANCELLED, "by root"),
+        "7_9": Seen("7_9", State.CANCELLED, "by root"),
         "6_5": Seen("6_5", State.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
     }
 

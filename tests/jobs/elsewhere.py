@@ -1,0 +1,88 @@
+"""A program on a login node, for test_namespaces.py: its jobs run on nodes elsewhere.
+
+``python elsewhere.py SHARED NODE COMMAND [NODE COMMAND]`` prints, in JSON, what its cluster saw.
+COMMAND is the shell's way into a node: a stand-in for what a queue does with a script.
+"""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import hpcdask
+from hpcdask.queues.local import LocalQueue
+
+LOGIN_ONLY = Path("/tmp/on-the-login-node")
+
+
+class NodesQueue(LocalQueue):
+    """Processes of this machine, each in one of the nodes in turn."""
+
+    def __init__(self, commands: list[str]) -> None:
+        super().__init__()
+        self._commands = enumerate(itertools.cycle(commands))
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        """Start the script as it is, on a node."""
+        ids = []
+        for number, command in itertools.islice(self._commands, count):
+            outer = Path(f"{script}.{number}")
+            directives = "\n".join(Path(script).read_text().splitlines()[:2])
+            outer.write_text(f"{directives}\nexec {command} bash {script}\n")
+            ids += await super().submit(str(outer), 1)
+        return ids
+
+
+class NodesCluster(hpcdask.LocalCUDAJobCluster):
+    """A cluster on them."""
+
+    def _make_queue(self, job_keywords: dict) -> NodesQueue:
+        return NodesQueue(sys.argv[2:])
+
+
+def look(dask_worker) -> dict:
+    """What a worker sees of its node."""
+    return {
+        "address": dask_worker.address,
+        "nanny": dask_worker.nanny,
+        "host": os.uname().nodename,
+        "scratch": dask_worker.local_directory,
+        "sees the login node's /tmp": LOGIN_ONLY.exists(),
+        "fetched from": [transfer["who"] for transfer in dask_worker.transfer_incoming_log],
+    }
+
+
+def main() -> None:
+    """Two jobs, one on each node, that exchange an array."""
+    LOGIN_ONLY.touch()
+    with NodesCluster(
+        device="cpu",
+        cores=1,
+        processes=1,
+        memory="512MiB",
+        poll_interval=0.3,
+        interface="node0",
+        scheduler_options={"interface": "login0"},
+        shared_temp_directory=sys.argv[1],
+    ) as cluster:
+        cluster.scale(2)
+        with cluster.get_client() as client:
+            client.wait_for_workers(2, timeout=40)
+            first, second = client.scheduler_info()["workers"]
+            array = client.submit(np.arange, 1_000_000, workers=[first])
+            total = client.submit(np.sum, array, workers=[second])
+            seen = {
+                "scheduler": cluster.scheduler.address,
+                "total": int(total.result(timeout=30)),
+                "workers": list(client.run(look).values()),
+                "logs": list(cluster.job_logs().values()),
+            }
+    seen["states"] = [job.state for job in cluster.jobs()]
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A login node and two nodes that share neither loopback nor /tmp, only a folder.
+
+Each is a network namespace of its own, with an address on a bridge and an interface whose name
+differs between the login node and the nodes, and a mount namespace with a /tmp of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import clean_environment, describe, end, leftovers, unavailable, wait_for, walk
+
+PROGRAM = Path(__file__).with_name("elsewhere.py")
+TMP = Path("/tmp")
+
+
+class Machines:
+    """The namespaces and what they share.
+
+    Attributes
+    ----------
+    shared
+        A folder that all of them see.
+    addresses
+        Of the machines, by their names.
+    """
+
+    def __init__(self) -> None:
+        self.tag = uuid.uuid4().hex[:8]
+        self.shared = Path(tempfile.mkdtemp(prefix="hpcdask-shared-", dir="/var/tmp"))
+        self.addresses = {"login": "198.18.77.1", "node1": "198.18.77.2", "node2": "198.18.77.3"}
+        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+
+    def start(self) -> None:
+        """Make them, and connect them."""
+        self._add("switch")
+        self._ip("switch", "link", "add", "bridge", "type", "bridge")
+        self._ip("switch", "link", "set", "bridge", "up")
+        for name, address in self.addresses.items():
+            self._add(name)
+            own = "login0" if name == "login" else "node0"
+            peer = ("peer", "name", own, "netns", self._namespace(name))
+            self._ip("switch", "link", "add", name, "type", "veth", *peer)
+            self._ip("switch", "link", "set", name, "master", "bridge", "up")
+            self._ip(name, "address", "add", f"{address}/24", "dev", own)
+            self._ip(name, "link", "set", own, "up")
+
+    def command(self, name: str) -> list[str]:
+        """What runs the command that follows it on this machine."""
+        # A Python that lies below /tmp has to stay visible
+        paths = {Path(path).resolve() for path in (sys.prefix, *sys.path) if path}
+        paths = {path for path in paths if path.is_dir() and path.is_relative_to(TMP)}
+        kept = [path for path in paths if not paths & set(path.parents)]
+        lines = ["set -e", "mount --make-rprivate /", f"hostname {name}"]
+        for number, path in enumerate(kept):
+            held = self.shared / "held" / str(number)
+            held.mkdir(parents=True, exist_ok=True)
+            lines.append(f"mount --bind {shlex.quote(str(path))} {held}")
+        lines.append(f"mount -t tmpfs tmpfs {TMP}")
+        for number, path in enumerate(kept):
+            quoted = shlex.quote(str(path))
+            lines += [f"mkdir -p {quoted}", f"mount --bind {self.shared}/held/{number} {quoted}"]
+        lines.append('exec "$@"')
+        enter = ["ip", "netns", "exec", self._namespace(name), "unshare", "--mount", "--uts"]
+        return [*enter, "sh", "-c", "; ".join(lines), "sh"]
+
+    def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on this machine."""
+        key, value = self.marker.split("=")
+        return subprocess.run(
+            [*self.command(name), *command],
+            env={**clean_environment(), "HOME": str(self.shared), key: value},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+
+    def close(self) -> None:
+        """End their processes, and take them away."""
+        end(leftovers(self.marker))
+        for name in (*self.addresses, "switch"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", self._namespace(name))
+        shutil.rmtree(self.shared, ignore_errors=True)
+
+    def _namespace(self, name: str) -> str:
+        return f"hpcdask-{self.tag}-{name}"
+
+    def _add(self, name: str) -> None:
+        _ip("netns", "add", self._namespace(name))
+        self._ip(name, "link", "set", "lo", "up")
+
+    def _ip(self, name: str, *arguments: str) -> None:
+        _ip("-n", self._namespace(name), *arguments)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if os.geteuid():
+        pytest.skip("network namespaces: only root may make them")
+    if missing := [name for name in ("ip", "unshare", "mount") if not shutil.which(name)]:
+        unavailable(f"network namespaces: {' '.join(missing)} missing (iproute2, util-linux)")
+    machines = Machines()
+    try:
+        try:
+            machines.start()
+        except subprocess.CalledProcessError as error:
+            unavailable(f"network namespaces: {shlex.join(error.cmd)}: {error.stderr.strip()}")
+        yield machines
+    finally:
+        machines.close()
+
+
+def test_only_a_folder_and_a_network_are_shared(machines: Machines):
+    nodes = [shlex.join(machines.command(name)) for name in ("node1", "node2")]
+    clusters = machines.shared / "clusters"
+    done = machines.run("login", sys.executable, str(PROGRAM), str(clusters), *nodes)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+
+    def host(address: str) -> str:
+        scheme, _, rest = address.partition("://")
+        assert scheme == "tls"
+        return rest.rpartition(":")[0]
+
+    workers = sorted(seen["workers"], key=lambda worker: worker["host"])
+    assert host(seen["scheduler"]) == machines.addresses["login"]
+    assert [worker["host"] for worker in workers] == ["node1", "node2"]
+    expected = [machines.addresses[name] for name in ("node1", "node2")]
+    assert [host(worker["address"]) for worker in workers] == expected
+    assert [host(worker["nanny"]) for worker in workers] == expected
+    assert not any(worker["sees the login node's /tmp"] for worker in workers)
+    assert seen["total"] == sum(range(1_000_000))
+    (fetched,) = (worker for worker in workers if worker["fetched from"])
+    (other,) = (worker for worker in workers if worker is not fetched)
+    assert fetched["fetched from"] == [other["address"]]
+    assert all(f"job {number}" or log for number, log in enumerate(seen["logs"]))
+    assert seen["states"] == ["completed"] * 2
+
+    wait_for(lambda: not leftovers(machines.marker), 10, "all processes to end")
+    assert not [path for path in walk(clusters) if path.suffix == ".pem"], "keys are left"
+    assert not describe(leftovers(machines.marker))
