@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from distributed.comm import connect
@@ -21,12 +22,10 @@ from .member import Member, complain, say
 from .nanny import BoundNanny, Place
 from .places import share
 from .ranks import Rank, detect, job_id
-from .spec import RunSpec
+from .spec import RunSpec, WorkerSpec
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
-
-    from .worker import Asked
 
 T = TypeVar("T")
 #: Seconds to hand over what the workers hold; queueing systems often kill 30 s after SIGTERM.
@@ -47,6 +46,38 @@ ABNORMAL = (
     "worker-handle-scheduler-connection-broken",
     "worker-heartbeat-error",
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line and the environment ask for.
+
+    Attributes
+    ----------
+    spec
+        What each worker is.
+    scheduler
+        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
+    keys
+        Folder of the cluster's credentials, or None.
+    cluster, job, restarts
+        Of the workers' names.
+    workers
+        Number of workers on each node.
+    """
+
+    spec: WorkerSpec
+    scheduler: str
+    keys: str | None
+    cluster: str
+    job: str
+    restarts: int
+    workers: int
+
+    def names(self, node: int, nodes: int = 1) -> list[str]:
+        """Names of the workers on `nodes` nodes, from node number `node` on."""
+        numbers = range(node * self.workers, (node + nodes) * self.workers)
+        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
 
 
 class _Signalled(Exception):

@@ -18,7 +18,6 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -29,7 +28,7 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.spec import WorkerSpec, options
 
 if TYPE_CHECKING:
-    from hpcdask.joblife import JobPart
+    from hpcdask.joblife import Asked, JobPart
 
 HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
 
@@ -38,38 +37,6 @@ SIGTERM, after handing over what they hold.
 """
 #: Variables of queueing systems that name a file with the job's nodes.
 NODE_FILES = ("PBS_NODEFILE", "OAR_NODEFILE")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line and the environment ask for.
-
-    Attributes
-    ----------
-    spec
-        What each worker is.
-    scheduler
-        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
-    keys
-        Folder of the cluster's credentials, or None.
-    cluster, job, restarts
-        Of the workers' names.
-    workers
-        Number of workers on each node.
-    """
-
-    spec: WorkerSpec
-    scheduler: str
-    keys: str | None
-    cluster: str
-    job: str
-    restarts: int
-    workers: int
-
-    def names(self, node: int, nodes: int = 1) -> list[str]:
-        """Names of the workers on `nodes` nodes, from node number `node` on."""
-        numbers = range(node * self.workers, (node + nodes) * self.workers)
-        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
 
 
 def command() -> click.Command:
@@ -118,7 +85,10 @@ def parse(argv: Sequence[str]) -> Asked:
     own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
     _check_access(own["scheduler"], own["keys"])
     job, restarts = identity()
-    return Asked(WorkerSpec(**values), job=job, restarts=restarts, **own)
+    spec = WorkerSpec(**values)
+    from hpcdask.joblife import Asked  # distributed comes with it: bad options do not wait for that
+
+    return Asked(spec, job=job, restarts=restarts, **own)
 
 
 def _check_access(scheduler: str, keys: str | None) -> None:

@@ -3,12 +3,17 @@
 #
 #     sbatch slurm-mpirun.sh
 #
-# Change the partition, the account, the numbers and the last line.
+# Adapt the lines below to the site, and the last one to your program: script.py [args] in place of
+# -m hpcdask.workloads.svd. A directive with two ## is off. --ntasks is the number of GPUs; some
+# sites take --gpus-per-node=4 instead of --gres=gpu:4.
+##SBATCH --partition=gpu
+##SBATCH --account=abc
 #SBATCH --job-name=dask
 #SBATCH --nodes=1
 #SBATCH --ntasks=4
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=8
+##SBATCH --mem=0
 #SBATCH --time=01:00:00
 set -e
 

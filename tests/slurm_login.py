@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client
 
@@ -132,7 +133,12 @@ class Login:
         lines = self.site.run("squeue", "-h", "-r", "-o", "%i %T %k").stdout.splitlines()
         return {line.split()[0]: line.split()[1] for line in lines if "hpcdask:" in line}
 
-    def keys(self) -> list[Path]:
+    def processes(self, variable: str) -> list[psutil.Process]:
+        """Return the processes started from here that have ``name=value`` in their environment."""
+        mine = {process.pid for process in leftovers(self.marker)}
+        return [process for process in leftovers(f"\0{variable}\0") if process.pid in mine]
+
+    def key_files(self) -> list[Path]:
         """Return the files of keys that are there."""
         return [path for path in walk(self.folder) if path.suffix == ".pem"]
 
@@ -159,12 +165,12 @@ def login(site: SlurmSite, home: Path, patch: pytest.MonkeyPatch) -> Iterator[Lo
         yield user
 
         def all_gone() -> bool:
-            return not (leftovers(user.marker) or user.keys() or user.queued())
+            return not (leftovers(user.marker) or user.key_files() or user.queued())
 
         try:
             wait_for(all_gone, 20, "all to be gone", interval=0.2)
         except AssertionError:
-            rest = f"{user.queued()} {user.keys()}\n{describe(leftovers(user.marker))}"
+            rest = f"{user.queued()} {user.key_files()}\n{describe(leftovers(user.marker))}"
             pytest.fail(f"left behind: {rest}")
         logs = [path for path in walk(user.folder) if path.suffix == ".log"]
         assert not [path for path in logs if stat.S_IMODE(path.stat().st_mode) != 0o600]

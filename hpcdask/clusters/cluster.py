@@ -162,8 +162,9 @@ class JobCluster(Scaling):
         if self._logs is not None:
             folder.logs_in(self._logs)
         credentials = self._credentials()
-        if credentials:
-            keys.save_credentials(credentials, str(folder.keys))
+        shared = {name: text for name, text in credentials.items() if "scheduler" not in name}
+        if shared:
+            keys.save_credentials(shared, str(folder.keys))
         await self._start_scheduler()
         folder.write_script(self.job_script())
         self._warden = await asyncio.to_thread(warden.start_warden, folder)

@@ -226,7 +226,11 @@ class Keeper:
         seen = await self.queue.query(ids)
         gone = [job_id for job_id in ids if job_id not in seen]
         if gone:
-            seen |= await self.queue.departed(gone)
+            try:
+                seen |= await self.queue.departed(gone)
+                self.ledger.calm("accounting")
+            except QueueError as error:  # must not hide what the queue has shown
+                self.ledger.warn("accounting", f"{error}. How jobs ended is not known without it")
         return seen
 
     def _observe(self, asked: set[str], seen: dict[str, Seen]) -> None:

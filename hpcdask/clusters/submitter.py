@@ -65,9 +65,11 @@ class Submitter:
             The queue does not answer, and not all jobs are there. Those that it took all the same
             were added.
         """
+        before = set(known)
         try:
             largest = max(1, await self.queue.limit())
             while count > 0:
+                before = set(known)
                 count -= await self._submit_some(min(count, largest))
             self._retry_s = RETRY_S[0]
         except Refused as error:
@@ -77,7 +79,7 @@ class Submitter:
             raise
         except QueueError:
             self.unanswered = True
-            if await self.adopt(known) < count:
+            if await self.adopt(before) < count:
                 raise
 
     async def _submit_some(self, count: int) -> int:

@@ -206,10 +206,23 @@ class Queue(ABC):
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            said = " ".join(" ".join(process.communicate()).split())[:500]
+            said = _last_words(process)
             raise QueueError(
                 f"{command[0]} did not answer within {self.timeout_s:g} s"
                 f"{f' (it said: {said})' if said else ''}: {self.title} is "
                 f"overloaded or down. See whether it answers in a terminal"
             ) from None
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Return what a killed process had said, in one line."""
+    try:
+        out, err = process.communicate(timeout=1)
+    except subprocess.TimeoutExpired:  # a child in a session of its own still holds the pipes
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()  # it was killed
+        return ""
+    return " ".join(f"{out} {err}".split())[:500]

@@ -29,11 +29,16 @@ class NodesQueue(LocalQueue):
         """Start the script as it is, on a node."""
         ids = []
         for number, command in itertools.islice(self._commands, count):
-            outer = Path(f"{script}.{number}")
-            directives = "\n".join(Path(script).read_text().splitlines()[:2])
-            outer.write_text(f"{directives}\nexec {command} bash {script}\n")
-            ids += await super().submit(str(outer), 1)
+            ids += await super().submit(wrapped(script, number, command), 1)
         return ids
+
+
+def wrapped(script: str, number: int, command: str) -> str:
+    """A script with the same directives that runs this one on a node."""
+    outer = Path(f"{script}.{number}")
+    directives = Path(script).read_text().splitlines()[:2]
+    outer.write_text("\n".join([*directives, f"exec {command} bash {script}", ""]))
+    return str(outer)
 
 
 class NodesCluster(hpcdask.LocalCUDAJobCluster):
@@ -64,8 +69,8 @@ def main() -> None:
         processes=1,
         memory="512MiB",
         poll_interval=0.3,
-        interface="node0",
-        scheduler_options={"interface": "login0"},
+        interface="fast0",
+        scheduler_options={"interface": "login-slow"},
         shared_temp_directory=sys.argv[1],
     ) as cluster:
         cluster.scale(2)

@@ -1,7 +1,7 @@
 """A login node and two nodes that share neither loopback nor /tmp, only a folder.
 
-Each is a network namespace of its own, with an address on a bridge and an interface whose name
-differs between the login node and the nodes, and a mount namespace with a /tmp of its own.
+Each is a network namespace of its own, on two networks by interfaces whose names differ between the
+login node and the nodes, and a mount namespace with a /tmp of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from launching import clean_environment, describe, end, leftovers, unavailable, wait_for, walk
+from launching import clean_environment, end, leftovers, unavailable, wait_for, walk
 
 PROGRAM = Path(__file__).with_name("elsewhere.py")
 TMP = Path("/tmp")
+NAMES = ("login", "node1", "node2")
+NETWORKS = {"slow": "198.18.77", "fast": "198.18.78"}
 
 
 class Machines:
@@ -33,29 +35,33 @@ class Machines:
     ----------
     shared
         A folder that all of them see.
-    addresses
-        Of the machines, by their names.
     """
 
     def __init__(self) -> None:
         self.tag = uuid.uuid4().hex[:8]
         self.shared = Path(tempfile.mkdtemp(prefix="hpcdask-shared-", dir="/var/tmp"))
-        self.addresses = {"login": "198.18.77.1", "node1": "198.18.77.2", "node2": "198.18.77.3"}
         self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
 
     def start(self) -> None:
         """Make them, and connect them."""
-        self._add("switch")
-        self._ip("switch", "link", "add", "bridge", "type", "bridge")
-        self._ip("switch", "link", "set", "bridge", "up")
-        for name, address in self.addresses.items():
-            self._add(name)
-            own = "login0" if name == "login" else "node0"
-            peer = ("peer", "name", own, "netns", self._namespace(name))
-            self._ip("switch", "link", "add", name, "type", "veth", *peer)
-            self._ip("switch", "link", "set", name, "master", "bridge", "up")
-            self._ip(name, "address", "add", f"{address}/24", "dev", own)
-            self._ip(name, "link", "set", own, "up")
+        for name in ("switch", *NAMES):
+            _ip("netns", "add", self._namespace(name))
+            self._ip(name, "link", "set", "lo", "up")
+        for network in NETWORKS:
+            self._ip("switch", "link", "add", network, "type", "bridge")
+            self._ip("switch", "link", "set", network, "up")
+            for name in NAMES:
+                port = f"{network}-{name}"
+                own = f"login-{network}" if name == "login" else f"{network}0"
+                peer = ("peer", "name", own, "netns", self._namespace(name))
+                self._ip("switch", "link", "add", port, "type", "veth", *peer)
+                self._ip("switch", "link", "set", port, "master", network, "up")
+                self._ip(name, "address", "add", f"{self.address(name, network)}/24", "dev", own)
+                self._ip(name, "link", "set", own, "up")
+
+    def address(self, name: str, network: str) -> str:
+        """Of a machine, on a network."""
+        return f"{NETWORKS[network]}.{NAMES.index(name) + 1}"
 
     def command(self, name: str) -> list[str]:
         """What runs the command that follows it on this machine."""
@@ -93,17 +99,13 @@ class Machines:
     def close(self) -> None:
         """End their processes, and take them away."""
         end(leftovers(self.marker))
-        for name in (*self.addresses, "switch"):
+        for name in ("switch", *NAMES):
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", self._namespace(name))
         shutil.rmtree(self.shared, ignore_errors=True)
 
     def _namespace(self, name: str) -> str:
         return f"hpcdask-{self.tag}-{name}"
-
-    def _add(self, name: str) -> None:
-        _ip("netns", "add", self._namespace(name))
-        self._ip(name, "link", "set", "lo", "up")
 
     def _ip(self, name: str, *arguments: str) -> None:
         _ip("-n", self._namespace(name), *arguments)
@@ -137,15 +139,11 @@ def test_only_a_folder_and_a_network_are_shared(machines: Machines):
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
 
-    def host(address: str) -> str:
-        scheme, _, rest = address.partition("://")
-        assert scheme == "tls"
-        return rest.rpartition(":")[0]
-
     workers = sorted(seen["workers"], key=lambda worker: worker["host"])
-    assert host(seen["scheduler"]) == machines.addresses["login"]
+    assert host(seen["scheduler"]) == machines.address("login", "slow")
     assert [worker["host"] for worker in workers] == ["node1", "node2"]
-    expected = [machines.addresses[name] for name in ("node1", "node2")]
+    # Without `interface`, they would have the address by which they reach the scheduler
+    expected = [machines.address(name, "fast") for name in ("node1", "node2")]
     assert [host(worker["address"]) for worker in workers] == expected
     assert [host(worker["nanny"]) for worker in workers] == expected
     assert not any(worker["sees the login node's /tmp"] for worker in workers)
@@ -153,9 +151,14 @@ def test_only_a_folder_and_a_network_are_shared(machines: Machines):
     (fetched,) = (worker for worker in workers if worker["fetched from"])
     (other,) = (worker for worker in workers if worker is not fetched)
     assert fetched["fetched from"] == [other["address"]]
-    assert all(f"job {number}" or log for number, log in enumerate(seen["logs"]))
+    assert [f"on node{n}: 1 worker" in log for n, log in enumerate(seen["logs"], 1)] == [True] * 2
     assert seen["states"] == ["completed"] * 2
 
     wait_for(lambda: not leftovers(machines.marker), 10, "all processes to end")
     assert not [path for path in walk(clusters) if path.suffix == ".pem"], "keys are left"
-    assert not describe(leftovers(machines.marker))
+
+
+def host(address: str) -> str:
+    """That of a TLS address."""
+    assert address.startswith("tls://")
+    return address.removeprefix("tls://").rpartition(":")[0]

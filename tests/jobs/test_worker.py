@@ -292,7 +292,9 @@ def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
     job.wait_for(lambda: len(names(client)) == 2, "the worker again", timeout=60)
     assert pid_of(client, "ab12-1-0-1") != pid
     assert total.result() == sum(range(100))
-    client.cluster.close()
+    client.restart(timeout=60)
+    assert names(client) == {"ab12-1-0-0", "ab12-1-0-1"}
+    client.retire_workers(close_workers=True)
     assert job.end().code == 0
 
 

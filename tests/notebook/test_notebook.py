@@ -136,7 +136,7 @@ def test_end_to_end(desk: Desk):
 @pytest.mark.parametrize("how", ["killed", "shut down"])
 def test_no_job_outlives_the_kernel(desk: Desk, how: str):
     """In the middle of the computation; the last cells never run."""
-    notebook = read(chunks=100_000, side=400)
+    notebook = read(chunks=20_000, side=400)
     manager, client = start_new_kernel(startup_timeout=60, env=desk.env, cwd=str(desk.home))
     try:
         for cell in notebook.cells:

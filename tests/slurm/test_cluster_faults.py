@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from pathlib import Path
 import dask.config
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, Future
 
 from hpcdask.errors import JobsFailed, QueueError, Refused
 from hpcdask.reconcile import Job, State, parse_worker_name
-from launching import end, leftovers, wait_for
+from launching import end, wait_for
 from slurm_login import Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -69,13 +70,6 @@ def job_of(cluster, name: str) -> str:
     return parsed[0]
 
 
-def processes(job_id: str, user: Login) -> list[psutil.Process]:
-    """The processes of a job of this test."""
-    mine = {process.pid for process in leftovers(user.marker)}
-    found = leftovers(f"\0HPCDASK_JOB_ID={job_id}\0")
-    return [process for process in found if process.pid in mine]
-
-
 # Jobs that end
 
 
@@ -122,7 +116,7 @@ def test_sigkill(user: Login, how: str):
         if how == "worker":
             os.kill(pid, signal.SIGKILL)
         else:
-            found = processes(victim, user)
+            found = user.processes(f"HPCDASK_JOB_ID={victim}")
             assert pid in {process.pid for process in found}
             end(found)
         computation.check(lost=True)
@@ -323,11 +317,11 @@ def test_squeue_fails_for_a_while(user: Login, failing: str, capsys: pytest.Capt
         cluster.scale(2)
         client.wait_for_workers(2, timeout=40)
         wait_for_running(cluster, 2)
+        computation = Computation(client, 60)
         cluster.queue.timeout_s = 1.0
         squeue.behave(failing)
         before = len(squeue.calls())
-        computation = Computation(client)
-        wait_for(lambda: len(squeue.calls()) >= before + 4, 40, "some failures")
+        wait_for(lambda: len(squeue.calls()) >= before + 3, 40, "some failures")
         assert states(cluster) == [State.RUNNING] * 2
         victim = live(cluster)[0]
         user.site.run("scancel", victim)
@@ -372,28 +366,46 @@ def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_walltime_in_the_middle_of_a_computation(user: Login):
+def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.CaptureFixture[str]):
+    """One cluster has room for replacements; the other has none until its only job is over."""
+    hold = ("--gres=gpu:1", "--nodelist=node4", "--chdir", user.home, "--output=/dev/null")
+    user.site.submit(*hold, "--wrap", "exec sleep 600")
+    roomy = {"walltime": "00:01:00", "job_extra_directives": ["--exclude=node4"]}
+    tight = {"walltime": "00:01:00", "job_extra_directives": ["--nodelist=node4"]}
+
+    def compute(client: Client, count: int) -> list[Future]:
+        """Dask tasks of 2 s, so that some run whenever a job ends."""
+        return client.map(lambda number: time.sleep(2) or number, range(count), pure=False)
+
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        user.make(walltime="00:01:00", n_workers=2) as cluster,
-        cluster.get_client() as client,
+        user.make(n_workers=2, **roomy) as two,
+        user.make(n_workers=1, **tight) as one,
+        two.get_client(set_as_default=False) as of_two,
+        one.get_client(set_as_default=False) as of_one,
     ):
-        client.wait_for_workers(2, timeout=40)
-        wait_for_running(cluster, 2)
-        first = [job.id for job in cluster.jobs()]
-        until = max(job.ends for job in cluster.jobs()) + 5
-        kept = client.map(lambda number: (number, os.urandom(8)), range(8), pure=False)
-        known = client.gather(kept)
-        results = []
-        while time.time() < until:  # Dask tasks of 2 s, so that some run whenever a job ends
-            futures = client.map(lambda n: time.sleep(2) or n, range(8), pure=False)
-            results.append(client.gather(futures))
-        assert results == [list(range(8))] * len(results)
-        assert client.gather(kept) == known  # handed over from job to job
-        wait_for_running(cluster, 2)
-        assert not set(first) & set(live(cluster))
-        assert {job(cluster, job_id).state for job_id in first} == {State.COMPLETED}
-        assert cluster.failure is None
+        two.wait_for_workers(2, timeout=40)
+        one.wait_for_workers(1, timeout=40)
+        wait_for_running(two, 2)
+        wait_for_running(one, 1)
+        first = [job.id for job in [*two.jobs(), *one.jobs()]]
+        until = max(job.ends for job in [*two.jobs(), *one.jobs()]) + 5
+        kept = of_two.map(lambda number: (number, os.urandom(8)), range(8), pure=False)
+        known = of_two.gather(kept)
+        while time.time() < until:
+            futures = compute(of_two, 4), compute(of_one, 2)
+            assert of_two.gather(futures[0]) == [0, 1, 2, 3]
+            assert of_one.gather(futures[1]) == [0, 1]
+        assert of_two.gather(kept) == known  # handed over from job to job
+        for cluster, count in ((two, 2), (one, 1)):
+            wait_for_running(cluster, count)
+            assert not set(first) & set(live(cluster))
+            assert {job.state for job in cluster.jobs() if job.id in first} == {State.COMPLETED}
+            assert cluster.failure is None
+    said = capsys.readouterr().err
+    assert re.findall(r"job (\S+) reaches its walltime and nobody could take over", said) == [
+        first[-1]
+    ]
 
 
 # The notebook dies
@@ -416,10 +428,10 @@ def test_sigkill_of_the_notebook(user: Login):
     assert notebook.stdout is not None
     assert notebook.stdout.readline().strip().isdigit()
     assert sorted(user.queued().values()) == ["PENDING", "RUNNING", "RUNNING"]
-    assert user.keys()
+    assert user.key_files()
     notebook.kill()
     notebook.communicate()
-    wait_for(lambda: not user.queued() and not user.keys(), 20, "jobs and keys to be gone")
+    wait_for(lambda: not user.queued() and not user.key_files(), 20, "jobs and keys to be gone")
     (log,) = user.folder.glob("*/warden.log")
     wait_for(lambda: log.read_text().endswith("no job is left\n"), 10, "the warden's last word")
     assert user.site.state(others) == "RUNNING"
@@ -437,5 +449,5 @@ def test_sigkill_of_the_notebook_and_its_warden(user: Login):
     (folder,) = user.folder.glob("*/cluster.json")
     done = user.hpcdask("cleanup", "--yes")  # and that removes the keys
     assert "no keys are left" in done
-    assert not user.keys()
+    assert not user.key_files()
     assert "ended" in folder.read_text()

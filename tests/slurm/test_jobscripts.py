@@ -16,7 +16,7 @@ import hpcdask
 from launching import describe, end, leftovers, openmpi_launcher, wait_for
 from slurm_site import SlurmSite
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 SCRIPTS = Path(__file__).parents[2] / "jobscripts"
 
@@ -50,7 +50,7 @@ class Folder:
         path = self.path / f"slurm-{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, job: int, state: str, timeout: float = 90) -> str:
+    def wait(self, job: int, state: str, timeout: float = 120) -> str:
         """Wait for the end of the job, which must be in this state; return its output."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         try:
@@ -62,7 +62,6 @@ class Folder:
 
     def left(self) -> list[str]:
         """Processes, and files other than the jobs' output."""
-        # Open MPI's own folder goes a moment after its job
         files = [*self.tmp.iterdir(), *self.path.glob("*json*"), *self.path.rglob("*.pem")]
         return [*describe(leftovers(self.marker)).splitlines(), *map(str, files)]
 
@@ -117,7 +116,12 @@ def test_a_program(folder: Folder, script: str, workload: str, workers: int):
 def test_a_cluster_that_stays_up(folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder.path)
     job = folder.submit("slurm-scheduler-file.sh", "cluster.json")
-    wait_for(Path("cluster.json").exists, 60, "the scheduler file")
+
+    def is_up() -> bool:
+        assert folder.site.state(job) in ("PENDING", "RUNNING"), folder.output(job)
+        return Path("cluster.json").exists()
+
+    wait_for(is_up, 60, "the scheduler file", interval=0.2)
     with hpcdask.connect("cluster.json") as client:
         client.wait_for_workers(8, timeout=60)
         assert client.gather(client.map(lambda x: x + 1, range(8))) == list(range(1, 9))
@@ -125,7 +129,7 @@ def test_a_cluster_that_stays_up(folder: Folder, how: str, monkeypatch: pytest.M
             client.shutdown()
     if how == "scancel":
         folder.site.run("scancel", str(job))
-    output = folder.wait(job, {"shutdown": "COMPLETED", "scancel": "CANCELLED"}[how], timeout=30)
+    output = folder.wait(job, {"shutdown": "COMPLETED", "scancel": "CANCELLED"}[how], timeout=60)
     assert "hpcdask: error" not in output
     assert "Traceback" not in output
 

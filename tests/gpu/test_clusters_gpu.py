@@ -1,0 +1,88 @@
+"""The cluster classes on real GPUs: one of its own for each job, and what workers exchange."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import hpcdask
+from hpcdask.clusters.cluster import JobCluster
+from hpcdask.devices import Gpu
+from hpcdask.reconcile import OVER, State
+from launching import wait_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=["local", "slurm"])
+def make(
+    request: pytest.FixtureRequest, gpus: list[Gpu], tmp_path: Path
+) -> Callable[..., JobCluster]:
+    """Makes clusters of processes, and of jobs of a SLURM that has the GPUs of this machine."""
+    asked = {
+        "cores": 1,
+        "memory": "8GiB",
+        "walltime": "00:10:00",
+        "poll_interval": 1,
+        "shared_temp_directory": str(tmp_path / "clusters"),
+    }
+    if request.param == "local":
+        return lambda **keywords: hpcdask.LocalCUDAJobCluster(**asked, **keywords)
+    if shutil.which("sbatch") is None or subprocess.run(["scontrol", "ping"]).returncode:
+        pytest.skip("no SLURM that answers")
+    return lambda **keywords: hpcdask.SLURMCUDACluster(**asked, **keywords)
+
+
+def live(cluster: JobCluster) -> list[State]:
+    return [job.state for job in cluster.jobs() if job.state not in OVER]
+
+
+def test_every_job_has_a_gpu_of_its_own(make: Callable[..., JobCluster], gpus: list[Gpu]) -> None:
+    def look() -> tuple[str, int, float]:
+        import cupy
+
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        return visible, cupy.cuda.runtime.getDeviceCount(), float(cupy.arange(10.0).sum())
+
+    with make() as cluster, cluster.get_client() as client:
+        cluster.scale(len(gpus))
+        client.wait_for_workers(len(gpus), timeout=120)
+        seen = sorted(client.run(look).values())
+        assert seen == sorted((gpu.uuid, 1, 45.0) for gpu in gpus)
+        cluster.scale(len(gpus) + 1)
+        wait_for(lambda: "Resources" in cluster.jobs()[-1].reason, 30, "a job to wait for a GPU")
+        assert len(client.scheduler_info()["workers"]) == len(gpus)
+        cluster.scale(0)
+        wait_for(lambda: not live(cluster), 60, "all jobs to end")
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "ucx"])
+def test_jobs_exchange_blocks(
+    make: Callable[..., JobCluster], gpus: list[Gpu], protocol: str
+) -> None:
+    def block(block_id: tuple[int, int]) -> np.ndarray:
+        import cupy
+
+        i, j = block_id
+        return cupy.full((1000, 1000), 10.0 * i + j)
+
+    with make(protocol=protocol) as cluster, cluster.get_client() as client:
+        cluster.scale(len(gpus))
+        client.wait_for_workers(len(gpus), timeout=120)
+        schemes = {address.partition(":")[0] for address in client.scheduler_info()["workers"]}
+        assert schemes == {"tls" if protocol == "tcp" else "ucx"}
+        chunks = ((1000,) * 4, (1000,) * 4)
+        x = da.map_blocks(block, chunks=chunks, dtype=float, meta=np.empty((0, 0)))
+        y = (x + x.T).map_blocks(lambda part: part.get(), meta=np.empty((0, 0))).compute()
+        tens = [[11.0 * (i + j) for j in range(4)] for i in range(4)]
+        assert (y == np.kron(tens, np.ones((1000, 1000)))).all()
+        cluster.adapt(minimum=0, maximum=len(gpus))
+        wait_for(lambda: not live(cluster), 60, "all jobs to end")
+        assert not any(job.state == State.FAILED for job in cluster.jobs())

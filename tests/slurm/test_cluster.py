@@ -1,0 +1,240 @@
+"""The life of clusters of jobs on a real SLURM: up, down, seen, and over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import hpcdask
+from hpcdask.errors import UsageError
+from hpcdask.queues import base
+from hpcdask.reconcile import OVER, State, parse_worker_name
+from launching import end, wait_for, walk
+from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
+from slurm_site import SlurmSite
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def user(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Login]:
+    with login(slurm, tmp_path, monkeypatch) as user:
+        yield user
+
+
+# Up and down
+
+
+def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
+    sbatch = user.wrap("sbatch")
+    squeue = user.wrap("squeue")
+    user.occupy(3)
+    with user.make(job_name='it\'s; a "name" $HOME') as cluster, cluster.get_client() as client:
+        assert cluster.jobs() == ()
+        time.sleep(1)
+        assert not squeue.calls()  # nothing is asked while there is no job
+        cluster.scale(4)
+        assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
+        client.wait_for_workers(2, timeout=40)
+        wait_for(lambda: sorted(states(cluster)) == ["pending"] * 2 + ["running"] * 2, 20, "two")
+        (reason, *_) = {job.reason for job in cluster.jobs() if job.state == State.PENDING}
+        assert reason in ("Resources", "Priority")
+        for text in (repr(cluster), repr(cluster.jobs()), cluster._repr_html_()):
+            assert reason in text
+        assert "2 running" in repr(cluster)
+        assert "workers=2" in repr(cluster)
+        running = live(cluster)
+        known = client.submit(os.urandom, 8, pure=False)
+        value = known.result(timeout=20)
+        cluster.scale(2)  # those that wait go first
+        wait_for(lambda: sorted(user.queued()) == running, 20, "the pending jobs to go")
+        assert live(cluster) == running
+        assert known.result(timeout=20) == value
+        names = user.site.run("squeue", "-h", "-r", "-o", "%j", "-n", 'it\'s; a "name" $HOME')
+        assert names.stdout.splitlines() == ['it\'s; a "name" $HOME'] * 2
+        cluster.scale(1)
+        wait_for(lambda: len(user.queued()) == 1, 30, "one job")
+        assert known.result(timeout=20) == value  # wherever it was
+        logs = cluster.job_logs()
+        assert len(logs) == 4
+        for job in cluster.jobs():  # live, completed and cancelled before they started
+            assert bool(logs[job.id]) == (job.id in running), job
+            assert not logs[job.id] or f"job {job.id}" in logs[job.id]
+        assert len(sbatch.calls()) == 1
+        wait_for_running(cluster, 1)
+    assert not user.queued()
+
+
+def test_close_with_pending_and_running_jobs(user: Login):
+    user.occupy(3)
+    with user.make(n_workers=4) as cluster:
+        cluster.wait_for_workers(2, timeout=40)
+        assert len(user.queued()) == 4
+        assert user.key_files()
+    assert not user.queued()  # when `close` returns
+    assert not user.key_files()
+    assert set(states(cluster)) <= OVER
+
+
+def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
+    sbatch, scancel = user.wrap("sbatch"), user.wrap("scancel")
+    with user.make() as cluster, cluster.get_client() as client:
+        cluster.adapt(minimum=0, maximum=3, interval="200ms", target_duration="1s")
+        futures = client.map(lambda n: time.sleep(0.2) or n, range(40), pure=False)
+        assert sum(client.gather(futures)) == sum(range(40))
+        assert len(cluster.jobs()) == 3
+        del futures
+        wait_for(lambda: set(states(cluster)) == {State.COMPLETED}, 40, "all jobs to end")
+        assert not user.queued()
+        assert not scancel.calls()
+        assert len(sbatch.calls()) <= 3
+        assert client.submit(sum, [1, 2]).result(timeout=40) == 3  # and up again
+        assert len(cluster.jobs()) == 4
+
+
+def test_two_clusters_side_by_side(user: Login):
+    with user.make(n_workers=1) as one, user.make(n_workers=2) as two:
+        two.wait_for_workers(2, timeout=40)
+        one.wait_for_workers(1, timeout=40)
+        assert not {job.id for job in one.jobs()} & {job.id for job in two.jobs()}
+        with two.get_client() as client:
+            assert {parse_worker_name(one.id, name) for name in pids(client)} == {None}
+        one.close()
+        assert sorted(user.queued()) == live(two)
+        assert len(live(two)) == 2
+
+
+# Several workers per job
+
+
+def test_two_gpus_per_job(user: Login):
+    with user.make(gpus_per_job=2, cores=2) as cluster, cluster.get_client() as client:
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=40)
+        (job,) = cluster.jobs()
+        assert job.size == 2
+        found = [parse_worker_name(cluster.id, name) for name in pids(client)]
+        assert sorted(found) == [(job.id, 0, 0), (job.id, 0, 1)]
+        granted = user.site.run("squeue", "-h", "-j", job.id, "-o", "%b %C").stdout.split()
+        assert granted == ["gres:gpu:2", "2"]
+
+
+def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
+    keywords = {"gpus_per_job": 2, "nodes_per_job": 2}
+    with user.make(n_workers=2, **keywords) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(2, timeout=40)
+        wait_for_running(cluster, 1)
+        nodes = client.run(lambda: os.environ["SLURMD_NODENAME"])
+        assert len(set(nodes.values())) == 2
+        before = pids(client)
+        # all of the job's processes on the node that does not run its script
+        end(user.processes(f"SLURMD_NODENAME={max(nodes.values())}"))
+        wait_for(lambda: len(cluster.jobs()) == 2, 30, "another job")
+        wait_for_running(cluster, 1)
+        new = pids(client)
+        assert not set(new) & set(before)
+        assert len(new) == 2
+        assert cluster.jobs()[0].state == State.FAILED
+        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+
+
+# What an earlier session left
+
+
+NOTEBOOK = """
+import sys, time
+from hpcdask import SLURMCUDACluster
+cluster = SLURMCUDACluster(**eval(sys.argv[1]))
+cluster.scale(3)
+cluster.wait_for_workers(2, timeout=40)
+print(cluster.id, cluster._warden.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
+    others = user.occupy(3)  # a job of the same user; one of the cluster's jobs is pending
+    notebook = user.start(NOTEBOOK, repr(user.keywords()))
+    assert notebook.stdout is not None
+    name, warden = notebook.stdout.readline().split()
+    with user.make(n_workers=1) as cluster:
+        psutil.Process(int(warden)).kill()
+        notebook.kill()
+        notebook.communicate()
+        listed = json.loads(user.hpcdask("jobs", "--json"))
+        lost = {row["job"]: row["state"] for row in listed if row["cluster"] == name}
+        assert sorted(lost) == sorted(set(user.queued()) - {cluster.jobs()[0].id})
+        assert sorted(lost.values()) == ["pending", "starting", "starting"]
+        assert {row["job"] for row in listed} == set(user.queued())
+        lives = {row["cluster"]: row["notebook"]["lives"] for row in listed}
+        assert lives == {name: False, cluster.id: True}
+
+        said = user.hpcdask("cleanup", "--yes")
+        assert f"{name}: 3 jobs cancelled and gone" in said
+        assert f"{cluster.id}: 1 jobs stay" in said
+        assert list(user.queued()) == [cluster.jobs()[0].id]
+        assert user.site.state(others) == "RUNNING"
+        assert not [path for path in user.key_files() if name in path.parts]
+        cluster.wait_for_workers(1, timeout=40)  # there is room for it now
+
+
+# Many jobs
+
+
+@pytest.mark.usefixtures("slurm_programs")
+def test_64_jobs_with_one_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    interval, running = 1.0, 32  # the other half waits, as workers need time to start on few cores
+    with (
+        SlurmSite(gpus_per_node=running // 4, cpus_per_node=16) as site,
+        login(site, tmp_path, monkeypatch) as user,
+    ):
+        sbatch, squeue, scancel = map(user.wrap, ("sbatch", "squeue", "scancel"))
+        with user.make(poll_interval=interval) as cluster, cluster.get_client() as client:
+            cluster.scale(64)
+            assert len(user.queued()) == 64
+            client.wait_for_workers(running, timeout=100)
+            wait_for(lambda: states(cluster).count(State.RUNNING) == running, 20, "all to run")
+            assert states(cluster).count(State.PENDING) == 64 - running
+            assert len(sbatch.calls()) == 1
+            assert "--array=0-63" in sbatch.calls()[0]
+            times = squeue.times()
+            assert len(times) > 2
+            assert min(after - before for before, after in itertools.pairwise(times)) >= interval
+            assert client.gather(client.map(lambda n: 2 * n, range(200))) == [*range(0, 400, 2)]
+            cluster.scale(running)
+            wait_for(lambda: len(user.queued()) == running, 20, "the others to go")
+            assert len(scancel.calls()) == 1
+            assert len(client.scheduler_info()["workers"]) == running
+        assert not user.queued()
+
+
+# Where there is no SLURM
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool):
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(base, "CONTAINER_MARKS", (str(mark),))
+    if inside:
+        mark.touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    keywords = {**ONE, "shared_temp_directory": str(tmp_path / "clusters")}
+    where = "inside a container" if inside else "on a login node"
+    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
+        assert "#SBATCH --gres=gpu:1" in cluster.job_script()
+        for ask in (lambda: cluster.scale(2), lambda: cluster.adapt(maximum=2)):
+            with pytest.raises(UsageError, match=rf"no sbatch on this machine.*{where}") as error:
+                ask()
+            assert "job_script() still" in str(error.value)
+        assert not cluster.jobs()
+        cluster.scale(0)
+    with pytest.raises(UsageError, match="no sbatch"):
+        hpcdask.SLURMCUDACluster(**keywords, n_workers=1)
+    assert not [path for path in walk(tmp_path / "clusters") if path.suffix == ".pem"]

@@ -1,0 +1,91 @@
+"""Taking free GPUs of a node that jobs share, and seeing which a cgroup hides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdask import sharing
+from hpcdask.devices import Gpu
+from hpcdask.errors import DeviceError
+
+GPUS = [Gpu(f"GPU-{n}", "NVIDIA Test", 1 << 30) for n in range(3)]
+HOLD = """
+import sys
+from hpcdask import sharing
+from hpcdask.devices import Gpu
+gpus = [Gpu(f"GPU-{n}", "", 1) for n in range(3)]
+print([gpu.uuid for gpu in sharing.take(gpus, int(sys.argv[2]), "job 9", sys.argv[1])], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(sharing, "LOCK_DEADLINE_S", 0.0)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that holds the first two GPUs."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "2"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "['GPU-0', 'GPU-1']\n"
+        yield process
+        process.kill()
+
+
+def test_a_free_gpu_is_taken_for_the_process_only(tmp_path, other):
+    assert sharing.take(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[2]]
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [
+        f"hpcdask-{os.getuid()}-GPU-{n}.lock" for n in range(3)
+    ]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_too_few_are_free(tmp_path, other):
+    with pytest.raises(DeviceError) as error:
+        sharing.take(GPUS, 2, "job 10", str(tmp_path))
+    assert "GPU-0 by job 9; GPU-1 by job 9" in str(error.value)
+    other.kill()
+    other.wait()
+    # It let go of the third one, which was free
+    assert sharing.take(GPUS, 3, "job 10", str(tmp_path)) == GPUS
+
+
+def test_it_waits_for_an_earlier_job_to_end(tmp_path, other, monkeypatch):
+    monkeypatch.setattr(sharing, "LOCK_DEADLINE_S", 20.0)
+    monkeypatch.setattr(sharing.time, "sleep", lambda seconds: other.kill())
+    assert sharing.take(GPUS, 3, "job 10", str(tmp_path)) == GPUS
+
+
+def test_a_file_that_cannot_be_trusted_is_no_lock(tmp_path):
+    (tmp_path / "victim").touch()
+    name = f"hpcdask-{os.getuid()}-GPU-0.lock"
+    (tmp_path / name).symlink_to(tmp_path / "victim")
+    assert sharing.take(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[1]]
+    assert not (tmp_path / "victim").read_text()
+
+
+def test_parts_of_gpus_are_shared_on_purpose():
+    assert sharing.shared_on_purpose({"SLURM_SHARDS_ON_NODE": "1"})
+    assert not sharing.shared_on_purpose({"SLURM_JOB_ID": "1"})
+
+
+@pytest.mark.parametrize(("devices", "hidden"), [([0, 1], 0), ([0], 1), ([], 2)])
+def test_hidden_gpus(tmp_path: Path, devices, hidden):
+    for minor in range(2):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: NVIDIA Test\nDevice Minor: \t {minor}\n")
+    (tmp_path / "dev").mkdir()
+    for minor in devices:
+        (tmp_path / f"dev/nvidia{minor}").touch()
+    assert sharing.hidden_gpus(f"{tmp_path}/") == hidden
