@@ -9,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-
 KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue"]
 
 

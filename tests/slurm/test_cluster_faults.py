@@ -381,8 +381,8 @@ def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.Cap
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         user.make(n_workers=2, **roomy) as two,
         user.make(n_workers=1, **tight) as one,
-        two.get_client(set_as_default=False) as of_two,
-        one.get_client(set_as_default=False) as of_one,
+        two.get_client() as of_two,
+        one.get_client() as of_one,
     ):
         two.wait_for_workers(2, timeout=40)
         one.wait_for_workers(1, timeout=40)
