@@ -225,6 +225,8 @@ def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, A
         spec = WorkerSpec.from_argv(words)
     except click.UsageError as error:
         raise UsageError(f"worker_extra_args: {error.format_message()}") from None
+    if spec.name is not None:
+        raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
     return {
         field.name: getattr(spec, field.name)
         for field in dataclasses.fields(spec)

@@ -28,16 +28,21 @@ def make(
     """Makes clusters of processes, and of jobs of a SLURM that has the GPUs of this machine."""
     asked = {
         "cores": 1,
-        "memory": "8GiB",
+        "memory": "4GiB",
         "walltime": "00:10:00",
         "poll_interval": 1,
         "shared_temp_directory": str(tmp_path / "clusters"),
     }
     if request.param == "local":
         return lambda **keywords: hpcdask.LocalCUDAJobCluster(**asked, **keywords)
-    if shutil.which("sbatch") is None or subprocess.run(["scontrol", "ping"]).returncode:
+    if not slurm_answers():
         pytest.skip("no SLURM that answers")
     return lambda **keywords: hpcdask.SLURMCUDACluster(**asked, **keywords)
+
+
+def slurm_answers() -> bool:
+    ping = ["scontrol", "ping"]
+    return bool(shutil.which("sbatch")) and not subprocess.run(ping, capture_output=True).returncode
 
 
 def live(cluster: JobCluster) -> list[State]:

@@ -244,6 +244,7 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
         ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
         ({"nanny": False}, "every worker has a nanny"),
         ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
+        ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
         ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
         ({"cores": 0}, "cores=0"),
     ],
