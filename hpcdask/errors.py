@@ -117,10 +117,13 @@ class Refused(QueueError):
     Attributes
     ----------
     for_now
-        Whether it may take the same job later, or fewer of them: a limit of the site is reached, or
-        the system is too busy.
+        Whether it may take the same job later: a limit of the site is reached, or the system is too
+        busy.
+    fewer
+        Whether it may take fewer of them now. Default: `for_now`.
     """
 
-    def __init__(self, text: str, *, for_now: bool = False) -> None:
+    def __init__(self, text: str, *, for_now: bool = False, fewer: bool | None = None) -> None:
         super().__init__(text)
         self.for_now = for_now
+        self.fewer = for_now if fewer is None else fewer

@@ -283,7 +283,8 @@ def make_nanny(
         worker_protocol="ucx" if place.protocol == "ucx" else tcp,
         worker_class=BoundWorker,
         dashboard=False,
-        env={"CUDA_VISIBLE_DEVICES": place.gpu.uuid} if place.gpu else {},
+        # none where it computes on the CPU: the job may have GPUs all the same
+        env={"CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else ""},
         bind_cores=place.cores,
         bind_gpu=place.gpu and place.gpu.uuid,
         rmm_pool_size=_bytes_of(spec.rmm_pool_size, place.gpu),

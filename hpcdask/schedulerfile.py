@@ -128,7 +128,7 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     """
     from distributed import Client
 
-    path = path or os.environ.get(VARIABLE)
+    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
     content = read(path)

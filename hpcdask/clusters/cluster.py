@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import dask.config
 from distributed import Scheduler, Security, rpc
+from distributed.comm import get_address_host
 from distributed.core import Status
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
@@ -214,6 +215,12 @@ class JobCluster(Scaling):
         add_lazy_dashboard(self.scheduler)
         await self.scheduler
         self._address = self.scheduler.address
+        host = get_address_host(self._address)
+        if self.queue_name != "local" and host in ("127.0.0.1", "::1"):
+            self._say(
+                f"warning: the scheduler listens at {self._address}, which other nodes cannot "
+                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
+            )
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=access)
 

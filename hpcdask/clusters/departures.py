@@ -192,6 +192,8 @@ class Departures:
                 if due:
                     await self.queue.cancel(due)
                     asked.update(dict.fromkeys(due, now))
+                    for job_id in due:
+                        ledger.mark(job_id, cancelled=True)
                 await look()
             except QueueError as error:
                 problem = f" ({error})"

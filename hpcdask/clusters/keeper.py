@@ -332,7 +332,8 @@ class Keeper:
     def _fail(self, error: HpcdaskError) -> None:
         self.failure = error
         again = "Nothing more is submitted until scale() or adapt() asks again"
-        self.ledger.say(f"error: {error}. {again}")
+        text = str(error)  # its end may be that of a log, in lines of its own
+        self.ledger.say(f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}")
 
     def _give_up(self, failure: Failure) -> None:
         job = failure.job
@@ -348,6 +349,6 @@ class Keeper:
             JobsFailed(
                 f"{what}. The last was job {job.id}: {how}, exit code {code}. "
                 f"Script and log are in {self.folder.path}"
-                + (f", its log ends:\n{tail}\n" if tail else ", its log is empty")
+                + (f", its log ends:\n{tail}" if tail else ", its log is empty")
             )
         )

@@ -89,7 +89,7 @@ class Submitter:
             try:
                 ids = await self.queue.submit(str(submission.script), count)
             except Refused as error:
-                if not error.for_now or count == 1:
+                if not error.fewer or count == 1:
                     raise
                 count //= 2
                 continue

@@ -252,7 +252,7 @@ class LocalQueue(Queue):
         code: int = entry.leader.returncode
         lasted = entry.ended - entry.began
         exit_code = code if code >= 0 else 128 - code
-        how = f"exit code {code}" if code > 0 else f"killed by {_signal_name(-code)}"
+        how = "" if code > 0 else f"killed by {_signal_name(-code)}"
         if entry.id in self._cancelled:
             entry.end(State.CANCELLED, "cancelled", exit_code)
         elif code == 0:

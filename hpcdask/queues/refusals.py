@@ -13,6 +13,8 @@ LIMITS = re.compile(
     r"|Unable to contact slurm controller|Invalid job array specification",
     re.I,
 )
+#: Those of the controller, for which fewer jobs are as many.
+TOO_BUSY = re.compile(r"temporarily unable|temporarily unavail|Unable to contact", re.I)
 #: Said of all limits alike; older versions say no more.
 SOME_LIMIT = re.compile(r"job submit limit", re.I)
 NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
@@ -51,7 +53,9 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
     limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
     advice = next((f". {how}" for about, how in ADVICE if re.search(about, text, re.I)), "")
     return Refused(
-        f"sbatch refused the job: {text}. Script kept at {script}{advice}", for_now=bool(limit)
+        f"sbatch refused the job: {text}. Script kept at {script}{advice}",
+        for_now=bool(limit),
+        fewer=bool(limit) and not TOO_BUSY.search(text),
     )
 
 

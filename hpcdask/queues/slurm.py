@@ -158,7 +158,9 @@ class SlurmQueue(Queue):
         except QueueError as error:
             # sbatch waits for minutes, and says why
             if refusals.LIMITS.search(str(error)):
-                raise Refused(f"{error}. Script kept at {script}", for_now=True) from None
+                raise Refused(
+                    f"{error}. Script kept at {script}", for_now=True, fewer=False
+                ) from None
             raise
         if done.returncode:
             raise refusals.refused(done, script)

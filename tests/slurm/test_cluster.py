@@ -81,6 +81,7 @@ def test_close_with_pending_and_running_jobs(user: Login):
     assert not user.queued()  # when `close` returns
     assert not user.key_files()
     assert set(states(cluster)) <= OVER
+    assert {job.state for job in cluster.jobs() if not job.nodes} == {State.CANCELLED}
 
 
 def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):

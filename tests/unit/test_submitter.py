@@ -1,0 +1,98 @@
+"""How many commands a submission takes, with a stand-in for the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from hpcdask.clusters.submitter import Submitter
+from hpcdask.errors import QueueError, Refused
+from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.local import LocalQueue
+
+TAG = "hpcdask:test"
+
+
+class Door(LocalQueue):
+    """Takes at most `room` jobs in all, `largest` at a time; a stand-in for a queue."""
+
+    def __init__(self, room: int, largest: int = 1000, error: QueueError | None = None) -> None:
+        super().__init__()
+        self.room = room
+        self.largest = largest
+        self.error = error
+        self.asked: list[int] = []
+        self.lost: list[str] = []
+
+    async def limit(self) -> int:
+        return self.largest
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        self.asked.append(count)
+        if self.error is not None:
+            raise self.error
+        if count > self.room:
+            raise Refused("QOSMaxSubmitJobPerUserLimit", for_now=True)
+        self.room -= count
+        return [f"{len(self.asked)}_{number}" for number in range(count)]
+
+    async def tagged(self) -> dict[str, str]:
+        return dict.fromkeys(self.lost, TAG)
+
+
+def run(door: Door, tmp_path: Path, count: int) -> tuple[list[str], Submitter]:
+    folder = ClusterFolder.create("test", "local", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    added: list[str] = []
+
+    def add(ids: Collection[str]) -> None:
+        added.extend(ids)
+
+    submitter = Submitter(door, folder, TAG, add)
+    try:
+        asyncio.run(submitter.submit(count, []))
+    except QueueError as error:
+        added.append(type(error).__name__)
+    return added, submitter
+
+
+def test_many_jobs_are_one_command(tmp_path: Path):
+    door = Door(room=5000)
+    added, _ = run(door, tmp_path, 64)
+    assert len(added) == 64
+    assert door.asked == [64]
+
+
+def test_an_array_has_the_size_that_the_site_allows(tmp_path: Path):
+    door = Door(room=5000, largest=1000)
+    added, _ = run(door, tmp_path, 2500)
+    assert len(added) == 2500
+    assert door.asked == [1000, 1000, 500]
+
+
+def test_a_limit_takes_what_it_can_and_is_tried_again_later(tmp_path: Path):
+    door = Door(room=10)
+    added, submitter = run(door, tmp_path, 64)
+    assert len(added) == 11
+    assert added[-1] == "Refused"
+    assert door.room == 0
+    assert submitter.retry_at > 0
+
+
+def test_a_controller_that_is_too_busy_is_asked_once(tmp_path: Path):
+    door = Door(0, error=Refused("Unable to contact slurm controller", for_now=True, fewer=False))
+    added, submitter = run(door, tmp_path, 64)
+    assert added == ["Refused"]
+    assert door.asked == [64]
+    assert submitter.retry_at > 0
+
+
+@pytest.mark.parametrize(("lost", "raised"), [(0, True), (64, False)])
+def test_jobs_of_a_command_without_an_answer_are_found(tmp_path: Path, lost: int, raised: bool):
+    door = Door(0, error=QueueError("sbatch did not answer"))
+    door.lost = [f"7_{number}" for number in range(lost)]
+    added, _ = run(door, tmp_path, 64)
+    assert added == door.lost + ["QueueError"] * raised
