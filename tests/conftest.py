@@ -1,11 +1,22 @@
 """Fixtures for tests that launch real programs."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from launching import Launcher, mpich_launcher, openmpi_launcher
+
+
+@pytest.fixture(autouse=True)
+def the_same_environment() -> Iterator[None]:
+    """distributed's nannies leave their workers' variables in the process that starts them."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @contextmanager
