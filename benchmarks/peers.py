@@ -408,6 +408,8 @@ def main() -> None:
         else cpu_cases(wanted, options.rounds),
     }
     if "jobs" in wanted:
+        if options.virtual_slurm:
+            results["machine"] += ", SLURM with four virtual nodes"
         with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
             results["cases"] += job_cases(len(gpus), options.rounds)
     for case in results["cases"]:

@@ -238,28 +238,37 @@ def _gpus(
     asked: int | None, spec: WorkerSpec, for_job: Mapping[str, Any], config_name: str
 ) -> tuple[int, bool]:
     """GPUs per job, and whether the user's own directives ask for them already."""
+    written = _gpu_directive(for_job, config_name)
     if asked is not None:
         if type(asked) is not int or asked < 0:
             raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
+        if written is not None:
+            raise UsageError(
+                f"gpus_per_job={asked} and the directive {written!r} both request GPUs: leave one "
+                f"of them out"
+            )
         return asked, False
     if spec.device == "cpu":
         return 0, False
-    directives = _configured("job_extra_directives", for_job, config_name) or _configured(
-        "job_extra", for_job, config_name, []
-    )
+    if written is not None:
+        number = re.search(r"(\d+)\D*$", written)
+        return (int(number[1]) if number else 1), True
+    return 1, False
+
+
+def _gpu_directive(for_job: Mapping[str, Any], config_name: str) -> str | None:
+    """The user's own directive or resource that requests GPUs."""
+    directives = _configured("job_extra_directives", for_job, config_name)
+    directives = directives or _configured("job_extra", for_job, config_name, [])
     lines = (
         [f"{key}={value}" for key, value in directives.items()]
         if isinstance(directives, Mapping)
         else [str(line) for line in directives]
     )
     resource = str(_configured("resource_spec", for_job, config_name, ""))
-    for line in [*lines, resource]:
-        if GPU_DIRECTIVE.search(line):
-            number = re.search(r"(\d+)\D*$", line)
-            return (int(number[1]) if number else 1), True
-    return 1, False
+    return next(filter(GPU_DIRECTIVE.search, [*lines, resource]), None)
 
 
 def _make_job(

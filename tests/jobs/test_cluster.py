@@ -237,6 +237,10 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
         ({"memory": "lots"}, "memory: 'lots' is not an amount of memory"),
         ({"walltime": "soon"}, "walltime"),
         ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
+        (
+            {"gpus_per_job": 2, "job_extra_directives": ["--gres=gpu:1"]},
+            "gpus_per_job=2 and the directive '--gres=gpu:1' both request GPUs",
+        ),
         ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
         ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
         ({"gpus_per_job": 3, "nodes_per_job": 2}, "cannot be shared evenly"),
@@ -253,6 +257,16 @@ def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
     with pytest.raises(UsageError, match=message):
         make(folder, **keywords)
     assert not folder.exists()
+
+
+def test_directives_written_for_dask_jobqueue_count(folder: Path):
+    keywords = {"device": "auto", "cores": 8, "memory": "8GiB", "shared_temp_directory": folder}
+    keywords |= {"job_extra_directives": ["--gres=gpu:a100:4"]}
+    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
+        script = cluster.job_script()
+        assert script.count("gpu") == 1
+        assert "#SBATCH --gres=gpu:a100:4\n" in script
+        assert "--workers 4" in script
 
 
 def test_bad_numbers_submit_nothing(folder: Path):
