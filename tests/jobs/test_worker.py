@@ -439,6 +439,7 @@ def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
     shown = [gpu["uuid"] for gpu in json.loads(env["FAKE_NVML"])]
     assert devices_of(client) == {f"ab12-4711_3-0-{n}": shown[n] for n in range(2)}
+    client.run(os.getpid, nanny=True)  # a nanny answers when its worker is up
     client.cluster.close()
     end = job.end()
     assert end.code == 0, end
