@@ -14,6 +14,7 @@ too short for anything else.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -39,10 +40,12 @@ PRE_SPAWN = {
 def reexecute() -> None:
     """Execute this very command again, with the environment that descendants need.
 
-    Returns at once in the second life. Variables that the user set stay as they are,
-    save a hash seed of 0 or ``random``, which distributed replaces too.
+    Returns at once in the second life, with the garbage collector off: what follows imports much
+    and leaves little garbage. `hpcdask.template.freeze` turns it on again. Variables that the user
+    set stay as they are, save a hash seed of 0 or ``random``, which distributed replaces too.
     """
     if os.environ.get(MARKER, "").endswith(f".{os.getpid()}"):
+        gc.disable()
         return
     environment = dict(os.environ)
     environment[STARTED] = repr(time.time())

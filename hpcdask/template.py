@@ -103,7 +103,7 @@ def _start_resource_tracker() -> None:
     os.set_inheritable(read_end, True)
     pid = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-c", program],
+        [sys.executable, "-S", "-c", program],  # it needs the standard library only
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
         setsid=True,
@@ -115,6 +115,9 @@ def _start_resource_tracker() -> None:
 
 
 def freeze() -> None:
-    """Keep the garbage collector off what the forks share, so that the pages stay shared."""
-    gc.collect()
+    """Keep the garbage collector off what the forks share, so that the pages stay shared.
+
+    It was off since `hpcdask.bootstrap.reexecute`, and is on from here.
+    """
     gc.freeze()
+    gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -155,6 +156,7 @@ def test_the_workers_of_a_job(site, client):
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
     assert {worker["nthreads"] for worker in workers} == {max(1, cores // 2)}
     assert len({worker["memory_limit"] for worker in workers}) == 1
+    assert all(client.run(gc.isenabled).values())  # it is off during the imports
     assert sum(client.gather(client.map(lambda x: x + 1, range(10)))) == 55
     ended_at = time.time()
     client.cluster.close()
