@@ -75,7 +75,6 @@ class JobCluster(Scaling):
         loop: Any = None,
         **job_keywords: Any,
     ) -> None:
-        self.status = Status.created
         module, job_name = self.jobqueue
         job_cls = getattr(options.import_jobqueue(module), job_name)
         self._config_name = config_name or job_cls.default_config_name()
@@ -111,6 +110,8 @@ class JobCluster(Scaling):
         self._logs = options.log_directory(job_keywords, self._config_name)
         self._asked_security = security
         self._n_workers = n_workers
+        if n_workers:
+            self.queue.check()
         self._exits = contextlib.ExitStack()
         if silence_logs:
             self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
@@ -126,8 +127,6 @@ class JobCluster(Scaling):
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
         self.id = re.sub(r"[^A-Za-z0-9_.]+", "_", f"{self.name}")[:40] + f"-{os.urandom(3).hex()}"
         self._instances.add(self)
-        if n_workers:
-            self.queue.check()
         if not self.called_from_running_loop:
             self._loop_runner.start()
             try:

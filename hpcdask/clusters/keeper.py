@@ -193,8 +193,8 @@ class Keeper:
         asked: set[str] = set()
         seen: dict[str, Seen] = {}
         if self._query is not None and self._query.done():
-            asked, seen = self._hear(self._query)
-            self._query = None
+            query, self._query = self._query, None
+            asked, seen = self._hear(query)
         self._observe(asked, seen)
         if self.ledger.closing:
             return
@@ -207,19 +207,17 @@ class Keeper:
 
     def _hear(self, query: asyncio.Task[dict[str, Seen]]) -> tuple[set[str], dict[str, Seen]]:
         """The ids that were asked for and the answer: none, if there was no answer."""
-        try:
-            seen = query.result()
-        except QueueError as error:
-            self._queries_failed += 1
-            self.ledger.warn("query", f"{error}. What the jobs do is unknown until it answers")
-            return set(), {}
-        finally:
-            longest = max(BACK_OFF_S, self.poll_interval_s)
-            pause = self.poll_interval_s * 2 ** min(self._queries_failed, 10)
-            self._next_query = time.monotonic() + min(pause, longest)
-        self._queries_failed = 0
-        self.ledger.calm("query")
-        return self._queried, seen
+        error = query.exception()
+        self._queries_failed = 0 if error is None else self._queries_failed + 1
+        pause = self.poll_interval_s * 2 ** min(self._queries_failed, 10)
+        longest = max(BACK_OFF_S, self.poll_interval_s)
+        self._next_query = time.monotonic() + min(pause, longest)
+        if error is None:
+            self.ledger.calm("query")
+            return self._queried, query.result()
+        what = str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"
+        self.ledger.warn("query", f"{what}. What the jobs do is unknown until it answers")
+        return set(), {}
 
     async def _ask(self, ids: Collection[str]) -> dict[str, Seen]:
         """One query, and one more for the jobs that have left the queue."""

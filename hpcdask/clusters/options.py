@@ -14,7 +14,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -344,8 +344,3 @@ def seconds(value: str | float | timedelta | None, name: str) -> float | None:
     with contextlib.suppress(ValueError, TypeError):
         return float(value)  # type: ignore[arg-type]
     return parse_seconds(value, name)
-
-
-def strings(value: Sequence[str] | str | None) -> list[str]:
-    """One or several texts as a list."""
-    return [value] if isinstance(value, str) else list(value or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection
@@ -85,7 +86,8 @@ class Submitter:
     async def _submit_some(self, count: int) -> int:
         """Submit `count` jobs, or as many of them as the site's limit admits."""
         while True:
-            submission = self.folder.new_submission()
+            # the shared file system may be slow
+            submission = await asyncio.to_thread(self.folder.new_submission)
             try:
                 ids = await self.queue.submit(str(submission.script), count)
             except Refused as error:
@@ -93,8 +95,8 @@ class Submitter:
                     raise
                 count //= 2
                 continue
-            submission.record(ids)
             self.add(ids)
+            await asyncio.to_thread(submission.record, ids)
             return count
 
     async def adopt(self, known: Collection[str]) -> int:

@@ -73,8 +73,6 @@ class Queue(ABC):
     #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
     job_id: ClassVar[str]
     restarts: ClassVar[str] = "0"
-    #: Most jobs that one submission can hold; 1 where the queue has no arrays.
-    has_arrays: ClassVar[bool] = True
     #: How variables begin that would change what its commands do, or what a job learns of itself.
     ignored_variables: ClassVar[tuple[str, ...]] = ()
 

@@ -35,7 +35,6 @@ class MoabQueue(PbsQueue):
     title: ClassVar[str] = "Moab"
     programs: ClassVar[tuple[str, ...]] = ("msub", "showq", "canceljob")
     advice: ClassVar[str] = "Queues: showq -l or qstat -Q, accounts and classes: mcredctl -q list"
-    has_arrays: ClassVar[bool] = False
     # msub -E passes Moab's own id
     job_id: ClassVar[str] = '"${MOAB_JOBID:-${PBS_JOBID%%.*}}"'
 

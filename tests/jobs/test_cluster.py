@@ -166,6 +166,24 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("jobs in a row") == 1
 
 
+def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    with make(folder) as cluster:
+        real, asked = cluster.queue.query, []
+
+        async def query(ids):
+            asked.append(ids)
+            if len(asked) == 1:
+                raise ValueError("not a number")
+            return await real(ids)
+
+        cluster.queue.query = query
+        cluster.scale(1)
+        wait_for(lambda: len(asked) > 2, 30, "more queries")
+    assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
+
+
 def test_a_computation_longer_than_the_walltime(folder: Path):
     with make(folder, walltime="12s", n_workers=2) as cluster, cluster.get_client() as client:
         client.wait_for_workers(2, timeout=30)
