@@ -48,7 +48,12 @@ def parse_memory(text: str | int | float | None, name: str) -> int | None:
 
 
 def parse_device_memory(text: str | int | float | None, name: str) -> int | float | None:
-    """Bytes, or a fraction of the worker's own device from ``0.8`` or ``80%``."""
+    """Bytes, 0, or a fraction of the worker's own device from ``0.8`` or ``80%``.
+
+    None from None and ``auto``.
+    """
+    if text is None or text == "auto":
+        return None
     percent = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     try:
         number = float(percent[1]) / 100 if percent else float(text)  # type: ignore[arg-type]
@@ -56,6 +61,8 @@ def parse_device_memory(text: str | int | float | None, name: str) -> int | floa
         number = 0.0
     if 0 < number <= 1:
         return number
+    if text == "none":
+        return 0
     try:
         if percent or number % 1:  # more than the device, and no number of bytes
             return parse_memory("", name)
@@ -64,7 +71,7 @@ def parse_device_memory(text: str | int | float | None, name: str) -> int | floa
         forms = str(error).partition(" is not ")[2]
         raise UsageError(
             f"{name}: {text!r} is not {forms}".replace(
-                "0 (no limit), auto", "a fraction of the device such as 0.8 or 80%"
+                "0 (no limit), auto", "a fraction of the device such as 0.8 or 80%, 0, auto"
             )
         ) from None
 
@@ -146,6 +153,19 @@ def _strings(value: Any, name: str) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
+def _libraries(value: Any, name: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [] if value == "none" else value.replace(",", " ").split()
+    check = _choice("cupy", "torch", "numba")
+    return tuple(dict.fromkeys(check(library, name) for library in value or ()))
+
+
+def _switch(value: Any, name: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise UsageError(f"{name}: {value!r} is not one of True, False, None")
+
+
 def _plain(value: Any, name: str) -> Any:
     return value
 
@@ -174,12 +194,14 @@ class WorkerSpec:
     )
     protocol: Protocol = _field(
         "auto",
-        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: tcp.",
+        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where it works "
+        "and GPUs have NVLink or InfiniBand between them, else tcp.",
         _choice("auto", "tcp", "ucx"),
     )
     interface: str | None = _field(
         None,
-        "Network interface to listen on, such as ib0. Default: the one with the default route.",
+        "Network interface to listen on, such as ib0; auto: the fastest that all nodes have. "
+        "Default: the one with the default route.",
     )
     nthreads: int | None = _field(
         None,
@@ -192,14 +214,37 @@ class WorkerSpec:
         "shared among its workers.",
         parse_memory,
     )
+    enable_nvlink: bool | None = _field(
+        None, "Have ucx use NVLink, or not. Default: as UCX chooses.", _switch, flag=True
+    )
+    enable_infiniband: bool | None = _field(
+        None, "Have ucx use InfiniBand, or not. Default: as UCX chooses.", _switch, flag=True
+    )
+    enable_rdmacm: bool | None = _field(
+        None, "Have ucx connect by RDMA, or not. Default: as UCX chooses.", _switch, flag=True
+    )
+    enable_tcp_over_ucx: bool | None = _field(
+        None, "Have ucx use tcp beside the others, or not. Default: yes.", _switch, flag=True
+    )
     rmm_pool_size: int | float | None = _field(
         None,
-        "Device memory to set aside as an RMM pool that CuPy uses, such as 100GiB or 0.8.",
+        "Device memory to set aside at start as an RMM pool that grows, such as 100GiB or 0.8; "
+        "0 for no pool. Default: half of the worker's device.",
         parse_device_memory,
+    )
+    rmm_async: bool = _field(
+        False, "Use RMM's asynchronous allocator instead of the pool (with tcp only).", flag=True
+    )
+    rmm_allocator_external_lib_list: tuple[str, ...] = _field(
+        ("cupy",),
+        "Libraries that allocate through RMM: cupy, torch and numba, as a list; or none.",
+        _libraries,
+        metavar="LIST",
     )
     device_memory_limit: int | float | None = _field(
         None,
-        "Spill to host memory above this much device memory, such as 100GiB or 0.8.",
+        "Spill to host memory above this much device memory, such as 100GiB or 0.8; 0 for never. "
+        "Default: 0.8.",
         parse_device_memory,
     )
     local_directory: str | None = _field(
@@ -261,6 +306,13 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def negative(option: str) -> str:
+    """``--tls`` -> ``--no-tls``; ``--enable-nvlink`` -> ``--disable-nvlink``."""
+    if option.startswith("--enable-"):
+        return option.replace("--enable-", "--disable-", 1)
+    return option.replace("--", "--no-", 1)
+
+
 def to_argv(spec: Any) -> list[str]:
     """Options that reproduce a spec's values where they differ from the defaults."""
     argv: list[str] = []
@@ -270,10 +322,12 @@ def to_argv(spec: Any) -> list[str]:
             continue
         option = option_name(item.name)
         if item.metadata.get("flag"):
-            argv.append(option if value else option.replace("--", "--no-", 1))
-        elif isinstance(value, tuple):
+            argv.append(option if value else negative(option))
+        elif item.metadata.get("multiple"):
             for one in value:
                 argv += [option, one]
+        elif isinstance(value, tuple):
+            argv += [option, ",".join(value) or "none"]
         elif isinstance(value, dict):
             argv += [option, " ".join(f"{key}={number!r}" for key, number in value.items())]
         else:
@@ -289,18 +343,20 @@ def options(cls: Any) -> list[Any]:
     for item in dataclasses.fields(cls):
         option = option_name(item.name)
         if item.metadata.get("flag"):
-            declaration = f"{option}/{option.replace('--', '--no-', 1)}"
+            declaration = f"{option}/{negative(option)}"
             result.append(
                 click.Option([declaration], default=item.default, help=item.metadata["help"])
             )
         elif item.metadata.get("multiple"):
             result.append(click.Option([option], multiple=True, help=item.metadata["help"]))
         else:
-            shown = item.default not in (None, "")
+            listed = isinstance(item.default, tuple)
+            default = ",".join(item.default) if listed else item.default
+            shown = default not in (None, "")
             result.append(
                 click.Option(
                     [option],
-                    default=item.default,
+                    default=default,
                     type=str,
                     show_default=shown,
                     help=item.metadata["help"],
