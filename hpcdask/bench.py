@@ -1,6 +1,6 @@
 """The commands that measure the bundled workloads on the cluster that surrounds the program.
 
-Started by ``python -m hpcdask.workloads.array`` and ``python -m hpcdask.workloads.svd``, usually
+Started by ``python -m hpcdask.workloads.array``, and ``svd`` and ``exchange`` likewise, usually
 inside ``python -m hpcdask.run -m …``. One JSON line per measurement goes to stdout, everything
 else to stderr.
 """
@@ -8,19 +8,33 @@ else to stderr.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 from dask.utils import parse_bytes
 
-from hpcdask.cluster_info import connect, inspect
-from hpcdask.errors import UsageError
+from hpcdask.cluster_info import Cluster, connect, inspect
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.exchange_measurements import heat_map, run_exchange
+from hpcdask.exchange_report import MAX_LINES, table
 from hpcdask.measurements import run_array, run_svd
-from hpcdask.records import report, say
+from hpcdask.records import decimal_bytes, report, say
 from hpcdask.workloads import WorkloadError
 
-__all__ = ["array_command", "inspect", "main", "report", "run_array", "run_svd", "svd_command"]
+__all__ = [
+    "array_command",
+    "exchange_command",
+    "inspect",
+    "main",
+    "report",
+    "run_array",
+    "run_exchange",
+    "run_svd",
+    "svd_command",
+]
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -40,8 +54,23 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return nbytes
 
 
+class Picture(click.ParamType):  # type: ignore[type-arg]
+    """A file for a picture, of which is known before anything is measured that it can be made."""
+
+    name = "picture"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        """Take an ``.svg`` in a folder where files can be made."""
+        path = Path(value)
+        if path.suffix != ".svg":
+            self.fail(f"{value!r}: pictures are SVG, so the name has to end in .svg", param, ctx)
+        if not os.access(path.parent, os.W_OK) or path.is_dir():
+            self.fail(f"{value!r} cannot be written: no such folder, or not yours", param, ctx)
+        return path
+
+
 def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that both commands have."""
+    """Add the options that all commands have."""
     for option in (
         click.option(
             "--json",
@@ -51,15 +80,23 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Append the JSON line to this file.",
         ),
         click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
-        click.option(
-            "--chunk-size", "chunk_nbytes", type=Size(), help="Largest chunk of the tuned form."
-        ),
         click.option("--repeats", type=click.IntRange(1), default=3, show_default=True),
         click.option(
             "--device",
             type=click.Choice(["auto", "cuda", "cpu"]),
             default="auto",
             show_default=True,
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of workloads that have two forms."""
+    for option in (
+        click.option(
+            "--chunk-size", "chunk_nbytes", type=Size(), help="Largest chunk of the tuned form."
         ),
         click.option(
             "--form", type=click.Choice(["tuned", "stock"]), default="tuned", show_default=True
@@ -76,11 +113,15 @@ def _execute(
     scheduler_file: str | None,
     device: str,
     json_file: str | None,
+    finish: Callable[[dict[str, Any]], None] | None = None,
     **how: Any,
 ) -> None:
     try:
         with connect(workload, scheduler_file) as client:
-            code = report(run(inspect(client, device), **how), json_file)
+            line = run(inspect(client, device), **how)
+        code = report(line, json_file)  # before a picture can fail
+        if finish is not None:
+            finish(line)
     except WorkloadError as exc:
         raise UsageError(str(exc)) from exc
     except OSError as exc:
@@ -91,6 +132,7 @@ def _execute(
 
 @click.command("array")
 @click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes of float64.")
+@form_options
 @common_options
 def array_command(size: int, **options: Any) -> None:
     """Time (normal(10, 1) + 1)[::2, ::2].sum() of a square float64 array."""
@@ -100,10 +142,61 @@ def array_command(size: int, **options: Any) -> None:
 @click.command("svd")
 @click.option("--size", type=Size(), default="200GB", show_default=True, help="Bytes of uint8.")
 @click.option("--k", type=int, default=10, show_default=True, help="Singular values wanted.")
+@form_options
 @common_options
 def svd_command(size: int, k: int, **options: Any) -> None:
     """Time the truncated SVD of a tall uint8 matrix held by the workers."""
     _execute("svd", functools.partial(run_svd, nbytes=size, k=k), **options)
+
+
+@click.command("exchange")
+@click.option(
+    "--size",
+    type=Size(),
+    help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without, less "
+    "where memory is short.",
+)
+@click.option(
+    "--transpose-size",
+    type=Size(),
+    help="Bytes of x in x + x.T. Default: 8GB on GPUs, 512MB without, less where memory is short.",
+)
+@click.option("--alone", is_flag=True, help="One pair of workers at a time.")
+@click.option(
+    "--picture", type=Picture(), metavar="FILE.svg", help="Draw the bandwidths as a heat map."
+)
+@common_options
+def exchange_command(
+    size: int | None,
+    transpose_size: int | None,
+    alone: bool,
+    picture: Path | None,
+    **options: Any,
+) -> None:
+    """Time what workers exchange: pair by pair, all to all, and x + x.T; name who is slow."""
+
+    def run(cluster: Cluster, repeats: int) -> dict[str, Any]:
+        line = run_exchange(cluster, size, transpose_size, repeats=repeats, alone=alone)
+        _tell_exchange(line["result"])
+        return line
+
+    def draw(line: dict[str, Any]) -> None:
+        if picture is not None:
+            picture.write_text(heat_map(line), encoding="utf-8")
+
+    _execute("exchange", run, finish=draw, **options)
+
+
+def _tell_exchange(result: dict[str, Any]) -> None:
+    click.echo(table(result), err=True)
+    for finding in result["slow"][:MAX_LINES]:
+        say(f"warning: {finding['text']}")
+    if len(result["slow"]) > MAX_LINES:
+        say(f"warning: {len(result['slow']) - MAX_LINES} more are in the JSON line")
+    every, square = result["all_to_all"], result["transpose"]
+    block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
+    say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
+    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
 
 
 def main(workload: str, argv: Sequence[str] | None = None) -> int:
@@ -112,16 +205,16 @@ def main(workload: str, argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     workload
-        ``"array"`` or ``"svd"``.
+        ``"array"``, ``"svd"`` or ``"exchange"``.
     argv
         Arguments; those of the process by default.
 
     Returns
     -------
     int
-        Exit code: 0, 1 for a wrong result, 2 for bad input.
+        Exit code: 0, 1 for a wrong result or a cluster that lost a part, 2 for bad input.
     """
-    command = {"array": array_command, "svd": svd_command}[workload]
+    command = {"array": array_command, "svd": svd_command, "exchange": exchange_command}[workload]
     try:
         command.main(
             list(argv) if argv is not None else None,
@@ -131,7 +224,7 @@ def main(workload: str, argv: Sequence[str] | None = None) -> int:
     except click.ClickException as exc:
         say(f"error: {exc.format_message()}")
         return 2
-    except UsageError as exc:
+    except HpcdaskError as exc:
         say(f"error: {exc}")
         return exc.exit_code
     except SystemExit as exc:

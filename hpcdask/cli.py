@@ -98,6 +98,26 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     _complain(complaints)
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
+@click.option(
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="How long all ranks of a launch have to arrive.",
+)
+def doctor(as_json: bool, timeout: float) -> None:
+    """Check that Dask will run at full speed here; under srun or mpirun, on all nodes.
+
+    The exit code is 0 if all is well, 1 with warnings, 2 with errors.
+    """
+    from hpcdask.doctor.command import run
+
+    sys.exit(run(as_json=as_json, timeout=timeout))
+
+
 async def _end_all(clusters: list[Found]) -> list[str]:
     """End these clusters; what went wrong."""
     answers = await asyncio.gather(*map(_end, clusters))

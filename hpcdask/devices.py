@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import re
-import select
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import DeviceError, MissingExtra, UsageError
+from .errors import DeviceError, MissingExtra
 from .ranks import QUEUE_JOBS, launcher_pid
 
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
-#: Seconds that the driver gets to name the GPUs.
-SCOUT_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -124,65 +118,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
         if wanted is None:
             return [gpu for gpus in full for gpu in gpus]
         return _select(wanted, full)
-
-
-class Scout:
-    """A process that asks NVML (0.2 s) while the rank imports distributed."""
-
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-
-    @classmethod
-    def start(cls, in_child: Callable[[], None]) -> Scout | None:
-        """Fork the scout, where there is a driver to ask.
-
-        Parameters
-        ----------
-        in_child
-            Called in the scout first, to close what belongs to the rank.
-        """
-        if not has_nvidia_driver() and find_spec("pynvml") is None:
-            return None
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            try:
-                in_child()
-                os.close(read_end)
-                try:
-                    found: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in visible_gpus()]}
-                except UsageError as error:
-                    found = {"error": str(error)}
-                with open(write_end, "w") as stream:
-                    json.dump(found, stream)
-            finally:
-                os._exit(0)
-        os.close(write_end)
-        return cls(read_end)
-
-    def report(self) -> list[Gpu]:
-        """What `visible_gpus` found. Call it once.
-
-        Raises
-        ------
-        DeviceError
-            What it raised.
-        """
-        deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
-        while chunk := self._read_until(deadline):
-            text += chunk
-        os.close(self._pipe)
-        found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
-        if "error" in found:
-            raise DeviceError(found["error"])
-        return [Gpu.from_json(gpu) for gpu in found["gpus"]]
-
-    def _read_until(self, deadline: float) -> bytes:
-        if not select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise DeviceError(
-                f"the NVIDIA driver did not answer within {SCOUT_DEADLINE_S:g} s: see whether "
-                f"nvidia-smi works on this node, and leave the node out if it does not"
-            )
-        return os.read(self._pipe, 65536)
 
 
 def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:

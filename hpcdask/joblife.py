@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect
 from distributed.core import rpc
 
-from . import devices, security, sharing
+from . import devices, memory, security, sharing
 from .bootstrap import Janitor, mark
-from .devices import Gpu, Scout, View
+from .devices import Gpu, View
 from .errors import ClusterError, DeviceError, HpcdaskError
 from .member import Member, complain, say
 from .nanny import BoundNanny, Place
-from .places import share
+from .places import settle, share
 from .ranks import Rank, detect, job_id
+from .scout import Scout
 from .spec import RunSpec, WorkerSpec
+from .transport import Seat, choose_alone
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
@@ -99,6 +101,8 @@ class JobPart(Member):
         As of a rank.
     """
 
+    workers_tell = True
+
     def __init__(self, asked: Asked, janitor: Janitor, scratch: str, scout: Scout | None) -> None:
         host = socket.gethostname()
         found = detect()
@@ -169,16 +173,20 @@ class JobPart(Member):
         if kinds:
             uuids = ", ".join(gpu.uuid for gpu in given if gpu)
             what = f"{_count(count, 'GPU')} ({', '.join(kinds)} {uuids})"
-        protocol = "ucx" if self.spec.protocol == "ucx" else "tcp"
-        say(f"job {self.asked.job} on {view.host}: {_count(count, 'worker')} on {what}, {protocol}")
-        if kinds and protocol == "ucx" and (hidden := sharing.hidden_gpus()):
-            say(
-                f"{_count(hidden, 'GPU')} of {view.host} belong{'s' * (hidden == 1)} to other jobs "
-                f"only, so NVLink does not reach their workers: for fast transfers between GPUs "
-                f"let each job have whole nodes"
-            )
+        seat = Seat(view.host, tuple(gpu for gpu in given if gpu), self.fabric)
+        choice = choose_alone(self.spec, seat)
+        why = f" ({choice.reason})" if self.spec.protocol == "auto" and kinds else ""
+        say(
+            f"job {self.asked.job} on {view.host}: {_count(count, 'worker')} on {what}, "
+            f"{choice.protocol}{why}"
+        )
+        for warning in choice.warnings:
+            say(f"warning: {warning}")
+        if kinds and (lacks := memory.missing(self.spec)):
+            say(f"warning: {lacks}")
         names = self.asked.names(self.rank.index)
-        return share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
+        places = share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
+        return settle(self.spec, {0: places}, {0: seat}, choice)[0]
 
     def _devices(self, view: View) -> list[Gpu | None]:
         """A device for each worker: as many distinct GPUs, or the CPU."""

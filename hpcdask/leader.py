@@ -17,17 +17,20 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from . import devices, schedulerfile, security
+from . import devices, memory, schedulerfile, security
 from .bootstrap import mark
 from .children import Child
 from .control import Channel, Hub
 from .devices import View
 from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
-from .member import TERM_DEADLINE_S, Member, complain, say, seconds_since_start
+from .fabric import Fabric
+from .member import AUTO, TERM_DEADLINE_S, Member, complain, say, seconds_since_start
 from .nanny import Place
-from .places import owned_cores, plan
+from .peers import Link, judge
+from .places import owned_cores, plan, settle
 from .ranks import job_id
 from .rendezvous import Rendezvous
+from .transport import Choice, Seat, choose, choose_interface
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0
@@ -96,6 +99,11 @@ class Leader:
         self.worker_ranks: set[int] = set()
         self.wanted: set[str] = set()
         self.registered: set[str] = set()
+        self.choice = Choice("tcp", "")
+        self._interface: str | None = None
+        self.warm: dict[str, list[Link]] = {}
+        self.told_warm = False
+        self.on_device = False
         self.orders: Channel | None = None
         self.address = ""
         self.written = ""
@@ -145,18 +153,13 @@ class Leader:
             self.member.credentials = security.create_credentials()
             mark("credentials made")
         self.orders = await self.scheduler.channel()
-        self.orders.send(
-            host=None if self.spec.interface else self._host(),
-            interface=self.spec.interface,
-            protocol="tls" if self.spec.tls else "tcp",
-            credentials=self.member.credentials,
-            dashboard=self.spec.dashboard_address
-            or (f"{LOOPBACK}:8787" if self._host() == LOOPBACK else ":8787"),
-            scratch=self.member.scratch,
-        )
+        if self.spec.interface != AUTO:
+            self._start_scheduler(self.spec.interface)
         views = await self._meet()
         mark("ranks met")
-        places = plan(self.spec, self.rank, views, job=job_id())
+        places = self._plan(views)
+        if self.spec.interface == AUTO:
+            self._start_scheduler(self._interface)
         if self.spec.device == "auto" and not any(view.gpus for view in views.values()):
             say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
         self._widen_scheduler(views)
@@ -172,11 +175,43 @@ class Leader:
             await self._next("workers to register", {"workers"}, self._missing_workers)
         self._announce(places)
 
+    def _start_scheduler(self, interface: str | None) -> None:
+        assert self.orders is not None
+        self.orders.send(
+            host=None if interface else self._host(),
+            interface=interface,
+            protocol="tls" if self.spec.tls else "tcp",
+            credentials=self.member.credentials,
+            dashboard=self.spec.dashboard_address
+            or (f"{LOOPBACK}:8787" if self._host() == LOOPBACK else ":8787"),
+            scratch=self.member.scratch,
+        )
+
+    def _plan(self, views: dict[int, View]) -> dict[int, list[Place]]:
+        """Who computes on what, and how they exchange data."""
+        places = plan(self.spec, self.rank, views, job=job_id())
+        seats = {
+            index: Seat(
+                view.host,
+                tuple(place.gpu for place in places.get(index, ()) if place.gpu),
+                Fabric.from_json(self.hellos[index]["fabric"]),
+            )
+            for index, view in views.items()
+        }
+        self._interface = choose_interface(self.spec, list(seats.values())).get(self.rank.host)
+        working = {index: seats[index] for index in places}
+        self.choice = choose(self.spec, list(working.values()))
+        for warning in self.choice.warnings:
+            say(f"warning: {warning}")
+        if any(seat.gpus for seat in working.values()) and (lacks := memory.missing(self.spec)):
+            say(f"warning: {lacks}")
+        return settle(self.spec, places, working, self.choice)
+
     def _host(self) -> str:
         """Address of rank 0: loopback where nobody elsewhere needs it."""
         from distributed.utils import get_ip, get_ip_interface
 
-        if self.spec.interface:
+        if self.spec.interface and self.spec.interface != AUTO:
             with contextlib.suppress(ValueError):  # reported by this rank's view
                 return str(get_ip_interface(self.spec.interface))
         if self.rank.one_node and self.has_program and not self.spec.scheduler_file:
@@ -251,6 +286,7 @@ class Leader:
 
     def _start_workers(self, places: dict[int, list[Place]]) -> None:
         self.worker_ranks = set(places)
+        self.on_device = any(place.gpu for group in places.values() for place in group)
         self.wanted = {place.name for group in places.values() for place in group}
         for index, group in places.items():
             if index != 0:
@@ -279,8 +315,10 @@ class Leader:
         kinds = Counter(place.gpu.name if place.gpu else "CPU" for place in group)
         what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         network = "tcp with TLS" if self.spec.tls else "tcp without TLS"
-        if self.spec.protocol == "ucx":
-            network = f"ucx, {network} to the scheduler"
+        if self.choice.protocol == "ucx":
+            network = f"ucx between workers, {network} to the scheduler"
+        if self.spec.protocol == "auto" and self.on_device:
+            network += f" ({self.choice.reason})"
         host = self.address.rpartition("://")[2].rpartition(":")[0]
         count = len(self.registered)
         say(
@@ -305,6 +343,20 @@ class Leader:
                 f"{self.dashboard} <login node>, then http://localhost:{self.dashboard}/status"
             )
 
+    def _note_warm(self, message: dict[str, Any]) -> None:
+        """Once all workers have exchanged data, say how that went."""
+        self.warm[message["name"]] = [Link(**link) for link in message["links"]]
+        if self.told_warm or not self.wanted <= set(self.warm):
+            return
+        self.told_warm = True
+        links = [link for found in self.warm.values() for link in found]
+        if not links:
+            return
+        found = judge(links, on_device=self.on_device)
+        say(f"warm in {seconds_since_start():.2f} s: {found.line}")
+        for warning in found.warnings:
+            say(f"warning: {warning}")
+
     # Waiting for events
 
     async def _listen_to_scheduler(self) -> None:
@@ -314,6 +366,8 @@ class Leader:
             if "workers" in message:
                 self.registered = set(message["workers"])
                 self._happened("workers")
+            elif "warm" in message:
+                self._note_warm(message["warm"])
             elif message.get("closed"):
                 closed = True
             else:

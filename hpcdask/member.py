@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import devices, schedulerfile, security, template
+from . import devices, fabric, schedulerfile, security, template, transport
 from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child, Nursery
-from .devices import Scout, View
+from .devices import Gpu, View
 from .errors import HpcdaskError, UsageError
+from .fabric import Fabric
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
+from .scout import Scout
 from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
@@ -30,6 +32,8 @@ CLOSE_DEADLINE_S = 2.0
 TERM_DEADLINE_S = 25.0
 #: A launcher and a terminal may both send the first signal.
 SAME_SIGNAL_S = 0.3
+#: `--interface` that is chosen from what the nodes have.
+AUTO = "auto"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -56,6 +60,11 @@ def leave(code: int) -> NoReturn:
 class Member:
     """A rank's own part of the cluster.
 
+    Attributes
+    ----------
+    workers_tell
+        Whether each worker writes that it is warm, where nobody says it for all.
+
     Parameters
     ----------
     spec
@@ -69,6 +78,8 @@ class Member:
     scout
         Knows which GPUs this rank sees; None where there is no driver.
     """
+
+    workers_tell = False
 
     def __init__(
         self,
@@ -89,6 +100,7 @@ class Member:
         self.credentials: security.Credentials = {}
         self.ending = False
         self.problem: UsageError | None = None
+        self.fabric = Fabric()
 
     def view(self) -> View:
         """What this rank sees, checked.
@@ -100,20 +112,15 @@ class Member:
         """
         if self.problem is not None:
             raise self.problem
-        gpus = [] if self.scout is None or self.spec.device == "cpu" else self.scout.report()
-        if self.spec.interface:
-            from distributed.utils import get_ip_interface
-
-            try:
-                get_ip_interface(self.spec.interface)
-            except ValueError as error:
-                import psutil
-
-                raise UsageError(
-                    f"--interface: {self.rank.host} has no interface {self.spec.interface} with an "
-                    f"IPv4 address. It has: {', '.join(sorted(psutil.net_if_addrs()))}"
-                ) from error
-        check_extras(self.spec, cuda=bool(gpus))
+        gpus: list[Gpu] = []
+        if self.scout is not None and self.spec.device != "cpu":
+            gpus, self.fabric = self.scout.report()
+        elif self.spec.protocol == "ucx" or self.spec.interface == AUTO:
+            self.fabric = fabric.look(gpus=False)
+        if self.spec.interface and self.spec.interface != AUTO:
+            has = fabric.interfaces(every=True)
+            transport.check_interface(self.spec.interface, has, self.rank.host)
+        check_extras(cuda=bool(gpus))
         return View(
             self.rank.index,
             self.rank.host,
@@ -126,7 +133,8 @@ class Member:
     def hello(self, nonce: str) -> dict[str, Any]:
         """The first message to rank 0: the view, or why there is none."""
         try:
-            found: dict[str, Any] = {"view": dataclasses.asdict(self.view())}
+            view = dataclasses.asdict(self.view())
+            found: dict[str, Any] = {"view": view, "fabric": dataclasses.asdict(self.fabric)}
         except HpcdaskError as error:
             found = {"error": str(error)}
         return {
@@ -141,7 +149,14 @@ class Member:
         """Start this rank's workers, each with its nanny. Raises what made one fail."""
         access = security.to_security(self.credentials)
         self.nannies = [
-            make_nanny(self.spec, place, scheduler=scheduler, security=access, scratch=self.scratch)
+            make_nanny(
+                self.spec,
+                place,
+                scheduler=scheduler,
+                security=access,
+                scratch=self.scratch,
+                tells=self.workers_tell,
+            )
             for place in places
         ]
         await asyncio.gather(*self.nannies)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import dask
-from distributed import Nanny, Security, Worker
+from distributed import Nanny, Security
 from distributed.comm import get_address_host, unparse_host_port
 from distributed.core import Status
 from distributed.utils import get_ip
 
-from . import devices, template
+from . import devices, memory, template
 from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
+from .memory import ON_HOST, MemoryPlan
+from .peers import PeerWorker, environment
 from .spec import WorkerSpec
+from .transport import Reach, ucx_environment
 
 #: Seconds between two messages of a worker and its scheduler to each other. distributed holds
 #: messages back for 2 and 5 ms, and a worker with one thread then idles between short Dask tasks;
@@ -51,6 +57,12 @@ class Place:
         Bytes of host memory; 0 for no limit.
     protocol
         ``tcp`` or ``ucx``, between workers.
+    reach
+        Whether ucx is for ``all`` workers, or for those of one ``node`` among each other.
+    interface
+        Network interface to listen on; None for the one that leads to the scheduler.
+    device_memory
+        How it uses the memory of its GPU.
     """
 
     name: str
@@ -58,16 +70,23 @@ class Place:
     cores: tuple[int, ...]
     nthreads: int
     memory_limit: int
-    protocol: str
+    protocol: str = "tcp"
+    reach: Reach = "all"
+    interface: str | None = None
+    device_memory: MemoryPlan = ON_HOST
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:
         """Read what ``dataclasses.asdict`` and JSON made of a place."""
-        gpu = data["gpu"] and Gpu.from_json(data["gpu"])
-        return cls(**{**data, "gpu": gpu, "cores": tuple(data["cores"])})
+        read = {
+            "gpu": data["gpu"] and Gpu.from_json(data["gpu"]),
+            "cores": tuple(data["cores"]),
+            "device_memory": MemoryPlan.from_json(data["device_memory"]),
+        }
+        return cls(**{**data, **read})
 
 
-class BoundWorker(Worker):
+class BoundWorker(PeerWorker):
     """distributed's worker, bound to a place first.
 
     Parameters
@@ -76,8 +95,8 @@ class BoundWorker(Worker):
         CPU cores to run on.
     bind_gpu
         UUID of the GPU whose CUDA context to make, before any transport starts; None for none.
-    rmm_pool_size
-        Bytes of an RMM pool that CuPy then uses; None for CuPy's own pool.
+    device_memory
+        How to use its memory.
     """
 
     def __init__(
@@ -85,7 +104,7 @@ class BoundWorker(Worker):
         *args: Any,
         bind_cores: Sequence[int] = (),
         bind_gpu: str | None = None,
-        rmm_pool_size: int | None = None,
+        device_memory: MemoryPlan = ON_HOST,
         **kwargs: Any,
     ) -> None:
         template.leave_signals_to_the_rank()
@@ -94,23 +113,25 @@ class BoundWorker(Worker):
         if bind_cores:
             devices.widen(bind_cores)
         if bind_gpu is not None:
-            make_context()
-            mark("CUDA context made")
-        if rmm_pool_size is not None:
-            from dask_cuda.plugins import RMMSetup
-
-            RMMSetup(
-                initial_pool_size=rmm_pool_size,
-                maximum_pool_size=None,
-                managed_memory=False,
-                async_alloc=False,
-                release_threshold=None,
-                log_directory=None,
-                track_allocations=False,
-                external_lib_list=["cupy"],
-            ).setup(self)
-        super().__init__(*args, **kwargs)
+            with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
+                make_context()
+                mark("CUDA context made")
+            mark("packages imported")
+            memory.apply(device_memory)
+            mark("device memory set up")
+        self.device_memory = device_memory
+        super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
         self.batched_stream.interval = BATCH_INTERVAL_S
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a Dask task, and survive that its device is full."""
+        event = await super().execute(*args, **kwargs)
+        return await memory.explained(self, self.device_memory, event)
+
+    async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch from another worker, and survive that the device is full."""
+        event = await super().gather_dep(*args, **kwargs)
+        return await memory.explained(self, self.device_memory, event)
 
     def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
         """Being retired is no reason to complain that the scheduler does not know it any more."""
@@ -124,7 +145,7 @@ class BoundWorker(Worker):
 
 
 class BoundNanny(Nanny):
-    """A nanny that listens on tcp (TLS) also when its worker talks ucx, and never idles.
+    """A nanny that starts again what fails to start, up to a limit.
 
     Attributes
     ----------
@@ -132,9 +153,8 @@ class BoundNanny(Nanny):
         Why its worker closed for good, as distributed names it; None if that was not said.
     """
 
-    def __init__(self, *args: Any, worker_protocol: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.worker_kwargs["protocol"] = worker_protocol
         self.reason: str | None = None
         self._dismissed = asyncio.Event()
         self._failed_starts = 0
@@ -148,7 +168,7 @@ class BoundNanny(Nanny):
     async def over(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""
         ends = [
-            asyncio.ensure_future(self.finished()),  # type: ignore[no-untyped-call]
+            asyncio.ensure_future(self.finished()),
             asyncio.ensure_future(self._dismissed.wait()),
         ]
         try:
@@ -181,6 +201,31 @@ class BoundNanny(Nanny):
             await self.instantiate()
 
 
+def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
+    """What the worker will import sooner or later."""
+    needed = list(plan.libraries)
+    if plan.allocator != "cuda":
+        needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
+    return [*needed, "hpcdask.ucx", "ucxx"] if exchange != "tcp" else needed
+
+
+@contextlib.contextmanager
+def loading(modules: Sequence[str]) -> Iterator[None]:
+    """Import in a thread while the driver makes the context, which takes as long."""
+
+    def load() -> None:
+        for module in modules:
+            with contextlib.suppress(ImportError):  # whoever needs it says so
+                importlib.import_module(module)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 def make_context() -> None:
     """Make the CUDA context of the one visible device."""
     try:
@@ -190,27 +235,8 @@ def make_context() -> None:
     Device().set_current()
 
 
-def _bytes_of(amount: int | float | None, gpu: Gpu | None) -> int | None:
-    """A fraction is one of the worker's own device, be it a MIG slice."""
-    if amount is None or gpu is None:
-        return None
-    return int(amount * gpu.memory) if isinstance(amount, float) else amount
-
-
-def device_store(spec: WorkerSpec, place: Place) -> Any:
-    """dask-cuda's store that spills from device to host to disk, as (class, arguments); or None."""
-    limit = _bytes_of(spec.device_memory_limit, place.gpu)
-    if limit is None:
-        return None
-    try:
-        from dask_cuda.device_host_file import DeviceHostFile
-    except ImportError:
-        raise MissingExtra("dask-cuda", CUDA_EXTRA, "--device-memory-limit") from None
-    return DeviceHostFile, {"device_memory_limit": limit, "memory_limit": place.memory_limit}
-
-
-def check_extras(spec: WorkerSpec, *, cuda: bool) -> None:
-    """Refuse options whose packages are missing, before anything starts.
+def check_extras(*, cuda: bool) -> None:
+    """Refuse to start workers on GPUs without the package that makes their context.
 
     Raises
     ------
@@ -219,26 +245,22 @@ def check_extras(spec: WorkerSpec, *, cuda: bool) -> None:
     """
     from importlib.util import find_spec
 
-    needed = []
-    if spec.protocol == "ucx":
-        needed.append(("distributed_ucxx", "--protocol ucx"))
-    if cuda:
-        needed.append(("cuda.core", "a worker on a GPU"))
-        if spec.rmm_pool_size is not None:
-            needed += [("rmm", "--rmm-pool-size"), ("dask_cuda", "--rmm-pool-size")]
-        if spec.device_memory_limit is not None:
-            needed.append(("dask_cuda", "--device-memory-limit"))
-    for package, why in needed:
-        try:
-            found = find_spec(package)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise MissingExtra(package, CUDA_EXTRA, why)
+    try:
+        found = find_spec("cuda.core") if cuda else True
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise MissingExtra("cuda-core", CUDA_EXTRA, "a worker on a GPU")
 
 
 def make_nanny(
-    spec: WorkerSpec, place: Place, *, scheduler: str, security: Security, scratch: str
+    spec: WorkerSpec,
+    place: Place,
+    *,
+    scheduler: str,
+    security: Security,
+    scratch: str,
+    tells: bool = False,
 ) -> BoundNanny:
     """The nanny of one worker; await it to start both.
 
@@ -252,9 +274,11 @@ def make_nanny(
         Credentials, or an empty Security for plain tcp.
     scratch
         Folder for spilled data, removed by the rank.
+    tells
+        Whether the worker itself writes that it is warm.
     """
     tcp = "tls" if security.require_encryption else "tcp"
-    if spec.interface is None and place.protocol == "tcp":
+    if place.interface is None:
         # nanny and worker listen on the network of the scheduler only; by itself a worker would
         # listen on all
         host = unparse_host_port(get_ip(get_address_host(scheduler)))
@@ -267,7 +291,7 @@ def make_nanny(
         "lifetime_restart": spec.lifetime_restart or None,
         "preload": list(spec.preload) or None,
         "preload_nanny": list(spec.preload_nanny) or None,
-        "data": device_store(spec, place),
+        "data": memory.store(place.device_memory, place.memory_limit),
     }
     return BoundNanny(
         scheduler,
@@ -277,17 +301,24 @@ def make_nanny(
         local_directory=scratch,
         resources=spec.resources,
         security=security,
-        interface=spec.interface,
+        interface=place.interface,
         death_timeout=spec.death_timeout,
         protocol=tcp,
-        worker_protocol="ucx" if place.protocol == "ucx" else tcp,
         worker_class=BoundWorker,
         dashboard=False,
         # none where it computes on the CPU: the job may have GPUs all the same
-        env={"CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else ""},
+        env={
+            "CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else "",
+            **environment(os.environ),
+            **ucx_environment(spec, os.environ),
+        },
+        # a transport that was not asked for by name may fail to start
+        exchange="auto" if place.protocol == "ucx" != spec.protocol else place.protocol,
+        reach=place.reach,
+        tells=tells,
         bind_cores=place.cores,
         bind_gpu=place.gpu and place.gpu.uuid,
-        rmm_pool_size=_bytes_of(spec.rmm_pool_size, place.gpu),
+        device_memory=place.device_memory,
         **{name: value for name, value in optional.items() if value is not None},
     )
 
@@ -304,6 +335,7 @@ def quiet(level: str = "WARNING") -> None:
             "distributed.nanny",
             "distributed.core",
             "tornado.application",
+            "ucx",
         ):
             logging.getLogger(name).setLevel(level)
 

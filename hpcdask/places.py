@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from . import devices
+from . import devices, memory
 from .devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
 from .spec import RunSpec, WorkerSpec
+from .transport import Choice, Seat, choose_interface
 
 
 def first_worker_rank(spec: RunSpec) -> int:
@@ -107,10 +109,57 @@ def share(
             cores=tuple(devices.worker_cores(cores, gpu)),
             nthreads=spec.nthreads or (1 if gpu else max(1, len(cores) // count)),
             memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
-            protocol="ucx" if spec.protocol == "ucx" else "tcp",
         )
         for name, gpu in zip(names, given, strict=True)
     ]
+
+
+def settle(
+    spec: WorkerSpec,
+    places: Mapping[int, Sequence[Place]],
+    seats: Mapping[int, Seat],
+    choice: Choice,
+) -> dict[int, list[Place]]:
+    """Complete places with what depends on the transport.
+
+    Parameters
+    ----------
+    spec
+        What the workers are.
+    places
+        Per rank.
+    seats
+        What joins them, per rank.
+    choice
+        Of the transport.
+
+    Raises
+    ------
+    UsageError
+        Options that the device or the transport does not allow.
+    """
+    interfaces = choose_interface(spec, list(seats.values()))
+    sharers = Counter(
+        (seats[rank].host, place.gpu.uuid)
+        for rank, group in places.items()
+        for place in group
+        if place.gpu
+    )
+
+    def complete(host: str, place: Place) -> Place:
+        shared = sharers[host, place.gpu.uuid] if place.gpu else 1
+        return dataclasses.replace(
+            place,
+            protocol=choice.protocol,
+            reach=choice.reach,
+            interface=interfaces.get(host),
+            device_memory=memory.plan(spec, place.gpu, protocol=choice.protocol, shared=shared),
+        )
+
+    return {
+        rank: [complete(seats[rank].host, place) for place in group]
+        for rank, group in places.items()
+    }
 
 
 def owned_cores(views: Sequence[View]) -> list[int]:

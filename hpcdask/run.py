@@ -8,7 +8,7 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
-    from hpcdask.devices import Scout
+    from hpcdask.scout import Scout
 
     _scout = Scout.start(_janitor.release_in_child)
 
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import click
 
-from hpcdask.devices import Scout
 from hpcdask.errors import UsageError
 from hpcdask.program import Program
 from hpcdask.runner import Launch, launch
+from hpcdask.scout import Scout
 from hpcdask.spec import RunSpec, options
 
 HELP = """Run a Python program with a Dask cluster around it.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from . import bootstrap, ranks
 from .bootstrap import Janitor
-from .devices import Scout
 from .errors import HpcdaskError, UsageError
 from .program import Program
+from .scout import Scout
 from .spec import RunSpec
 
 

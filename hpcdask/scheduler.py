@@ -14,12 +14,13 @@ from tornado import web
 
 from .control import Channel
 from .nanny import BATCH_INTERVAL_S, quiet
+from .peers import TOPIC
 from .security import to_security
 from .template import leave_signals_to_the_rank
 
 
 class _Census(SchedulerPlugin):
-    """Tells the rank how many workers there are, whenever that changes."""
+    """Tells the rank how many workers there are, whenever that changes, and which are warm."""
 
     name = "hpcdask-census"
 
@@ -43,6 +44,10 @@ class _Census(SchedulerPlugin):
                 if address != worker
             ]
         )
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        if topic == TOPIC:
+            self._channel.send(warm=msg)
 
 
 class LazyDashboard(web.RequestHandler):

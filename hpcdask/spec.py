@@ -56,7 +56,7 @@ def parse_device_memory(text: str | int | float | None, name: str) -> int | floa
         return None
     percent = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     try:
-        number = float(percent[1]) / 100 if percent else float(text)  # type: ignore[arg-type]
+        number = float(percent[1]) / 100 if percent else float(text)
     except (ValueError, TypeError):
         number = 0.0
     if 0 < number <= 1:
@@ -194,8 +194,8 @@ class WorkerSpec:
     )
     protocol: Protocol = _field(
         "auto",
-        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where it works "
-        "and GPUs have NVLink or InfiniBand between them, else tcp.",
+        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where GPUs "
+        "have NVLink or InfiniBand between them, else tcp.",
         _choice("auto", "tcp", "ucx"),
     )
     interface: str | None = _field(
@@ -350,8 +350,9 @@ def options(cls: Any) -> list[Any]:
         elif item.metadata.get("multiple"):
             result.append(click.Option([option], multiple=True, help=item.metadata["help"]))
         else:
-            listed = isinstance(item.default, tuple)
-            default = ",".join(item.default) if listed else item.default
+            default: Any = item.default
+            if isinstance(default, tuple):
+                default = ",".join(default)
             shown = default not in (None, "")
             result.append(
                 click.Option(

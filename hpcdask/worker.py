@@ -8,7 +8,7 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
-    from hpcdask.devices import Scout
+    from hpcdask.scout import Scout
 
     _scout = Scout.start(_janitor.release_in_child)
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from hpcdask import ranks, security
-from hpcdask.devices import Scout
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.scout import Scout
 from hpcdask.spec import WorkerSpec, options
 
 if TYPE_CHECKING:

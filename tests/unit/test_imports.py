@@ -18,7 +18,8 @@ MODULES = [
     *(
         module.name
         for module in pkgutil.walk_packages(hpcdask.__path__, "hpcdask.")
-        if not module.name.endswith("__main__")
+        # the one module for processes that have the CUDA packages and use ucx
+        if not module.name.endswith("__main__") and module.name != "hpcdask.ucx"
     ),
 ]
 PROGRAM = """

@@ -21,6 +21,13 @@ from hpcdask.spec import (
     parse_seconds,
 )
 
+SWITCHES = (
+    "enable_nvlink",
+    "enable_infiniband",
+    "enable_rdmacm",
+    "enable_tcp_over_ucx",
+)
+
 # --- forms ----------------------------------------------------------------------------------------
 
 
@@ -63,7 +70,12 @@ def test_bad_memory_names_the_option_the_value_and_the_forms(text):
         ("100%", 1.0),
         ("100GiB", 100 << 30),
         (5 << 30, 5 << 30),
+        ("1", 1.0),
+        ("auto", None),
         (None, None),
+        (0, 0),
+        ("0", 0),
+        ("none", 0),
     ],
 )
 def test_device_memory_in_bytes_or_as_a_fraction(text, amount):
@@ -72,12 +84,56 @@ def test_device_memory_in_bytes_or_as_a_fraction(text, amount):
     assert type(parsed) is type(amount)
 
 
-@pytest.mark.parametrize("text", ["", "most", "-80%", "150%", "1.5", 1.5, "nan"])
+@pytest.mark.parametrize("text", ["", "most", "-80%", "150%", "1.5", 1.5, "nan", "0%", -1])
 def test_bad_device_memory_names_fractions_too(text):
     with pytest.raises(UsageError) as caught:
         parse_device_memory(text, "--rmm-pool-size")
-    for word in ("--rmm-pool-size", "64GiB", "0.8", "80%"):
+    for word in ("--rmm-pool-size", "64GiB", "0.8", "80%", "0, auto"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rmm_pool_size", "device_memory_limit"])
+@pytest.mark.parametrize("given", [None, "auto"])
+def test_unset_device_memory_is_the_default_of_the_plan(name, given):
+    assert getattr(WorkerSpec(**{name: given}), name) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "libraries"),
+    [
+        ("cupy", ("cupy",)),
+        ("cupy,torch", ("cupy", "torch")),
+        ("numba cupy, numba", ("numba", "cupy")),
+        (["torch"], ("torch",)),
+        ("none", ()),
+        ("", ()),
+        ((), ()),
+        (None, ()),
+    ],
+)
+def test_list_of_libraries(given, libraries):
+    spec = WorkerSpec(rmm_allocator_external_lib_list=given)
+    assert spec.rmm_allocator_external_lib_list == libraries
+    assert WorkerSpec.from_argv(spec.to_argv()) == spec
+
+
+@pytest.mark.parametrize("given", ["cudf", ["cupy", "jax"], "cupy;torch"])
+def test_bad_library_names_the_option_and_the_choices(given):
+    with pytest.raises(UsageError) as caught:
+        WorkerSpec(rmm_allocator_external_lib_list=given)
+    for word in ("--rmm-allocator-external-lib-list", "cupy", "torch", "numba"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_on_off_or_ucx_s_choice(name):
+    on, off = option_name(name), option_name(name).replace("--enable-", "--disable-")
+    assert getattr(WorkerSpec.from_argv([on]), name) is True
+    assert getattr(WorkerSpec.from_argv([off]), name) is False
+    assert getattr(WorkerSpec.from_argv([]), name) is None
+    assert WorkerSpec(**{name: False}).to_argv() == [off]
+    with pytest.raises(UsageError, match=f"{on}: 'yes' is not one of True, False, None"):
+        WorkerSpec(**{name: "yes"})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +222,8 @@ def test_the_forms_that_a_message_names_are_accepted(parser, bad):
 
 COUNTS = st.none() | st.integers(1, 10_000)
 SECONDS = st.none() | st.floats(0.001, 1e7)
-DEVICE_MEMORY = st.none() | st.integers(2, 1 << 45) | st.floats(0.01, 1.0)
+DEVICE_MEMORY = st.none() | st.just(0) | st.integers(2, 1 << 45) | st.floats(0.01, 1.0)
+SWITCH = st.none() | st.booleans()
 # What a shell hands over; a leading dash would be an option, and click drops empty values
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
     lambda word: not word.startswith("-")
@@ -178,7 +235,12 @@ FIELDS = {
     "interface": st.none() | WORDS,
     "nthreads": COUNTS,
     "memory_limit": st.none() | st.integers(0, 1 << 45),
+    **dict.fromkeys(SWITCHES, SWITCH),
     "rmm_pool_size": DEVICE_MEMORY,
+    "rmm_async": st.booleans(),
+    "rmm_allocator_external_lib_list": st.lists(
+        st.sampled_from(["cupy", "torch", "numba"]), unique=True
+    ).map(tuple),
     "device_memory_limit": DEVICE_MEMORY,
     "local_directory": st.none() | WORDS,
     "name": st.none() | WORDS,

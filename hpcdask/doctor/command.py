@@ -1,0 +1,73 @@
+"""``hpcdask doctor`` from its start to its exit code, alone or in each rank of a launch."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hpcdask import ranks
+
+from . import launch, nodes, report, stack
+from .collect import Gathering
+from .compare import differences
+from .launch import Launch
+from .report import Report
+
+
+def run(*, as_json: bool, timeout: float) -> int:
+    """Check this node, or under a launcher all nodes, and print one report.
+
+    Must be called while the process has one thread.
+
+    Parameters
+    ----------
+    as_json
+        Print JSON, not text.
+    timeout
+        Seconds in which all ranks have to arrive.
+
+    Returns
+    -------
+    int
+        The exit code, the same in all ranks: 0 all is well, 1 with warnings, 2 with errors.
+
+    Raises
+    ------
+    HpcdaskError
+        The ranks cannot meet at all.
+    """
+    rank = ranks.detect()
+    readers = dict(nodes.OF_RANKS)
+    if rank is None or rank.local_index == 0:
+        readers |= nodes.OF_NODES
+    gathering = Gathering(readers)
+    if rank is None or rank.size > 1:
+        from . import meeting
+
+        return meeting.take_part(rank, gathering, timeout, lambda heard: show(heard, as_json))
+    heard = Launch(rank, timeout, hosts={0: rank.host}, reports={0: gathering.results()})
+    if heard.reports[0]["gpus"].get("gpus"):
+        heard.reports[0]["stack"] = asyncio.run(stack.run())
+    return show(heard, as_json)
+
+
+def build(heard: Launch) -> Report:
+    """The report of what was heard."""
+    found = nodes.assemble(heard.reports, heard.hosts)
+    workers = sum(nodes.workers(node) for node in found)
+    launcher = heard.rank.launcher
+    return Report(
+        [(node, nodes.examine(node, launcher=launcher, workers=workers)) for node in found],
+        [*(launch.check(heard) if heard.rank.size > 1 else []), *launch.check_transport(found)],
+        differences(found) if len(found) > 1 else [],
+        heard.rank.size,
+    )
+
+
+def show(heard: Launch, as_json: bool) -> int:
+    """Print the report and return the exit code."""
+    made = build(heard)
+    if as_json:
+        print(report.to_json(made), flush=True)
+    else:
+        report.print_text(made)
+    return made.exit_code

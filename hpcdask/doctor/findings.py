@@ -1,0 +1,106 @@
+"""What the doctor found: one `Finding` for each thing it looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: ``ok``; ``warning``: it works, but slowly or not always; ``error``: it does not work.
+Status = Literal["ok", "warning", "error"]
+#: What a process learnt of its machine, as JSON: one entry per group of facts.
+Facts = dict[str, Any]
+EXIT_CODES: dict[Status, int] = {"ok": 0, "warning": 1, "error": 2}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    group
+        Its place in the report, such as ``GPUs``.
+    topic
+        What was looked at, in a few words.
+    status
+        How it is.
+    value
+        What was seen.
+    advice
+        What to do; never empty for a warning or an error.
+    ranks
+        The ranks of the node that it holds for; empty for all of them.
+    """
+
+    group: str
+    topic: str
+    status: Status
+    value: str
+    advice: str = ""
+    ranks: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.status != "ok" and not self.advice:
+            raise ValueError(f"{self.topic}: a {self.status} has to say what to do")
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as JSON holds it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Makes the findings of one group."""
+
+    group: str
+
+    def ok(self, topic: str, value: str, hint: str = "") -> Finding:
+        """A good finding; the hint may say what would be better still."""
+        return Finding(self.group, topic, "ok", value, hint)
+
+    def warning(self, topic: str, value: str, advice: str) -> Finding:
+        """It works, but slowly or not always."""
+        return Finding(self.group, topic, "warning", value, advice)
+
+    def error(self, topic: str, value: str, advice: str) -> Finding:
+        """It does not work."""
+        return Finding(self.group, topic, "error", value, advice)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 if all is well, 1 with warnings, 2 with errors."""
+    return max((EXIT_CODES[finding.status] for finding in findings), default=0)
+
+
+def merge_ranks(found: Mapping[int, list[Finding]]) -> list[Finding]:
+    """One list from the lists of a node's ranks: what all say once, the rest with who says it."""
+    merged: dict[Finding, list[int]] = {}
+    for rank, findings in sorted(found.items()):
+        for finding in findings:
+            merged.setdefault(finding, []).append(rank)
+    return [
+        finding if len(ranks) == len(found) else dataclasses.replace(finding, ranks=tuple(ranks))
+        for finding, ranks in merged.items()
+    ]
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """``0-3,8`` from 0, 1, 2, 3 and 8."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def amount(nbytes: float) -> str:
+    """``139.8 GiB``, for people."""
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"

@@ -1,0 +1,238 @@
+"""What joins the nodes and the GPUs, whether UCX can use it, and settings that prevent that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcdask import fabric
+
+from .findings import Facts, Finding, Reporter
+
+GROUP = "network"
+SETTINGS = "settings"
+#: Names in UCX_TLS that stand for a transport, or for a group with it.
+CUDA_IPC = ("cuda_ipc", "cuda", "tcp")
+CUDA_COPY = ("cuda_copy", "cuda")
+RDMA = ("ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v",
+        "ud_x", "ud_verbs", "ud_mlx5")  # fmt: skip
+USE_SYSTEM = (
+    f"where this site has a UCX of its own, load it (module load ucx) and set "
+    f"{fabric.PREFER_SYSTEM}=true"
+)
+TRUE = ("1", "true", "yes", "y", "on")
+
+
+def read() -> Facts:
+    """Interfaces, InfiniBand, NVLink, and the UCX that would be loaded."""
+    return dataclasses.asdict(fabric.look())
+
+
+def check(facts: Facts) -> list[Finding]:
+    """What one node's links say."""
+    say, known = Reporter(GROUP), fabric.Fabric.from_json(facts["fabric"])
+    gpus = bool(facts.get("gpus", {}).get("gpus"))
+    return [
+        _interfaces(say, known),
+        *_ports(say, known),
+        *_ucx(say, known, gpus),
+    ]
+
+
+def _interfaces(say: Reporter, known: fabric.Fabric) -> Finding:
+    if not known.interfaces:
+        return say.warning(
+            "interfaces",
+            "none that leads to other nodes",
+            "A cluster can only be on this node: see ip addr",
+        )
+    return say.ok("interfaces", ", ".join(map(_interface, known.interfaces)))
+
+
+def _interface(one: fabric.Interface) -> str:
+    kind = "" if one.kind == "other" else f" {one.kind}"
+    return f"{one.name} {one.address}{kind}{_speed(one.speed)}"
+
+
+def _speed(megabits: int) -> str:
+    return f" {megabits / 1000:g} Gb/s" if megabits else ""
+
+
+def _ports(say: Reporter, known: fabric.Fabric) -> Iterator[Finding]:
+    topic = "InfiniBand"
+    if not known.infiniband:
+        return
+    usable = [port for port in known.infiniband if port.usable]
+    texts = [
+        f"{port.name}{_speed(port.speed)}" + (" (RoCE)" if port.link_layer == "Ethernet" else "")
+        for port in usable
+    ]
+    idle = [f"{port.name} {port.state}" for port in known.infiniband if port.state != "ACTIVE"]
+    shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
+    if shut:
+        yield say.warning(
+            topic,
+            f"{', '.join(shut)} cannot be opened",
+            "This process may not use the devices in /dev/infiniband: start the container with "
+            "them, or request them from the queueing system",
+        )
+    elif not usable:
+        yield say.warning(
+            topic, ", ".join(idle), "No port is active: tell the site's staff if it should be"
+        )
+    if usable:
+        yield say.ok(topic, ", ".join(texts), f"Not active: {', '.join(idle)}" if idle else "")
+
+
+def _ucx(say: Reporter, known: fabric.Fabric, gpus: bool) -> Iterator[Finding]:
+    ucx = known.ucx
+    if ucx.problem:
+        if gpus and (known.nvlink or any(port.usable for port in known.infiniband)):
+            yield say.warning(
+                "UCX", "cannot be used, so NVLink and InfiniBand are not", ucx.problem
+            )
+        else:
+            yield say.ok("UCX", "not used", ucx.problem if gpus else "")
+        return
+    built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
+    where = "the system's" if ucx.source == "system" else "its package's"
+    yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
+    if gpus and "cuda" not in ucx.transports:
+        how = "its NVLink is not used" if known.nvlink else "GPU memory cannot be sent"
+        yield say.warning(
+            "UCX and NVLink",
+            f"slow: this UCX has no CUDA transport, so {how}",
+            f"Use that of the package: unset {fabric.PREFER_SYSTEM}, and see UCX_MODULE_DIR",
+        )
+    if any(port.usable for port in known.infiniband) and "ib" not in ucx.transports:
+        yield say.warning(
+            "UCX and InfiniBand",
+            "slow between nodes: this UCX has no InfiniBand transport, and goes over tcp",
+            f"UCX from PyPI has none: {USE_SYSTEM}, or install UCX and ucxx from conda-forge",
+        )
+
+
+def allows(tls: str, names: tuple[str, ...]) -> bool:
+    """Whether a value of ``UCX_TLS`` lets UCX use a transport, given what stands for it."""
+    if not tls:
+        return True
+    listed = {part.partition(":")[0] for part in tls.lower().lstrip("^").split(",")}
+    if tls.startswith("^"):
+        return not listed & set(names)
+    return bool(listed & {*names, "all"})
+
+
+def check_settings(process: Facts, facts: Facts) -> list[Finding]:
+    """Which of the user's settings, in one rank, slow things down."""
+    say = Reporter(SETTINGS)
+    environ: dict[str, str] = process["env"]
+    known = (
+        fabric.Fabric.from_json(facts["fabric"]) if "nvlink" in facts.get("fabric", {}) else None
+    )
+    gpus = len(facts.get("gpus", {}).get("gpus", ()))
+    found = [
+        *_tls(say, environ, known, gpus),
+        *_devices(say, environ, known),
+        *_system_ucx(say, environ, known),
+        *_switches(say, environ, process["config"]),
+    ]
+    reported = {finding.topic for finding in found}
+    rest = [
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(("UCX_", "DASK_", "CUDA_VISIBLE")) and name not in reported
+    ]
+    if rest:
+        found.append(say.ok("set by you", " ".join(rest)))
+    return found
+
+
+def _tls(
+    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None, gpus: int
+) -> Iterator[Finding]:
+    tls = environ.get("UCX_TLS", "")
+    advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
+    if known is None or not tls:
+        return
+    lost = []
+    if known.nvlink and gpus and not allows(tls, CUDA_IPC):
+        lost.append("NVLink is not used (no cuda_ipc)")
+    elif gpus > 1 and not allows(tls, CUDA_IPC):
+        lost.append("GPUs of a node do not reach one another (no cuda_ipc)")
+    if gpus and not allows(tls, CUDA_COPY):
+        lost.append("GPU memory is not handled (no cuda_copy)")
+    if any(port.usable for port in known.infiniband) and not allows(tls, RDMA):
+        lost.append("InfiniBand is not used (no rc)")
+    if lost:
+        yield say.warning("UCX_TLS", f"{tls}: slow, because {', '.join(lost)}", advice)
+
+
+def _devices(
+    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None
+) -> Iterator[Finding]:
+    value = environ.get("UCX_NET_DEVICES", "all")
+    if known is None or value == "all" or value.startswith("^"):
+        return
+    chosen = set(value.split(","))
+    ports = {port.name for port in known.infiniband}
+    there = ports | {one.name for one in known.interfaces} | {"lo", "all"}
+    there |= {name.partition(":")[0] for name in ports}
+    # UCX takes beginnings and patterns, too, so only plain names are checked
+    missing = sorted(name for name in chosen - there if not set(name) & set("*?~"))
+    have = ", ".join(sorted(there - {"lo", "all"})) or "none"
+    if missing:
+        yield say.error(
+            "UCX_NET_DEVICES",
+            f"{value}: this node has no {', '.join(missing)}",
+            f"UCX would find no network here. This node has {have}: choose of these, or unset it",
+        )
+    elif any(port.usable for port in known.infiniband) and not chosen & (
+        ports | {name.partition(":")[0] for name in ports}
+    ):
+        yield say.warning(
+            "UCX_NET_DEVICES",
+            f"{value}: slow, InfiniBand is not used",
+            f"Unset it, or name a port of {', '.join(sorted(ports))}",
+        )
+
+
+def _system_ucx(
+    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None
+) -> Iterator[Finding]:
+    value = environ.get(fabric.PREFER_SYSTEM, "false")
+    if known and value.lower() != "false" and known.ucx.source == "package" and known.ucx.ucx:
+        yield say.warning(
+            fabric.PREFER_SYSTEM,
+            f"{value}, but the system's UCX is not found",
+            "The package's is used instead: load the site's UCX (module load ucx), with its "
+            "libucp.so on LD_LIBRARY_PATH, or unset the variable",
+        )
+
+
+def _switches(
+    say: Reporter, environ: Mapping[str, str], config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    if environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield say.warning(
+            "CUDA_LAUNCH_BLOCKING",
+            f"{environ['CUDA_LAUNCH_BLOCKING']}: slow, each kernel is waited for",
+            "It is for debugging: unset it",
+        )
+    if environ.get("UCX_LOG_LEVEL", "").lower().startswith(("debug", "trace", "data", "req")):
+        yield say.warning(
+            "UCX_LOG_LEVEL", f"{environ['UCX_LOG_LEVEL']}: slow, each message is logged", "Unset it"
+        )
+    for name, value in config.items():
+        if name.startswith("distributed-ucxx.") and value is False:
+            yield say.warning(
+                name,
+                "false in Dask's configuration: slow, UCX does not use it",
+                "Remove it (hpcdask's own option is --disable-nvlink and the like)",
+            )
+        if name == "distributed.comm.compression" and value not in (None, False, "auto"):
+            yield say.warning(
+                name,
+                f"{value}: slow on a fast network, each message is compressed",
+                "Remove it from Dask's configuration, or set it to false",
+            )

@@ -1,0 +1,165 @@
+"""What one process may use: cores, memory, open files, and the variables it was started with.
+
+Each rank gathers this for itself, because a launcher may treat each in another way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+
+from hpcdask import devices
+
+from .findings import GIB, Facts, Finding, Reporter, amount, spans
+
+GROUP = "process"
+LIMITS = {
+    "nofile": resource.RLIMIT_NOFILE,
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nproc": resource.RLIMIT_NPROC,
+}
+#: Variables that change how fast Dask's workers exchange data and compute.
+VARIABLES = re.compile(
+    r"UCX_|DASK_(DISTRIBUTED__COMM|UCX|RMM|TEMPORARY)|CUDA_|CUPY_|NVIDIA_VISIBLE|RAPIDS_LIBUCX"
+)
+#: Open files of a process that talks to nobody, and more for each worker: two connections to each
+#: (data and control), as many from it, and spilled chunks.
+FILES, FILES_PER_WORKER = 256, 8
+#: Parts of Dask's configuration that do so.
+CONFIGURED = (
+    "distributed-ucxx.nvlink",
+    "distributed-ucxx.infiniband",
+    "distributed-ucxx.cuda-copy",
+    "distributed.comm.compression",
+)
+LEAST_PROCESSES = 2048
+LEAST_MEMLOCK = GIB
+LEAST_WORKER_MEMORY = 8 * GIB
+
+
+def read(environ: Mapping[str, str] | None = None) -> Facts:
+    """What this process has."""
+    import dask.config
+    import psutil
+
+    environ = os.environ if environ is None else environ
+    limits = {name: list(resource.getrlimit(which)) for name, which in LIMITS.items()}
+    return {
+        "pinned": sorted(os.sched_getaffinity(0)),
+        "cores": sorted(devices.launcher_cores()),
+        "memory": devices.job_memory(),
+        "host_memory": int(psutil.virtual_memory().total),
+        "env": {name: value for name, value in environ.items() if VARIABLES.match(name)},
+        "config": {
+            name: value for name in CONFIGURED if (value := dask.config.get(name, None)) is not None
+        },
+        **limits,
+    }
+
+
+def check(process: Facts, facts: Facts, workers: int) -> list[Finding]:
+    """What one rank's limits say.
+
+    Parameters
+    ----------
+    process
+        The rank's own facts.
+    facts
+        Those of its node.
+    workers
+        How many workers the whole cluster would have.
+    """
+    say = Reporter(GROUP)
+    return [
+        _cores(say, process, facts),
+        _memory(say, process, facts),
+        _files(say, process, workers),
+        *_memlock(say, process, facts),
+        *_processes(say, process),
+    ]
+
+
+def local_workers(facts: Facts) -> int:
+    """How many workers this node would have: one per rank, or per GPU for one started by hand."""
+    ranks = len(facts["process"])
+    return ranks if ranks > 1 else max(1, len(facts.get("gpus", {}).get("gpus", ())))
+
+
+def _cores(say: Reporter, process: Facts, facts: Facts) -> Finding:
+    owned = {core for one in facts["process"] for core in one["cores"]}
+    pinned, workers = process["pinned"], local_workers(facts)
+    value = f"{len(owned)} ({spans(owned)})"
+    if len(pinned) < len(process["cores"]):
+        value += f", this process pinned to {spans(pinned)} by its launcher"
+    if facts.get("gpus", {}).get("gpus") and len(owned) < 2 * workers:
+        return say.warning(
+            "cores",
+            f"{value} for {workers} workers",
+            "A worker computes and communicates in threads, and the scheduler needs a core: "
+            "request at least 2 for each GPU (srun --cpus-per-task=4)",
+        )
+    hint = "hpcdask.run lifts this pinning" if "pinned" in value else ""
+    return say.ok("cores", value, hint)
+
+
+def _memory(say: Reporter, process: Facts, facts: Facts) -> Finding:
+    memory, host = process["memory"], process["host_memory"]
+    workers = local_workers(facts)
+    value = f"{amount(memory)} of the host's {amount(host)}" if memory < host else amount(memory)
+    if facts.get("gpus", {}).get("gpus") and memory / workers < LEAST_WORKER_MEMORY:
+        return say.warning(
+            "host memory",
+            f"{value}, {amount(memory / workers)} for each worker",
+            "Workers load libraries of several GB and spill to host memory: request more, for "
+            "example --mem-per-gpu=64G",
+        )
+    return say.ok("host memory", value)
+
+
+def _files(say: Reporter, process: Facts, workers: int) -> Finding:
+    soft, hard = process["nofile"]
+    needed = FILES + FILES_PER_WORKER * workers
+    value = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return say.ok("open files", value)
+    advice = f"{workers} workers need about {needed}: put ulimit -n {needed} into the job script"
+    if 0 <= hard < needed:
+        advice = (
+            f"{workers} workers need about {needed}: ask the site's staff for a higher hard limit"
+        )
+    return say.error("open files", value, advice)
+
+
+def _memlock(say: Reporter, process: Facts, facts: Facts) -> Iterator[Finding]:
+    if not facts.get("fabric", {}).get("infiniband"):
+        return
+    soft, hard = process["memlock"]
+    if soft == resource.RLIM_INFINITY:
+        yield say.ok("locked memory", "unlimited")
+        return
+    raise_it = (
+        "put ulimit -l unlimited into the job script"
+        if hard == resource.RLIM_INFINITY
+        else "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
+    )
+    make = say.error if soft < LEAST_MEMLOCK else say.warning
+    yield make(
+        "locked memory", amount(soft), f"InfiniBand registers the memory that it sends: {raise_it}"
+    )
+
+
+def _processes(say: Reporter, process: Facts) -> Iterator[Finding]:
+    soft = process["nproc"][0]
+    if 0 <= soft < LEAST_PROCESSES:
+        yield say.warning(
+            "processes",
+            f"at most {soft}, threads included",
+            f"A worker has dozens of threads: put ulimit -u {LEAST_PROCESSES} or more into the job "
+            f"script",
+        )
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)

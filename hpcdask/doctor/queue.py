@@ -1,0 +1,171 @@
+"""The queueing system's job: what it was given, and whether each rank has its GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from hpcdask import devices
+from hpcdask.devices import Gpu, View
+from hpcdask.errors import DeviceError
+from hpcdask.ranks import QUEUE_JOBS, job_id
+
+from .findings import Facts, Finding, Reporter
+
+GROUP = "job"
+#: Seconds for a command of SLURM; srun only looks into its own folders for these.
+COMMAND_DEADLINE_S = 8.0
+SYSTEMS = {
+    "SLURM_JOB_ID": "SLURM",
+    "PBS_JOBID": "PBS",
+    "LSB_JOBID": "LSF",
+    "OAR_JOB_ID": "OAR",
+    "SGE_JOB_SPOOL_DIR": "Grid Engine",
+    "_CONDOR_JOB_AD": "HTCondor",
+    "COBALT_JOBID": "Cobalt",
+    "FLUX_JOB_ID": "Flux",
+}
+#: What the systems tell a job of its GPUs.
+GPU_VARIABLES = re.compile(
+    r"SLURM_(GPUS|GPUS_PER_\w+|GPUS_ON_NODE|JOB_GPUS|STEP_GPUS|GPU_BIND|GRES|TRES_PER_\w+"
+    r"|JOB_GRES|CPUS_PER_GPU|MEM_PER_GPU)$|PBS_NGPUS$|PBS_GPUFILE$|LSB_GPU_\w+$|SGE_HGR_gpu$"
+    r"|OAR_RESOURCE_PROPERTIES_FILE$|_CONDOR_AssignedGPUs$|FLUX_GPUS\w*$"
+)
+
+
+def read(environ: Mapping[str, str] | None = None) -> Facts:
+    """The job, and SLURM's version and MPI plugins where there is an srun."""
+    environ = os.environ if environ is None else environ
+    variable = next((name for name in QUEUE_JOBS if environ.get(name)), None)
+    known: Facts = {
+        "system": SYSTEMS.get(variable or "", ""),
+        "job": job_id(environ),
+        "request": QUEUE_JOBS.get(variable or "", ""),
+        "gpus": {name: value for name, value in environ.items() if GPU_VARIABLES.match(name)},
+        "step": environ.get("SLURM_STEP_ID", "") if "SLURM_JOB_ID" in environ else "",
+    }
+    if shutil.which("srun"):
+        known["srun"] = _output(["srun", "--version"]).strip()
+        known["mpi"] = parse_plugins(_output(["srun", "--mpi=list"]))
+    return known
+
+
+def _output(argv: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{argv[0]} does not answer: {error}"
+    return done.stdout
+
+
+def parse_plugins(text: str) -> list[str]:
+    """``none``, ``pmi2``, ``pmix`` ... from what ``srun --mpi=list`` prints."""
+    names = []
+    for line in text.splitlines():
+        word = line.replace("srun:", "").strip()
+        if re.fullmatch(r"[a-z][a-z0-9_]*", word):
+            names.append(word)
+    return sorted(set(names))
+
+
+def check(facts: Facts) -> list[Finding]:
+    """What the job says on one node."""
+    say, known = Reporter(GROUP), facts["queue"]
+    found = []
+    if known["job"]:
+        number = known["job"].partition(".r")[0]
+        found.append(say.ok("job", f"{known['system']} {number}"))
+        gpus = " ".join(f"{name}={value}" for name, value in sorted(known["gpus"].items()))
+        found.append(say.ok("GPUs requested", gpus or "none, by the job's variables"))
+    if "srun" in known:
+        plugins = ", ".join(known["mpi"]) or "unknown"
+        if not re.match(r"slurm", known["srun"]):
+            found.append(
+                say.warning(
+                    "srun",
+                    known["srun"][:120] or "prints nothing",
+                    "See whether SLURM works on this node: srun --version",
+                )
+            )
+        else:
+            found.append(say.ok("srun", f"{known['srun']}, MPI plugins {plugins}"))
+            found += _plugins(say, facts)
+    return found
+
+
+def _plugins(say: Reporter, facts: Facts) -> list[Finding]:
+    """Whether srun can start the MPI that mpi4py loads."""
+    library = facts.get("mpi", {}).get("library", "")
+    plugins = facts["queue"]["mpi"]
+    wanted = "pmix" if "Open MPI" in library else "pmi2" if library else ""
+    if not wanted or not plugins or any(name.startswith(wanted) for name in plugins):
+        return []
+    return [
+        say.ok(
+            "srun and MPI",
+            f"no plugin {wanted} for {library}",
+            "Start hpcdask with srun --mpi=none, which needs no MPI; programs of your own with "
+            "mpirun",
+        )
+    ]
+
+
+def _views(facts: Facts, ranks: Sequence[int]) -> list[View]:
+    """What the ranks of one node see, for the choice of devices."""
+    by_uuid = {
+        gpu["uuid"]: Gpu(gpu["uuid"], gpu["name"], gpu["memory"], tuple(gpu["cores"]))
+        for gpu in facts["gpus"]["gpus"]
+    }
+    return [
+        View(rank, "this node", place, tuple(map(by_uuid.__getitem__, seen)), (), 0)
+        for place, (rank, seen) in enumerate(zip(ranks, facts["gpus"]["seen"], strict=True))
+    ]
+
+
+def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
+    """The GPUs of each rank's workers on one node; where that is an error, those that it sees."""
+    if "gpus" not in facts:
+        return {rank: [] for rank in ranks}
+    views = _views(facts, ranks)
+    if len(ranks) == 1 or not facts["gpus"]["gpus"]:
+        return {view.rank: list(view.gpus) for view in views}
+    try:
+        given = devices.assign(views, device="cuda", oversubscribe=False, job=None)
+    except DeviceError:
+        return {view.rank: list(view.gpus) for view in views}
+    return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
+
+
+def check_ranks(facts: Facts, ranks: Sequence[int]) -> list[Finding]:
+    """Whether each rank of a node gets a GPU of its own, as hpcdask.run would give them out."""
+    say, gpus = Reporter(GROUP), facts["gpus"]["gpus"]
+    topic = "GPU of each rank"
+    if not gpus or len(ranks) < 2:
+        return []
+    views = _views(facts, ranks)
+    try:
+        devices.assign(views, device="cuda", oversubscribe=False, job=None)
+    except DeviceError as error:
+        value, _, advice = str(error).partition(": ")
+        return [say.error(topic, value, advice or "Request one for each: --gpus-per-task=1")]
+    if idle := len(gpus) - len(ranks):
+        return [
+            say.warning(
+                topic,
+                f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work",
+                f"Start {len(gpus)} ranks on each node",
+            )
+        ]
+    every = all(len(view.gpus) == len(gpus) for view in views)
+    return [say.ok(topic, "each sees all and takes its own" if every else "each sees its own")]

@@ -1,0 +1,207 @@
+"""The doctor's report: text for people, JSON for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .compare import Difference
+from .findings import Finding, exit_code, spans
+from .nodes import Node
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: Columns where the output is no terminal.
+PLAIN_WIDTH = 160
+MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "bold red")}
+#: More nodes than these are counted, not named.
+NAMED = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found.
+
+    Attributes
+    ----------
+    nodes
+        Each node with its findings.
+    launch
+        Findings that belong to no one node: who did not arrive, the network, the clocks.
+    differences
+        What is not the same on all nodes.
+    ranks
+        How many ranks the launcher started.
+    """
+
+    nodes: Sequence[tuple[Node, Sequence[Finding]]]
+    launch: Sequence[Finding]
+    differences: Sequence[Difference]
+    ranks: int
+
+    def every(self) -> list[Finding]:
+        """The findings of the nodes, of the launch and of the comparison."""
+        found = [finding for _, findings in self.nodes for finding in findings]
+        return [*found, *self.launch, *(one.to_finding() for one in self.differences)]
+
+    @property
+    def exit_code(self) -> int:
+        """0: all ok; 1: warnings; 2: errors."""
+        return exit_code(self.every())
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        return verdict(self.every(), bool([1 for node, _ in self.nodes if _gpus(node)]))
+
+
+def _gpus(node: Node) -> int:
+    return len(node.facts.get("gpus", {}).get("gpus", ()))
+
+
+def verdict(found: Sequence[Finding], gpus: bool) -> str:
+    """What the findings mean together, in one line."""
+    errors = list(dict.fromkeys(one.topic for one in found if one.status == "error"))
+    warnings = list(dict.fromkeys(one.topic for one in found if one.status == "warning"))
+    if errors:
+        return f"error: Dask will not run as it should ({_some(errors)})"
+    if warnings:
+        slow = [one.topic for one in found if one.status == "warning" and "slow" in one.value]
+        if slow:
+            return f"slow: Dask runs, but not at full speed ({_some(list(dict.fromkeys(slow)))})"
+        return f"warning: Dask runs, but see {_some(warnings)}"
+    if gpus:
+        return "ok: nothing keeps Dask from running at full speed on these GPUs"
+    return "ok: Dask runs here, on the CPU"
+
+
+def _some(topics: list[str]) -> str:
+    more = f" and {len(topics) - 4} more" if len(topics) > 4 else ""
+    return ", ".join(topics[:4]) + more
+
+
+def to_json(report: Report) -> str:
+    """The report as a JSON object."""
+    whole: dict[str, Any] = {
+        "verdict": report.verdict,
+        "exit_code": report.exit_code,
+        "ranks": report.ranks,
+        "nodes": [
+            {
+                "host": node.host,
+                "ranks": list(node.ranks),
+                "findings": [finding.to_json() for finding in findings],
+            }
+            for node, findings in report.nodes
+        ],
+        "between_nodes": [finding.to_json() for finding in report.launch],
+        "differences": [difference.to_json() for difference in report.differences],
+    }
+    return json.dumps(whole, indent=2)
+
+
+def print_text(report: Report) -> None:
+    """Write the report to standard output: in colour on a terminal, else without."""
+    from rich.console import Console
+
+    # Open MPI gives rank 0 a terminal, whatever mpirun writes to
+    if sys.stdout.isatty() and report.ranks == 1:
+        _render(report, Console(highlight=False))
+        return
+    console = Console(file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, no_color=True)
+    with console.capture() as captured:
+        _render(report, console)
+    lines = captured.get().splitlines()
+    print("\n".join(line.rstrip() for line in lines), flush=True)
+
+
+def _render(report: Report, console: Console) -> None:
+    from rich.text import Text
+
+    names = _hosts([node.host for node, _ in report.nodes])
+    console.print(Text(f"hpcdask doctor: {names}, {report.ranks} rank{'s' * (report.ranks != 1)}"))
+    console.print(_finding_table(report))
+    if report.differences:
+        console.print(Text("\n        differences between nodes", style="bold"))
+        console.print(_difference_table(report.differences))
+    _, style = MARKS[{0: "ok", 1: "warning", 2: "error"}[report.exit_code]]
+    console.print()
+    console.print(Text(report.verdict, style=style))
+
+
+def _finding_table(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    groups: dict[str, list[tuple[Finding, str]]] = {}
+    for finding, where in [*_together(report.nodes), *((one, "") for one in report.launch)]:
+        groups.setdefault(finding.group, []).append((finding, where))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(width=7)
+    longest = max((len(one.topic) for group in groups.values() for one, _ in group), default=0)
+    table.add_column(width=min(longest + 2, 26), overflow="fold")
+    table.add_column(overflow="fold")
+    for group, findings in groups.items():
+        table.add_row("", "", "")
+        table.add_row("", Text(group, style="bold"), "")
+        for finding, where in findings:
+            mark, style = MARKS[finding.status]
+            value = Text(finding.value)
+            if where:
+                value.append(f" [{where}]", style="cyan")
+            if finding.advice:
+                value.append(f"\n-> {finding.advice}", style="dim" if mark == "ok" else "")
+            table.add_row(Text(mark, style=style), Text(f"  {finding.topic}"), value)
+    return table
+
+
+def _together(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> list[tuple[Finding, str]]:
+    """Findings that nodes share once, with where they hold."""
+    merged: dict[Finding, list[tuple[str, tuple[int, ...]]]] = {}
+    for node, findings in nodes:
+        for finding in findings:
+            key = replace(finding, ranks=())
+            merged.setdefault(key, []).append((node.host, finding.ranks))
+    order = list(dict.fromkeys((one.group, one.topic) for one in merged))
+    result = []
+    for finding, places in merged.items():
+        ranks = [rank for _, some in places for rank in some]
+        words = [_hosts([host for host, _ in places])] if len(places) < len(nodes) else []
+        if ranks:
+            words.append(f"rank{'s' * (len(ranks) != 1)} {spans(ranks)}")
+        result.append((finding, ", ".join(words)))
+    return sorted(result, key=lambda pair: order.index((pair[0].group, pair[0].topic)))
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    if len(hosts) > NAMED:
+        return f"{len(hosts)} nodes ({', '.join(hosts[:2])} ... {hosts[-1]})"
+    return ", ".join(hosts)
+
+
+def _difference_table(rows: Iterable[Difference]) -> Table:
+    """A column for each group of nodes that are alike in everything."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    hosts = list(dict.fromkeys(host for row in rows for host in row.values))
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for host in hosts:
+        key = tuple(row.values.get(host, "") for row in rows)
+        columns.setdefault(key, []).append(host)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("")
+    for group in columns.values():
+        table.add_column(Text(_hosts(group)), overflow="fold")
+    for number, row in enumerate(rows):
+        mark, style = MARKS[row.status]
+        table.add_row(Text(mark, style=style), row.what, *(Text(key[number]) for key in columns))
+    return table

@@ -1,0 +1,214 @@
+"""Python, the packages, and whether they fit one another and the driver."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+
+from .findings import Facts, Finding, Reporter
+
+GROUP = "software"
+#: Distributions that are looked up, by the start of their names.
+WANTED = re.compile(
+    r"(hpcdask|dask|distributed|dask-cuda|rapids-dask-dependency|numpy|mpi4py|openmpi|mpich"
+    r"|nvidia-ml-py|dask-jobqueue|cuda-core|(cupy|rmm|librmm|ucxx|libucx|libucxx"
+    r"|distributed-ucxx)(-(cu|cuda)\d+x?)?)"
+)
+#: Earlier ones run code of whoever reaches the scheduler (CVE-2026-23528).
+LEAST_DISTRIBUTED = (2026, 1, 0)
+#: CUDA versions for which there is an extra; drivers run older ones, too.
+OLDEST, NEWEST = 12, 13
+#: What CUDA workers need, and for what.
+FAMILIES = {
+    "cupy": "arrays on the GPU",
+    "rmm": "a memory pool",
+    "dask-cuda": "spilling from the GPU",
+    "distributed-ucxx": "NVLink and InfiniBand",
+}
+
+#: What the library of a launcher's own MPI calls itself.
+LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
+
+
+def read() -> Facts:
+    """Versions, by the metadata of what is installed: nothing heavy is imported."""
+    import importlib.metadata
+
+    packages: dict[str, str] = {}
+    pins: list[str] = []
+    for distribution in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if WANTED.fullmatch(name):
+            packages.setdefault(name, distribution.version)
+        if name == "rapids-dask-dependency":
+            pins = [line for line in distribution.requires or [] if "extra ==" not in line]
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "kernel": platform.release(),
+        "packages": packages,
+        "unfit": list(_unfit(pins, packages)),
+    }
+
+
+def _unfit(pins: list[str], packages: dict[str, str]) -> Iterator[str]:
+    """The pins that the installed packages do not keep."""
+    from packaging.requirements import Requirement
+
+    for pin in map(Requirement, pins):
+        version = packages.get(pin.name)
+        if version and not pin.specifier.contains(version, prereleases=True):
+            yield f"{pin.name}{pin.specifier}"
+
+
+def read_mpi() -> Facts:
+    """Which MPI mpi4py loads; the library is not initialised."""
+    from importlib.util import find_spec
+
+    if find_spec("mpi4py") is None:
+        return {}
+    os.environ.pop("PMIX_RANK", None)
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    text = MPI.Get_library_version().strip("\0").split("\n")[0]
+    return {"version": mpi4py.__version__, "library": " ".join(text.split(",")[0].split())}
+
+
+def cuda_major(name: str) -> int | None:
+    """13 from ``cupy-cuda13x`` and ``rmm-cu13``; None where the name does not tell (conda)."""
+    match = re.search(r"-(?:cu|cuda)(\d+)x?$", name)
+    return int(match[1]) if match else None
+
+
+def family(packages: dict[str, str], base: str) -> list[str]:
+    """The installed distributions of ``cupy`` and the like, whatever their CUDA."""
+    return [name for name in packages if re.fullmatch(rf"{base}(-(cu|cuda)\d+x?)?", name)]
+
+
+def check(facts: Facts) -> list[Finding]:
+    """What the versions of one node say."""
+    say = Reporter(GROUP)
+    known = facts["software"]
+    packages: dict[str, str] = known["packages"]
+    gpus = facts.get("gpus", {})
+    found = [
+        say.ok("Python", f"{known['python']} ({known['executable']}), Linux {known['kernel']}"),
+        say.ok("hpcdask", packages.get("hpcdask", "in a source folder")),
+        _dask(say, packages),
+        *_pins(say, packages, known["unfit"]),
+    ]
+    if gpus.get("driver"):
+        found += _cuda(say, packages, gpus["cuda"][0], known["unfit"])
+    elif extras := [f"{n} {packages[n]}" for base in FAMILIES for n in family(packages, base)]:
+        found.append(say.ok("CUDA packages", ", ".join(extras)))
+    found += _doubles(say, packages)
+    return found
+
+
+def _dask(say: Reporter, packages: dict[str, str]) -> Finding:
+    dask, distributed = packages.get("dask"), packages.get("distributed")
+    value = f"dask {dask}, distributed {distributed}"
+    if dask is None or distributed is None:
+        return say.error("dask", value, "Install both in this environment: pip install distributed")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", distributed)[:3])
+    if numbers < LEAST_DISTRIBUTED:
+        return say.error(
+            "dask",
+            value,
+            "Earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
+            'pip install -U "distributed>=2026.1.0"',
+        )
+    if dask != distributed:
+        return say.error(
+            "dask",
+            value,
+            f"The two must have one version: pip install dask=={distributed}",
+        )
+    return say.ok("dask", f"{dask} (dask and distributed)")
+
+
+def _pins(say: Reporter, packages: dict[str, str], unfit: list[str]) -> Iterator[Finding]:
+    version = packages.get("dask-cuda")
+    if version and unfit:
+        quoted = " ".join(f'"{pin}"' for pin in unfit)
+        yield say.warning(
+            "dask-cuda",
+            f"{version}, made for {', '.join(unfit)}",
+            f"It may fail with another Dask: pip install {quoted}",
+        )
+
+
+def _cuda(
+    say: Reporter, packages: dict[str, str], driver: int, unfit: list[str]
+) -> Iterator[Finding]:
+    """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
+    extra = f'pip install "hpcdask[cuda{min(driver, NEWEST)}]"'
+    if driver < OLDEST:
+        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST} or newer"
+    for base, purpose in FAMILIES.items():
+        names = family(packages, base)
+        if not names:
+            yield say.warning(base, "not installed", f"It is needed for {purpose}: {extra}")
+            continue
+        for name in names:
+            major = cuda_major(name)
+            value = f"{packages[name]}" + (f" for CUDA {major}" if major else "")
+            if major and major > driver:
+                yield say.error(
+                    base,
+                    value,
+                    f"This node's driver runs CUDA {driver} at most: pip uninstall {name}; {extra}",
+                )
+            elif base != "dask-cuda" or not unfit:  # said already
+                yield say.ok(base, value)
+    majors = {
+        name: major
+        for base in ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
+        for name in family(packages, base)
+        if (major := cuda_major(name))
+    }
+    if len(set(majors.values())) > 1:
+        yield say.error(
+            "one CUDA",
+            ", ".join(sorted(majors)),
+            f"Packages of two CUDA versions do not load together. In a new environment: {extra}",
+        )
+
+
+def _doubles(say: Reporter, packages: dict[str, str]) -> Iterator[Finding]:
+    for base in ("cupy", "rmm", "ucxx", "distributed-ucxx"):
+        names = family(packages, base)
+        if len(names) > 1:
+            yield say.error(
+                f"two {base}",
+                ", ".join(f"{name} {packages[name]}" for name in names),
+                f"They overwrite each other's files: pip uninstall {' '.join(names)}, then "
+                f"install the one that you need",
+            )
+
+
+def check_mpi(facts: Facts, launcher: str) -> list[Finding]:
+    """Whether mpi4py loads an MPI, and the launcher's."""
+    say = Reporter(GROUP)
+    known = facts["mpi"]
+    if not known:
+        return [say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")]
+    value = f"{known['version']} with {known['library']}"
+    wanted = LAUNCHERS.get(launcher, "")
+    if not re.search(wanted, known["library"]):
+        return [
+            say.warning(
+                "mpi4py",
+                f"{value}, started by the mpirun of {wanted.replace('|', ' or ')}",
+                "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
+                "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH",
+            )
+        ]
+    return [say.ok("mpi4py", value)]

@@ -1,0 +1,140 @@
+"""Proof that the CUDA packages load: a short process imports them and uses each GPU once.
+
+The process prints a line of JSON before and after each step, so that one that hangs or dies
+still says where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from hpcdask import fabric
+
+from .findings import Facts, Finding, Reporter
+
+GROUP = "stack"
+DEADLINE_S = 30.0
+#: The facts where nothing was heard.
+SILENCE: Facts = {"steps": [], "ended": None}
+ADVICE = {
+    "cupy": "CuPy has to fit the driver and finds CUDA's libraries as packages: pip install "
+    '"cupy-cuda13x[ctk]" (or 12x) in a new environment',
+    "GPUs": "The GPU may be in use in exclusive mode, or broken: see nvidia-smi, or leave it out "
+    "with CUDA_VISIBLE_DEVICES",
+    "rmm": "Install the rmm of the same CUDA as cupy: pip install rmm-cu13 (or cu12)",
+    "ucxx": "Install distributed-ucxx of the same CUDA as cupy; with a UCX of the site, see that "
+    "it is the one that ucxx was made for",
+}
+
+
+def steps() -> Iterator[tuple[str, Callable[[], str]]]:
+    """What is proved, in order: what is not installed is left out."""
+    if find_spec("cupy"):
+        yield "cupy", _cupy
+        yield "GPUs", _gpus
+    if find_spec("rmm"):
+        yield "rmm", _rmm
+    if find_spec("ucxx") and find_spec("distributed_ucxx"):
+        yield "ucxx", _ucxx
+
+
+def _cupy() -> str:
+    import cupy
+
+    return f"{cupy.__version__}, CUDA {cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+
+
+def _gpus() -> str:
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    for number in range(count):
+        with cupy.cuda.Device(number):
+            if float((cupy.arange(2.0**17) + 1).sum()) != 2**16 * (2**17 + 1):
+                raise ArithmeticError(f"GPU {number} adds wrongly")
+    return f"a context, 1 MiB and a sum on {count} GPU{'s' * (count != 1)}"
+
+
+def _rmm() -> str:
+    import rmm
+
+    rmm.DeviceBuffer(size=2**20)
+    return f"{rmm.__version__}"
+
+
+def _ucxx() -> str:
+    import distributed_ucxx  # noqa: F401
+    import ucxx
+
+    ucxx.init()
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    return f"UCX {version} loads {', '.join(fabric.loaded_transports()) or 'no module'}"
+
+
+def main() -> None:
+    """Run the steps, each reported on standard output."""
+    for name, step in steps():
+        print(json.dumps({"step": name}), flush=True)
+        started = time.monotonic()
+        try:
+            done: Facts = {"text": step()}
+        except Exception as error:
+            done = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        done |= {"step": name, "seconds": round(time.monotonic() - started, 2)}
+        print(json.dumps(done), flush=True)
+
+
+async def run(deadline_s: float = DEADLINE_S) -> Facts:
+    """Start the process and read what it reports, until it ends or the deadline."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "hpcdask.doctor.stack",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    known = {**SILENCE, "steps": []}
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for line in process.stdout:
+                if line.startswith(b"{"):  # libraries print, too
+                    known["steps"].append(json.loads(line))
+            known["ended"] = await process.wait()
+    except TimeoutError:
+        process.kill()  # not awaited: a driver that hangs does not let it die
+    return known
+
+
+def check(facts: Facts) -> list[Finding]:
+    """What the steps say."""
+    say, known = Reporter(GROUP), facts["stack"]
+    found, open_step = [], None
+    for step in known["steps"]:
+        name = step["step"]
+        if "text" in step:
+            found.append(say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)"))
+        elif "error" in step:
+            found.append(say.error(f"{name} fails", step["error"], ADVICE[name]))
+        open_step = None if "seconds" in step else name
+    if known["ended"] != 0:
+        last = open_step or "Python"
+        what = (
+            f"did not answer within {DEADLINE_S:g} s"
+            if known["ended"] is None
+            else f"ended its process with code {known['ended']}"
+        )
+        found.append(
+            say.error(f"{last} fails", what, ADVICE.get(last, "See python -m hpcdask.doctor.stack"))
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Measure how fast the workers of a cluster exchange data.
+
+Between pairs it is the receiving worker that holds the clock, so nothing but the transfer is
+measured; ``x + x.T`` is timed by the client, as a user waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+import time
+import uuid
+from typing import Any
+
+import dask.array as da
+import distributed
+import numpy as np
+
+from hpcdask import exchange_report, heatmap
+from hpcdask.cluster_info import Cluster
+from hpcdask.errors import UsageError
+from hpcdask.exchange_pairs import Members, Pairs, wait
+from hpcdask.records import Case, decimal_bytes, record, say
+from hpcdask.workloads import Check, count_tasks
+from hpcdask.workloads import exchange as workload
+
+__all__ = ["heat_map", "run_exchange"]
+
+PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
+SQUARE_NBYTES = {"cuda": 8_000_000_000, "cpu": 512_000_000}
+#: The part of all memory that x may have: there are x, copies of its chunks, x + x.T and scratch.
+SQUARE_FRACTION = 0.12
+#: Workers spill from 0.6 on, and count each view as memory of its own.
+BLOCKS_FRACTION = 0.25
+
+
+def run_exchange(
+    cluster: Cluster,
+    nbytes: int | None = None,
+    square_nbytes: int | None = None,
+    *,
+    repeats: int = 3,
+    alone: bool = False,
+) -> dict[str, Any]:
+    """Measure all pairs of workers, all to all, and ``x + x.T``.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.cluster_info.inspect`.
+    nbytes
+        Size of a block from one worker to another, in bytes. Default: 256 MB on GPUs, 16 MB
+        without, and less where memory is short.
+    square_nbytes
+        Size of x in bytes. Default: 8 GB on GPUs, 512 MB without, and less where memory is short.
+    repeats
+        Of everything, after one that is not counted.
+    alone
+        Measure one pair at a time instead of as many at once as there are workers for.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON. Times and GB/s at its top are those of
+        ``x + x.T``; all else is in ``result``, with rows of matrices for sources.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two workers, or sizes that do not fit.
+    WorkloadError
+        Sizes that are too small.
+    ClusterError
+        A step does not end in time.
+    """
+    # Whatever has to be waited for before the cluster may be measured is waited for here.
+    client, members = cluster.client, _members(cluster.client, cluster.device)
+    nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)
+    rows = workload.grid(square_nbytes, len(members), cluster.device)
+    say(
+        f"exchange between {len(members)} workers, {cluster}: blocks of {decimal_bytes(nbytes)}, "
+        f"then x + x.T of {decimal_bytes(8 * sum(rows) ** 2)}"
+    )
+    pairs = Pairs(client, members, nbytes // workload.ITEM_NBYTES, cluster.device)
+    bandwidth, latency = pairs.measure(repeats, alone=alone)
+    all_to_all = pairs.all_to_all(repeats, _shard_items(cluster, len(members), nbytes))
+    pairs.buffers.clear()
+    transport = _transports(client, members)
+    square, checks = _measure_square(cluster, members, rows, repeats)
+    findings = exchange_report.judge(bandwidth, members.names, members.hosts, transport)
+    if cluster.device == "cuda":
+        findings += exchange_report.hints(
+            bandwidth, members.hosts, transport, members.nvlink, nbytes
+        )
+    n = sum(rows)
+    case = Case("exchange", "stock", (n, n), "float64", len(rows) ** 2, (max(rows), max(rows)))
+    result = {
+        "names": members.names,
+        "hosts": members.hosts,
+        "pair_bytes": nbytes,
+        "alone": alone,
+        "GB/s": bandwidth,
+        "latency_ms": latency,
+        "transport": transport,
+        "summary": exchange_report.summary(bandwidth, members.hosts),
+        "all_to_all": all_to_all,
+        "transpose": square,
+        "slow": [finding.as_dict() for finding in findings],
+    }
+    checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
+    line = record(case, cluster, square["seconds"], square["dask_tasks"], result, checks)
+    return {**line, "GB/s": square["GB/s"]}
+
+
+def heat_map(line: dict[str, Any]) -> str:
+    """Draw the bandwidths of a record of `run_exchange` as SVG."""
+    result = line["result"]
+    used = sorted({t for row in result["transport"] for t in row if t})
+    number = {name: i for i, name in enumerate(result["names"])}
+    size = decimal_bytes(result["pair_bytes"]).replace(".0 ", " ")
+    return heatmap.svg(
+        result["GB/s"],
+        result["names"],
+        result["hosts"],
+        title=f"{size} between workers over {', '.join(used)}",
+        unit="GB/s",
+        slow=[
+            tuple(number[name] for name in finding["who"])
+            for finding in result["slow"]
+            if finding["kind"] in ("worker", "pair")
+        ],
+    )
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def _members(client: distributed.Client, device: str) -> Members:
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    if len(workers) < 2:
+        raise UsageError(f"an exchange needs two workers at least; this cluster has {len(workers)}")
+    found = client.run(_describe, device, workers=list(workers))
+    names = {address: str(workers[address]["name"]) for address in found}
+    order = sorted(found, key=lambda a: (found[a]["host"], len(names[a]), names[a], a))
+    # Names are what findings are told by, so they have to differ.
+    unique = len(set(names.values())) == len(names)
+    uuids = [found[address]["uuid"] for address in order]
+    joined = {frozenset(pair) for answer in found.values() for pair in answer["nvlink"]}
+    return Members(
+        order,
+        [names[address] if unique else address for address in order],
+        [found[address]["host"] for address in order],
+        [
+            (i, j)
+            for i, first in enumerate(uuids)
+            for j, second in enumerate(uuids[:i])
+            if first and second and frozenset((first, second)) in joined
+        ],
+    )
+
+
+def _describe(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"host": platform.node(), "uuid": None, "nvlink": ()}
+    if device == "cuda":
+        from hpcdask.fabric import nvlink_pairs
+
+        with contextlib.suppress(Exception):  # NVML's own; without it there is no hint
+            found["uuid"] = _own_gpu()
+        found["nvlink"] = nvlink_pairs().joined
+    return found
+
+
+def _own_gpu() -> str:
+    """Return the UUID of the GPU that this worker computes on."""
+    import cupy
+    import pynvml
+
+    bus = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByPciBusId(bus)))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _transports(client: distributed.Client, members: Members) -> list[list[str | None]]:
+    told = client.run(workload.transports, workers=members.addresses)
+    return [
+        [
+            None
+            if source == destination
+            else told[destination]["peers"].get(source, told[destination]["scheme"])
+            for destination in members.addresses
+        ]
+        for source in members.addresses
+    ]
+
+
+def _sizes(
+    cluster: Cluster,
+    n_workers: int,
+    nbytes: int | None,
+    square_nbytes: int | None,
+    repeats: int,
+) -> tuple[int, int]:
+    item = workload.ITEM_NBYTES
+    most = int(BLOCKS_FRACTION * cluster.memory_nbytes / n_workers / (repeats + 2))
+    most_square = int(SQUARE_FRACTION * cluster.memory_nbytes)
+    nbytes = min(PAIR_NBYTES[cluster.device], most) if nbytes is None else nbytes
+    if square_nbytes is None:
+        square_nbytes = min(SQUARE_NBYTES[cluster.device], most_square)
+    if nbytes < item:
+        raise UsageError(f"--size {nbytes} B is too small: the least is {item} B")
+    for option, wanted, limit in (
+        ("--size", nbytes, most),
+        ("--transpose-size", square_nbytes, most_square),
+    ):
+        if wanted > limit:
+            raise UsageError(
+                f"{option} {decimal_bytes(wanted)} does not fit {cluster}: "
+                f"{limit // 10**6}MB is the most"
+            )
+    return nbytes // item * item, square_nbytes
+
+
+def _shard_items(cluster: Cluster, n_workers: int, nbytes: int) -> int:
+    # A worker sends and receives n - 1 of them.
+    most = int(BLOCKS_FRACTION * cluster.memory_nbytes / n_workers / (2 * n_workers))
+    return max(1, min(nbytes, most) // workload.ITEM_NBYTES)
+
+
+# --- x + x.T --------------------------------------------------------------------------------------
+
+
+def _measure_square(
+    cluster: Cluster, members: Members, rows: tuple[int, ...], repeats: int
+) -> tuple[dict[str, Any], list[Check]]:
+    client, n = cluster.client, sum(rows)
+    seconds: list[float] = []
+    needed: list[int] = []
+    moved: list[int] = []
+    checks: list[Check] = []
+    n_tasks = 0
+    # x is another one each time: workers keep copies of chunks that came to them.
+    for seed in range(1 + repeats):
+        x, where = _make_square(cluster, members, rows, seed)
+        y = x + x.T
+        n_tasks = count_tasks(y)
+        before = _sent(client)
+        start = time.perf_counter()
+        y = y.persist()
+        wait(client, [y], members, "x + x.T", 2 * x.nbytes)
+        seconds.append(time.perf_counter() - start)
+        moved.append(_sent(client) - before)
+        needed.append(workload.to_cross(where, rows))
+        if seed == repeats:
+            futures = client.compute(workload.verify(y, seed, cluster.device))
+            wait(client, [futures], members, "the check of x + x.T", 0)
+            checks = workload.check_sum(futures.result(), n, seed)
+        del x, y
+    median = statistics.median(seconds[1:])
+    return {
+        "bytes": 8 * n * n,
+        "seconds": seconds[1:],
+        "bytes_to_cross": needed[-1],
+        "bytes_crossed": int(statistics.median(moved[1:])),
+        "dask_tasks": n_tasks,
+        "GB/s": needed[-1] / median / 1e9,
+    }, checks
+
+
+def _make_square(
+    cluster: Cluster, members: Members, rows: tuple[int, ...], seed: int
+) -> tuple[da.Array, dict[tuple[int, int], str]]:
+    """Make x on the workers, and tell where its chunks are."""
+    client = cluster.client
+    name = f"x-{uuid.uuid4().hex}"
+    starts = [sum(rows[:part]) for part in range(len(rows))]
+    cells: dict[int, list[tuple[int, int]]] = {}
+    for cell, owner in workload.owners(len(rows), len(members)).items():
+        cells.setdefault(owner, []).append(cell)
+    graph: dict[Any, Any] = {}
+    for owner, mine in cells.items():
+        keys = [(name, *cell) for cell in mine]
+        futures = client.map(
+            workload.square_block,
+            mine,
+            key=keys,
+            workers=[members.addresses[owner]],
+            allow_other_workers=False,
+            starts=starts,
+            rows=rows,
+            seed=seed,
+            device=cluster.device,
+        )
+        graph.update(zip(keys, futures, strict=True))
+    wait(client, list(graph.values()), members, "x", 0)
+    holders = client.who_has(list(graph.values()))
+    where = {key[1:]: holders[key][0] for key in graph}
+    x = da.Array(graph, name, chunks=(rows, rows), meta=np.empty((0, 0)))
+    return x, where
+
+
+def _sent(client: distributed.Client) -> int:
+    """Return the bytes that all workers have sent so far."""
+    return sum(client.run(_sent_bytes).values())
+
+
+def _sent_bytes(dask_worker: Any) -> int:
+    return int(dask_worker.transfer_outgoing_bytes_total)

@@ -1,0 +1,515 @@
+"""Device memory of a worker: who allocates it, when it spills, and what happens when it is full.
+
+The plan is made where the worker is started and needs no GPU; the worker applies it once it has its
+CUDA context. RMM's pool and CuPy's allocator are one: with a pool each, the two compete for the
+device, and one fails while the other holds memory that it does not use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from dask.utils import format_bytes, parse_bytes
+
+from .devices import CUDA_EXTRA, Gpu
+from .errors import DeviceError, HpcdaskError, MissingExtra, UsageError
+from .spec import WorkerSpec
+
+Allocator = Literal["pool", "async", "cuda"]
+Event = TypeVar("Event")
+
+#: Part of the device that the pool starts with, and above which results spill to host memory. The
+#: pool grows into the rest, unless CUDA's libraries, which allocate for themselves, need it first.
+POOL_FRACTION = 0.5
+SPILL_FRACTION = 0.8
+#: RMM takes multiples of this.
+ALIGNMENT = 256
+PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
+
+#: What the errors of CUDA's runtime, driver and libraries have in their text, whoever raises them;
+#: "Out of memory allocating" is CuPy's, where its class was lost on the way.
+CODES = re.compile(
+    r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"\bCU[A-Z]+_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|Out of memory allocating [\d,]+ bytes"
+)
+ASKED = re.compile(
+    r"(?:Out of memory allocating|failed to allocate|Tried to allocate) "
+    r"([\d.,]+) ?((?:[KMGTP]i?)?B|bytes)"
+)
+log = logging.getLogger("distributed.worker")
+
+
+class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib cannot unpickle it
+    """A Dask task ran out of device memory; its cause is the error as it was raised."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How one worker uses the memory of its device. The default is a worker on the CPU.
+
+    Attributes
+    ----------
+    name, uuid
+        The device; empty for the CPU.
+    total
+        Bytes of device memory, of the slice where it is one.
+    allocator
+        ``pool`` and ``async`` are RMM's; ``cuda``: every library has its own.
+    pool_size
+        Bytes that the pool starts with.
+    libraries
+        Libraries that allocate through RMM.
+    device_store
+        Whether results on the device and on the host are counted, and spilled, apart.
+    device_memory_limit
+        Bytes of results on the device above which they spill to host memory; None for never.
+    """
+
+    name: str = ""
+    uuid: str = ""
+    total: int = 0
+    allocator: Allocator = "cuda"
+    pool_size: int | None = None
+    libraries: tuple[str, ...] = ()
+    device_store: bool = False
+    device_memory_limit: int | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
+        """Read what ``dataclasses.asdict`` and JSON made of a plan."""
+        return cls(**{**data, "libraries": tuple(data["libraries"])})
+
+    @property
+    def device(self) -> str:
+        """Name, UUID and size, for messages."""
+        return f"{self.name} ({self.uuid}) of {format_bytes(self.total)}"
+
+
+#: The plan of a worker on the CPU.
+ON_HOST = MemoryPlan()
+
+
+def packages() -> frozenset[str]:
+    """Those of the packages that memory settings need which are installed, without importing."""
+    from importlib.util import find_spec
+
+    return frozenset(package for package in PACKAGES if find_spec(package))
+
+
+def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None = None) -> None:
+    """Refuse what cannot work on any device.
+
+    Parameters
+    ----------
+    spec
+        What the user asked for.
+    protocol
+        ``tcp``, ``ucx``, or ``auto`` while that is not decided.
+    installed
+        As `packages`, which is the default.
+
+    Raises
+    ------
+    UsageError
+        Options that exclude each other.
+    MissingExtra
+        An option was given whose package is missing.
+    """
+    installed = packages() if installed is None else installed
+    if spec.rmm_async and spec.rmm_pool_size:
+        raise UsageError(
+            "--rmm-async and --rmm-pool-size: a pool beside the asynchronous allocator is a second "
+            "allocator, and the two compete for the device. Leave one of them out"
+        )
+    if spec.rmm_async and protocol == "ucx":
+        raise UsageError(
+            "--rmm-async with --protocol ucx: memory of the asynchronous allocator cannot be "
+            "shared over NVLink, and transfers take a thousand times as long. Leave out "
+            "--rmm-async, or use --protocol tcp"
+        )
+    allocates = "--rmm-async" if spec.rmm_async else "--rmm-pool-size" if spec.rmm_pool_size else ""
+    if allocates and "rmm" not in installed:
+        raise MissingExtra("rmm", CUDA_EXTRA, allocates)
+    if spec.device_memory_limit and "dask_cuda" not in installed:
+        raise MissingExtra("dask-cuda", CUDA_EXTRA, "--device-memory-limit")
+    for library in ("torch", "numba"):  # cupy is in the default list: nobody need have asked for it
+        if library in spec.rmm_allocator_external_lib_list and library not in installed:
+            raise UsageError(
+                f"--rmm-allocator-external-lib-list names {library}, which is not installed: "
+                f"install it or leave it out"
+            )
+
+
+def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> str | None:
+    """What the default settings do without because a package is missing, in one line; or None."""
+    installed = packages() if installed is None else installed
+    lost = []
+    if spec.rmm_pool_size is None and not spec.rmm_async and "rmm" not in installed:
+        lost.append(("rmm", "there is no memory pool that all libraries share"))
+    if spec.device_memory_limit is None and "dask_cuda" not in installed:
+        lost.append(("dask-cuda", "device memory does not spill to host memory"))
+    if not lost:
+        return None
+    names, effects = (" and ".join(part) for part in zip(*lost, strict=True))
+    return f'without {names}, {effects}: pip install "hpcdask[{CUDA_EXTRA}]"'
+
+
+def plan(
+    spec: WorkerSpec,
+    gpu: Gpu | None,
+    *,
+    protocol: str,
+    shared: int = 1,
+    installed: Collection[str] | None = None,
+) -> MemoryPlan:
+    """Decide how a worker uses the memory of its device.
+
+    Parameters
+    ----------
+    spec
+        What the user asked for.
+    gpu
+        The worker's device, or None for the CPU.
+    protocol
+        ``tcp`` or ``ucx``.
+    shared
+        Workers on this device. They have no pool unless it is asked for, and divide the default
+        limit; fractions that are asked for stay fractions of the whole device.
+    installed
+        As `packages`, which is the default. What nobody asked for is left out where its package is
+        missing; `missing` tells.
+
+    Raises
+    ------
+    UsageError
+        See `check`; or the workers of a device would take more than it has.
+    """
+    if gpu is None:
+        return MemoryPlan()
+    installed = packages() if installed is None else installed
+    check(spec, protocol=protocol, installed=installed)
+    pool_size, allocator = None, "cuda"
+    if spec.rmm_async:
+        allocator = "async"
+    elif spec.rmm_pool_size is None:
+        if "rmm" in installed and shared == 1:
+            pool_size = int(POOL_FRACTION * gpu.memory)
+    else:
+        pool_size = _amount("--rmm-pool-size", spec.rmm_pool_size, gpu, shared) or None
+    if pool_size is not None:
+        pool_size, allocator = max(ALIGNMENT, pool_size // ALIGNMENT * ALIGNMENT), "pool"
+    limit = None
+    if spec.device_memory_limit is not None:
+        limit = _amount("--device-memory-limit", spec.device_memory_limit, gpu, shared) or None
+    elif "dask_cuda" in installed:
+        limit = int(SPILL_FRACTION * gpu.memory / shared)
+    through_rmm = spec.rmm_allocator_external_lib_list if allocator != "cuda" else ()
+    return MemoryPlan(
+        name=gpu.name,
+        uuid=gpu.uuid,
+        total=gpu.memory,
+        allocator=allocator,  # type: ignore[arg-type]
+        pool_size=pool_size,
+        libraries=tuple(library for library in through_rmm if library in installed),
+        device_store="dask_cuda" in installed,
+        device_memory_limit=limit,
+    )
+
+
+def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:
+    nbytes = int(asked * gpu.memory) if isinstance(asked, float) else asked
+    if nbytes * shared > gpu.memory:
+        each = f"{shared} workers with {format_bytes(nbytes)} each are" if shared > 1 else ""
+        raise UsageError(
+            f"{option}: {each or f'{format_bytes(nbytes)} is'} more than "
+            f"the {format_bytes(gpu.memory)} of {gpu.name} ({gpu.uuid}). Ask for less, "
+            f"or for a fraction such as {0.8 / shared:.2g}"
+        )
+    return nbytes
+
+
+def apply(plan: MemoryPlan) -> None:
+    """Set up the allocator, in the worker's process, after its CUDA context.
+
+    Before any library allocates: what they have by then stays outside of the pool.
+
+    Raises
+    ------
+    DeviceError
+        The device has not enough free memory, or lacks the asynchronous allocator.
+    """
+    if plan.allocator == "cuda":
+        return
+    import rmm
+
+    try:
+        if plan.allocator == "async":
+            rmm.mr.set_current_device_resource(rmm.mr.CudaAsyncMemoryResource())
+        else:
+            rmm.reinitialize(pool_allocator=True, initial_pool_size=plan.pool_size)
+    except Exception as error:  # MemoryError, or RuntimeError for any other refusal of CUDA's
+        if plan.pool_size is None or not device_out_of_memory(error):
+            raise DeviceError(
+                f"RMM cannot allocate on {plan.device}: {error}. "
+                f"Leave out --rmm-async, or use --rmm-pool-size 0"
+            ) from error
+        raise DeviceError(
+            f"no room for an RMM pool of {format_bytes(plan.pool_size)} on {plan.device}: "
+            f"{_free(plan)} are free, {_holders(plan.uuid)}. End what is left there, "
+            f"or ask for less with --rmm-pool-size"
+        ) from error
+    for library in plan.libraries:
+        _allocate_through_rmm(library)
+
+
+def _allocate_through_rmm(library: str) -> None:
+    # dask-cuda's RMMSetup does the same, for CuPy and PyTorch only
+    if library == "cupy":
+        import cupy
+        from rmm.allocators.cupy import rmm_cupy_allocator
+
+        cupy.cuda.set_allocator(rmm_cupy_allocator)
+    elif library == "torch":
+        import torch
+        from rmm.allocators.torch import rmm_torch_allocator
+
+        torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
+    else:
+        from numba import cuda
+        from rmm.allocators.numba import RMMNumbaManager
+
+        cuda.set_memory_manager(RMMNumbaManager)
+
+
+def store(plan: MemoryPlan, memory_limit: int) -> Any:
+    """What distributed's worker takes as ``data``; None for its own store.
+
+    That one counts device memory as host memory, and would spill it to disk.
+
+    Parameters
+    ----------
+    plan
+        The worker's.
+    memory_limit
+        Bytes of host memory; 0 for no limit. Results on the host spill to disk above the same
+        fraction of it as in distributed's own store.
+    """
+    import dask
+
+    if not plan.device_store:
+        return None
+    memory = dask.config.get("distributed.worker.memory")
+    fraction = memory["target"] or memory["spill"] or 0
+    limits = {
+        "device_memory_limit": plan.device_memory_limit or sys.maxsize,
+        "memory_limit": int(memory_limit * fraction),
+    }
+    return device_host_disk, limits
+
+
+def device_host_disk(
+    worker_local_directory: str, *, device_memory_limit: int, memory_limit: int
+) -> Any:
+    """dask-cuda's store, imported in the worker only. distributed fills in the folder, by name."""
+    from dask_cuda.device_host_file import DeviceHostFile
+
+    return DeviceHostFile(
+        worker_local_directory,
+        device_memory_limit=device_memory_limit,
+        memory_limit=memory_limit,
+    )
+
+
+# --- out of memory --------------------------------------------------------------------------------
+
+
+def device_out_of_memory(error: BaseException) -> bool:
+    """Whether this error, or one that led to it, says that a device is out of memory."""
+    return any(map(_says_so, _chain(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _says_so(error: BaseException) -> bool:
+    kind, text = type(error), str(error)
+    if kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] in (
+        "cupy",
+        "torch",
+    ):
+        return True
+    # RMM raises Python's own MemoryError, with the C++ file that it comes from
+    by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
+    return by_rmm or CODES.search(text) is not None
+
+
+def asked_for(error: BaseException) -> int | None:
+    """Bytes of the allocation that failed, where the message tells."""
+    for one in _chain(error):
+        if found := ASKED.search(str(one)):
+            unit = "B" if found[2] == "bytes" else found[2]
+            return int(parse_bytes(found[1].replace(",", "").rstrip(".") + unit))
+    return None
+
+
+def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemoryError:
+    """Tell where memory ran out, what holds it, and what to do.
+
+    Parameters
+    ----------
+    worker
+        distributed's worker, in this process.
+    plan
+        Its memory.
+    error
+        What was raised; it becomes the cause.
+    """
+    asked, held = asked_for(error), _held(worker.data)
+    limit = plan.device_memory_limit
+    spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
+    advice = ["use smaller chunks"]
+    if held and limit:
+        advice.append("spill earlier with a lower --device-memory-limit")
+    elif held:
+        advice.append("let results spill with --device-memory-limit 0.8")
+    if plan.allocator == "pool" and not any("rmm" in str(one).lower() for one in _chain(error)):
+        # cuBLAS and its like allocate for themselves, from what the pool leaves
+        advice.append("leave memory outside of the pool with --rmm-pool-size 0")
+    advice.append("use more GPUs")
+    explained = DeviceMemoryError(
+        f"worker {worker.name} is out of device memory on {plan.device}: "
+        f"{'an allocation' if asked is None else format_bytes(asked)} did not fit. "
+        f"{_free(plan)} are free outside of {_pool(plan)}; "
+        f"results of Dask tasks hold {format_bytes(held)}, {spills}. "
+        f"What to do: {'; '.join(advice)}"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
+    """Make a worker that is out of device memory usable again, and its error clear.
+
+    For overrides of ``distributed.Worker.execute`` and ``gather_dep``: they return what this makes
+    of the event that distributed's own return. Other events stay as they are.
+    """
+    from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
+
+    if not isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
+        return event
+    from distributed.core import clean_exception, error_message
+
+    error = clean_exception(event.exception.data)[1]
+    if not isinstance(error, BaseException) or not device_out_of_memory(error):
+        return event
+    clear = explain(worker, plan, error)
+    # copying results to the host takes seconds, in which the worker must answer
+    await asyncio.to_thread(make_room, worker.data, plan, asked_for(error))
+    message = error_message(clear)
+    event.exception = message["exception"]
+    event.exception_text = message["exception_text"]
+    return event
+
+
+def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
+    """Free what failed Dask tasks left on the device, and spill as much as the last one asked for.
+
+    Parameters
+    ----------
+    data
+        The worker's store.
+    plan
+        Its memory.
+    asked
+        Bytes that did not fit; None if that is not known.
+    """
+    # Frames of the traceback hold the arrays, and a thread may hold the error for a moment yet
+    for one in gc.get_objects():
+        if issubclass(type(one), BaseException) and device_out_of_memory(one):
+            traceback.clear_frames(one.__traceback__)
+    gc.collect()
+    fast = getattr(getattr(data, "device_buffer", None), "fast", None)
+    if fast is not None and plan.device_memory_limit and asked and asked <= plan.total:
+        try:
+            fast.evict_until_below_target(max(0, fast.total_weight - asked))
+        except Exception as error:
+            # as text: a log that is kept would keep the error's frames, and what they hold
+            log.warning("Results cannot be spilled from %s: %s", plan.device, str(error))
+    for library in {"cupy", "torch"} & set(sys.modules) - set(plan.libraries):
+        try:
+            if library == "cupy":
+                sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+            else:
+                sys.modules["torch"].cuda.empty_cache()
+        except Exception as error:
+            log.warning("%s keeps unused memory of %s: %s", library, plan.device, str(error))
+
+
+def _held(data: Any) -> int:
+    """Bytes of results on the device, without bringing spilled ones back."""
+    from dask.sizeof import sizeof
+
+    on_device = getattr(getattr(data, "device_buffer", None), "fast", None)
+    if on_device is not None:
+        return int(on_device.total_weight)
+    values = list(getattr(data, "fast", data).values())
+    return sum(sizeof(value) for value in values if hasattr(value, "__cuda_array_interface__"))
+
+
+def _free(plan: MemoryPlan) -> str:
+    """What CUDA says is free, in words."""
+    try:
+        if "rmm" in sys.modules:
+            return format_bytes(sys.modules["rmm"].mr.available_device_memory()[0])
+        return format_bytes(sys.modules["cupy"].cuda.runtime.memGetInfo()[0])
+    except Exception:  # it is asked for a message about another error
+        return "an unknown number of bytes"
+
+
+def _pool(plan: MemoryPlan) -> str:
+    """The pool in use and its present size, in words."""
+    try:
+        if plan.allocator == "pool":
+            size = sys.modules["rmm"].mr.get_current_device_resource().pool_size()
+            return f"the RMM pool of {format_bytes(size)}"
+        if plan.allocator == "cuda":
+            pool = sys.modules["cupy"].get_default_memory_pool()
+            return (
+                f"CuPy's pool of {format_bytes(pool.total_bytes())} "
+                f"({format_bytes(pool.used_bytes())} in use)"
+            )
+    except Exception:  # as in _free
+        return "a pool of unknown size"
+    return "RMM's asynchronous pool"
+
+
+def _holders(uuid: str) -> str:
+    """Which processes use the device, in words."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # as in _free
+        return "and nvidia-smi tells which processes hold the rest"
+    used = ", ".join(
+        f"{process.pid} ({format_bytes(process.usedGpuMemory or 0)})" for process in found
+    )
+    return f"and these processes are on it: {used or 'none that can be seen from here'}"

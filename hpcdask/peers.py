@@ -1,0 +1,371 @@
+"""Workers that exchange data over ucx, and speak tcp (TLS) with everybody else.
+
+A worker is known by its tcp address: the scheduler, clients and nannies dial that, and need no UCX.
+Beside it the worker listens on ucx. One that wants data of another asks it once, over TLS, where
+that is and by which secret it lets others in; from then on the two talk ucx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from distributed import Worker
+from distributed.comm import Comm, get_address_host, unparse_host_port
+from distributed.core import ConnectionPool, send_recv
+from distributed.protocol import to_serialize
+
+logger = logging.getLogger("distributed.hpcdask.peers")
+
+#: What workers ask each other, and where they tell that they are warm.
+CONTACT, BLOCK, WARM = "hpcdask-contact", "hpcdask-block", "hpcdask-warm"
+TOPIC = "hpcdask-warm"
+#: Seconds to ask a worker for its ucx address, or to fetch a block of it for the first time.
+ASK_DEADLINE_S = 10.0
+WARM_DEADLINE_S = 60.0
+#: Bytes of the block that maps a peer's memory, and of the one that shows how fast it comes.
+FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
+#: Bytes per second below which device memory does not come over NVLink or PCIe.
+SLOW_RATE = 10e9
+#: Peers on other nodes that a worker warms its connections with.
+FAR_PEERS = 8
+
+
+class PeerPool(ConnectionPool):
+    """A worker's connections: ucx to other workers, tcp to all else.
+
+    distributed's own pool becomes one of these, so it has no constructor; `attend` sets it up.
+    """
+
+    def attend(self, me: PeerWorker, apart: Iterable[str]) -> None:
+        """Begin to ask whom we dial for ucx, but those apart: the scheduler and the nanny."""
+        self.me = me
+        self.apart = set(apart)
+        self.contacts: dict[str, str | None] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+
+    async def _connect(self, addr: str, timeout: float | None = None) -> Comm:
+        if addr in self.apart or not self.me.may_use_ucx_to(addr):
+            return await super()._connect(addr, timeout)
+        contact = await self._contact(addr)
+        if contact is None:
+            return await super()._connect(addr, timeout)
+        try:
+            comm: Comm = await super()._connect(contact, timeout)
+        except OSError as error:
+            self.contacts[addr] = None
+            logger.warning(
+                "no ucx to %s: %s. Data between it and this worker goes over tcp, which is slower",
+                addr,
+                error,
+            )
+            return await super()._connect(addr, timeout)
+        self.occupied[contact].discard(comm)
+        self.occupied[addr].add(comm)
+        return comm
+
+    async def _contact(self, addr: str) -> str | None:
+        """Where a worker listens on ucx; None if it does not."""
+        async with self._asking.setdefault(addr, asyncio.Lock()):
+            if addr not in self.contacts:
+                comm = await super()._connect(addr, ASK_DEADLINE_S)
+                try:
+                    async with asyncio.timeout(ASK_DEADLINE_S):
+                        # closed, or it would be taken for one that carries data
+                        answer = await send_recv(comm, op=CONTACT, close=True)
+                finally:
+                    self.reuse(addr, comm)
+                self.contacts[addr] = None
+                if answer is not None:
+                    from . import ucx
+
+                    ucx.known_secrets[answer["address"].partition("://")[2]] = answer["secret"]
+                    self.contacts[addr] = answer["address"]
+            return self.contacts[addr]
+
+    def remove(self, addr: str, **kwargs: Any) -> None:
+        """Forget a worker that is gone."""
+        if contact := self.contacts.pop(addr, None):
+            from . import ucx
+
+            ucx.known_secrets.pop(contact.partition("://")[2], None)
+        self._asking.pop(addr, None)
+        super().remove(addr, **kwargs)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one worker found when it first fetched from another.
+
+    Attributes
+    ----------
+    to, source
+        Names of the two workers.
+    transport
+        ``ucx`` or ``tcp``.
+    first_s
+        Seconds of the first, small transfer, in which memory is mapped.
+    rate
+        Bytes per second of a larger one after it.
+    same_host
+        Whether both are on one node.
+    problem
+        Why nothing came; the rest is then void.
+    """
+
+    to: str
+    source: str
+    transport: str = ""
+    first_s: float = 0.0
+    rate: float = 0.0
+    same_host: bool = True
+    problem: str = ""
+
+
+class PeerWorker(Worker):
+    """A worker that may talk ucx to its peers, and gets warm before it is used.
+
+    Parameters
+    ----------
+    exchange
+        ``ucx``, ``tcp``, or ``auto`` for ucx if it starts.
+    on_device
+        Whether what it exchanges is in device memory.
+    reach
+        ``all``: ucx to all workers; ``node``: to those of its node only.
+    tells
+        Whether it writes to stderr that it is warm.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        exchange: str = "tcp",
+        on_device: bool = False,
+        reach: str = "all",
+        tells: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchange = exchange
+        self.reach = reach
+        self.on_device = on_device
+        self.tells = tells
+        self._ucx_address: str | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self.handlers |= {CONTACT: self._tell_contact, BLOCK: self._give_block, WARM: self._fetch}
+        pool: Any = self.rpc
+        pool.__class__ = PeerPool
+        pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
+
+    @property
+    def peer_transports(self) -> dict[str, str]:
+        """Address of each peer that was dialled, to ``ucx`` or ``tcp``."""
+        pool: Any = self.rpc
+        return {addr: "ucx" if contact else "tcp" for addr, contact in pool.contacts.items()}
+
+    def may_use_ucx_to(self, address: str) -> bool:
+        """Whether ucx is worth trying to a worker."""
+        if self._ucx_address is None:
+            return False
+        return self.reach == "all" or get_address_host(address) == get_address_host(self.address)
+
+    async def listen(self, *args: Any, **kwargs: Any) -> None:
+        """Listen on tcp, and where it is wanted on ucx too."""
+        await super().listen(*args, **kwargs)
+        if self.exchange == "tcp" or self._ucx_address is not None:
+            return
+        try:
+            await self._listen_on_ucx()
+        except Exception as error:
+            if self.exchange == "ucx":
+                raise
+            self.exchange = "tcp"
+            logger.warning(
+                "ucx does not start in worker %s, which exchanges data over tcp: %s: %s",
+                self.name,
+                type(error).__name__,
+                error,
+            )
+
+    async def _listen_on_ucx(self) -> None:
+        from . import ucx
+
+        ucx.register()
+        await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
+        self._ucx: Any = self.listeners[-1]
+        self._ucx_address = self._ucx.contact_address
+
+    async def start_unsafe(self) -> Any:
+        """Start, then get warm while the user's program starts."""
+        result = await super().start_unsafe()
+        self._warming = asyncio.create_task(self._warm())
+        return result
+
+    async def close(self, *args: Any, **kwargs: Any) -> Any:
+        """Close."""
+        if self._warming is not None:
+            self._warming.cancel()
+        return await super().close(*args, **kwargs)
+
+    async def _tell_contact(self) -> dict[str, Any] | None:
+        if self._ucx_address is None:
+            return None
+        return {"address": self._ucx_address, "secret": self._ucx.secret}
+
+    async def _give_block(self, count: int) -> Any:
+        return to_serialize(_block(count, self.on_device))
+
+    async def _fetch(self, source: str, name: str) -> dict[str, Any]:
+        """Fetch from one peer for the first time, and once more to see how fast it is."""
+        host = get_address_host
+        same = host(source) == host(self.address)
+        link = Link(to=str(self.name), source=name, same_host=same)
+        try:
+            async with asyncio.timeout(WARM_DEADLINE_S):
+                first_s, _ = await self._time_block(source, FIRST_NBYTES)
+                count = MEASURED_NBYTES if self.on_device else FIRST_NBYTES
+                await self._time_block(source, count)
+                seconds, transport = await self._time_block(source, count)
+        except (OSError, TimeoutError, RuntimeError, MemoryError) as error:
+            return asdict(replace(link, problem=f"{type(error).__name__}: {error}"))
+        return asdict(replace(link, transport=transport, first_s=first_s, rate=count / seconds))
+
+    async def _time_block(self, source: str, count: int) -> tuple[float, str]:
+        start = time.perf_counter()
+        comm = await self.rpc.connect(source)
+        try:
+            await send_recv(comm, op=BLOCK, count=count)
+        finally:
+            self.rpc.reuse(source, comm)
+        scheme = comm.peer_address.partition("://")[0]
+        return time.perf_counter() - start, "ucx" if scheme == "ucx" else "tcp"
+
+    async def _warm(self) -> None:
+        """Fetch from those that were there before, and have them fetch from here."""
+        start = time.perf_counter()
+        try:
+            links = await self._exchange_blocks() if self._ucx_address else []
+        except (OSError, TimeoutError) as error:
+            links = [asdict(Link(str(self.name), "", problem=f"{type(error).__name__}: {error}"))]
+        seconds = time.perf_counter() - start
+        name, address = str(self.name), self.address
+        self.log_event(TOPIC, {"worker": address, "name": name, "seconds": seconds, "links": links})
+        if self.tells and links:
+            found = judge([Link(**link) for link in links], on_device=self.on_device)
+            for line in (f"worker {name} is warm: {found.line}", *found.warnings):
+                print(f"hpcdask: {line}", file=sys.stderr, flush=True)
+
+    async def _exchange_blocks(self) -> list[dict[str, Any]]:
+        known = (await self.scheduler.identity())["workers"]
+        names = {address: str(info["name"]) for address, info in known.items()}
+        links = []
+        for peer in choose_peers(self.address, [a for a in names if self.may_use_ucx_to(a)]):
+            links.append(await self._fetch(peer, names[peer]))
+            comm = await self.rpc.connect(peer)
+            try:
+                async with asyncio.timeout(WARM_DEADLINE_S):
+                    back = await send_recv(comm, op=WARM, source=self.address, name=str(self.name))
+            finally:
+                self.rpc.reuse(peer, comm)
+            links.append(back)
+        return links
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """What all links together say.
+
+    Attributes
+    ----------
+    line
+        For the user.
+    warnings
+        One line for each worker or pair that is slow or does not work.
+    """
+
+    line: str
+    warnings: tuple[str, ...]
+
+
+def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
+    """Say which transport workers use and whether it is the fast one.
+
+    Parameters
+    ----------
+    links
+        Of all workers, or of one.
+    on_device
+        Whether they exchange device memory.
+    """
+    warnings = [
+        f"no data came from worker {link.source} to {link.to}: {link.problem}"
+        for link in links
+        if link.problem
+    ]
+    sound = [link for link in links if not link.problem]
+    warnings += [
+        f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
+        for link in sound
+        if link.transport == "tcp"
+    ]
+    ucx = [link for link in sound if link.transport == "ucx"]
+    near = [link for link in ucx if link.same_host]
+    slow = [link for link in near if on_device and link.rate < SLOW_RATE]
+    warnings += [
+        f"slow: {link.rate / 1e9:.1f} GB/s from worker {link.source} to {link.to} on one node, so "
+        f"CUDA IPC (NVLink) is not in use. See `hpcdask doctor` there, UCX_TLS, and whether the "
+        f"jobs are confined to their GPUs"
+        for link in slow
+    ]
+    if not ucx:
+        return Warmth("no data over ucx", tuple(warnings))
+    pairs = len({frozenset((link.to, link.source)) for link in ucx})
+    least = min(link.rate for link in ucx) / 1e9
+    what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
+    if on_device and near and not slow:
+        what += ", CUDA IPC is active"
+    return Warmth(f"{what} ({least:.1f} GB/s or more)", tuple(warnings))
+
+
+def choose_peers(me: str, addresses: list[str]) -> list[str]:
+    """Whom a new worker gets warm with: all on its node, and some on others.
+
+    Parameters
+    ----------
+    me
+        The worker's address.
+    addresses
+        Those of all workers, in the order in which they came.
+    """
+    others = [address for address in addresses if address != me]
+    here = get_address_host(me)
+    near = [address for address in others if get_address_host(address) == here]
+    far = [address for address in others if get_address_host(address) != here]
+    # not all begin with the same one
+    turn = hash(me) % len(near) if near else 0
+    return near[turn:] + near[:turn] + far[-FAR_PEERS:]
+
+
+def _block(count: int, on_device: bool) -> Any:
+    if on_device:
+        import cupy
+
+        return cupy.zeros(count, dtype="uint8")
+    import numpy as np
+
+    return np.zeros(count, dtype=np.uint8)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ucxx and UCX are to find in a worker's environment, where the user did not set it.
+
+    In ucxx's other modes a thread or an endless loop drives UCX, and holds up Python.
+    """
+    wanted = {"UCXPY_PROGRESS_MODE": "blocking", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    return {name: environ.get(name, value) for name, value in wanted.items()}

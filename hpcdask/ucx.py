@@ -1,0 +1,456 @@
+"""UCX connections among workers: they prove who they are, and sleep while nothing happens.
+
+distributed-ucxx opens its port to the whole network, and while a connection is open its event loop
+spins. Here both sides of a new connection prove with a challenge that they know the listener's
+secret, before anything is read whose size or content the other side chooses; and a message that is
+waited for is noticed by UCX's own file descriptor. Nothing is encrypted.
+
+Import this module only in a process that is to use UCX, with its CUDA context already made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import struct
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import distributed_ucxx.ucxx as base
+from distributed.comm.core import CommClosedError, FatalCommClosedError
+from distributed.comm.registry import backends
+from distributed.comm.utils import from_frames, to_frames
+from distributed.protocol.utils import host_array
+from distributed.utils import nbytes
+
+logger = logging.getLogger("distributed.hpcdask.ucx")
+
+#: Seconds in which a new connection must prove itself.
+AUTHENTICATION_DEADLINE_S = 5.0
+#: Connections that may be unproven at a time; those beyond are refused.
+PENDING_LIMIT = 64
+#: Bytes of a secret, of a challenge and of the answer to it.
+SECRET_NBYTES = 32
+#: Seconds for which a transfer under way is polled, before it is left to UCX to report its end:
+#: UCX does not report the end of every copy between devices.
+POLL_S = 1.0
+#: Seconds for which the next message is polled for: an answer often comes at once.
+ANSWER_POLL_S = 0.002
+#: Seconds after which UCX is looked at even if it reported nothing.
+SAFETY_S = 0.1
+#: Bytes of a message's first block, which holds all of a short message.
+BLOCK_NBYTES = 1024
+#: Host frames up to this many bytes travel with the message's header.
+INLINE_NBYTES = 32 * 2**10
+#: Of the first block: 0, or CLOSING; bytes of the header; number of frames.
+_PREFIX = struct.Struct("<BQQ")
+_FRAME = struct.Struct("<BQ")
+_HOST, _DEVICE, _INLINE = range(3)
+_CLOSING = 1
+SERIALIZERS = ("cuda", "dask", "pickle", "error")
+
+#: The secrets of listeners, by their address without the scheme.
+known_secrets: dict[str, bytes] = {}
+
+
+class Progress:
+    """Drives this process's one UCX worker from its event loop.
+
+    While somebody polls, UCX is progressed on each turn of the loop. Else it is armed, and its
+    file descriptor wakes the loop: an idle connection costs no processor time.
+
+    Parameters
+    ----------
+    worker
+        ucxx's worker.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._asleep: dict[Any, asyncio.Future[None]] = {}
+        self._pollers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        # ucxx stops its own progress, and takes the reader away, when nothing is registered
+        base._register_dask_resource()
+        # in the place of ucxx's reader, which does not arm UCX again
+        self._loop.add_reader(worker.epoll_file_descriptor, self._turn)
+        self._turn()
+
+    @contextlib.contextmanager
+    def polling(self) -> Iterator[None]:
+        """Progress UCX on every turn of the loop until the end of the block."""
+        self._pollers += 1
+        if self._pollers == 1:
+            self._loop.call_soon(self._poll)
+        try:
+            yield
+        finally:
+            self._pollers -= 1
+
+    def _poll(self) -> None:
+        self._progress()
+        if self._pollers:
+            self._loop.call_soon(self._poll)
+        else:
+            self._arm()
+
+    async def wait(self, request: Any) -> None:
+        """Wait for the end of a request; raises what UCX says of it.
+
+        Parameters
+        ----------
+        request
+            ucxx's.
+        """
+        if not request.completed:
+            self._progress()
+        if not request.completed:
+            future = self._asleep[request] = self._loop.create_future()
+            if not self._pollers:
+                self._arm()
+            try:
+                await future
+            finally:
+                self._asleep.pop(request, None)
+        request.check_error()
+
+    def _progress(self) -> None:
+        self._worker.progress()
+        self.look()
+
+    def look(self) -> None:
+        """Wake those whose request is over."""
+        for request, future in self._asleep.items():
+            if request.completed and not future.done():
+                future.set_result(None)
+
+    def _turn(self) -> None:
+        self._progress()
+        if not self._pollers:
+            self._arm()
+
+    def _arm(self) -> None:
+        """Have UCX report what comes next, and look again after a while all the same."""
+        if not self._worker.arm():  # something has come already
+            self._loop.call_soon(self._turn)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(SAFETY_S, self._turn)
+
+
+_progress: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Progress] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def progress() -> Progress:
+    """The driver of the running event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _progress:
+        base.init_once()
+        _progress[loop] = Progress(base.ucxx.core._get_ctx().worker)
+    return _progress[loop]
+
+
+class Endpoint:
+    """Messages of known size over one of ucxx's endpoints."""
+
+    def __init__(self, endpoint: Any) -> None:
+        from ucxx._lib.arr import Array
+        from ucxx.types import Tag
+
+        self._array = Array
+        self._raw = endpoint._ep
+        self._send_tag = Tag(endpoint._tags["msg_send"])
+        self._receive_tag = Tag(endpoint._tags["msg_recv"])
+        self._progress = progress()
+
+    def send(self, buffer: Any) -> Any:
+        """Begin to send; `wait` for the request that is returned."""
+        self._raw.raise_on_error()
+        return self._raw.tag_send(self._array(buffer), self._send_tag)
+
+    def receive(self, buffer: Any) -> Any:
+        """Begin to receive exactly as many bytes as the buffer holds."""
+        self._raw.raise_on_error()
+        return self._raw.tag_recv(self._array(buffer), self._receive_tag)
+
+    async def wait(self, *requests: Any) -> None:
+        """Wait for the end of all requests."""
+        for request in requests:
+            await self._progress.wait(request)
+
+    async def wait_polling(self, *requests: Any, seconds: float = POLL_S) -> None:
+        """Wait for requests that end soon: poll first."""
+        if all(request.completed for request in requests):
+            return await self.wait(*requests)
+        with self._progress.polling(), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self.wait(*requests)
+        return await self.wait(*requests)
+
+    def look(self) -> None:
+        """Wake those that wait for requests which were cancelled."""
+        self._progress.look()
+
+
+class PeerComm(base.UCXX):  # type: ignore[misc]
+    """A connection between two workers."""
+
+    def __init__(self, endpoint: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(endpoint, *args, **kwargs)
+        self._wire = Endpoint(endpoint)
+
+    async def write(
+        self, msg: Any, serializers: Collection[str] | None = None, on_error: str = "message"
+    ) -> int:
+        """Send a message; returns its bytes."""
+        if self.closed():
+            raise CommClosedError("the ucx connection is closed")
+        frames: Sequence[Any] = await to_frames(
+            msg,
+            serializers=serializers or SERIALIZERS,
+            on_error=on_error,
+            allow_offload=self.allow_offload,
+        )
+        sizes = [nbytes(frame) for frame in frames]
+        kinds = [
+            _DEVICE
+            if hasattr(frame, "__cuda_array_interface__")
+            else _INLINE
+            if size <= INLINE_NBYTES
+            else _HOST
+            for frame, size in zip(frames, sizes, strict=True)
+        ]
+        inline = [frame for frame, kind in zip(frames, kinds, strict=True) if kind == _INLINE]
+        table = b"".join(map(_FRAME.pack, kinds, sizes))
+        header = b"".join([table, *inline])
+        first, rest = _first_block(0, header, len(frames))
+        if _DEVICE in kinds:
+            # UCX does not wait for what the device still has to do
+            base.synchronize_stream()
+        large = [
+            frame
+            for frame, kind, size in zip(frames, kinds, sizes, strict=True)
+            if kind != _INLINE and size
+        ]
+        try:
+            parts = [first, rest, *large] if rest else [first, *large]
+            await self._wire.wait_polling(*[self._wire.send(part) for part in parts])
+        except BaseException as error:
+            # what was sent in part cannot be taken back
+            self.abort()
+            if isinstance(error, base.ucxx.exceptions.UCXError):
+                raise CommClosedError(f"the ucx connection broke while writing: {error}") from error
+            raise
+        return sum(sizes)
+
+    async def read(self, deserializers: Collection[str] | None = None) -> Any:
+        """The next message."""
+        try:
+            frames = await self._read_frames()
+            return await from_frames(
+                frames,
+                deserialize=self.deserialize,
+                deserializers=deserializers or SERIALIZERS,
+                allow_offload=self.allow_offload,
+            )
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, (base.ucxx.exceptions.UCXError, EOFError)):
+                raise CommClosedError(f"the ucx connection broke while reading: {error}") from error
+            raise
+
+    async def _read_frames(self) -> list[Any]:
+        if self.closed():
+            raise CommClosedError("the ucx connection is closed")
+        first = bytearray(BLOCK_NBYTES)
+        await self._wire.wait_polling(self._wire.receive(first), seconds=ANSWER_POLL_S)
+        closing, size, count = _PREFIX.unpack_from(first)
+        if closing:
+            raise CommClosedError("the other side closed the ucx connection")
+        header = memoryview(first)[_PREFIX.size : _PREFIX.size + size]
+        if missing := size - len(header):
+            rest = bytearray(missing)
+            await self._wire.wait_polling(self._wire.receive(rest))
+            header = memoryview(b"".join([header, rest]))
+        kinds_sizes = list(_FRAME.iter_unpack(header[: count * _FRAME.size]))
+        frames, at = [], count * _FRAME.size
+        for kind, nbytes_ in kinds_sizes:
+            if kind == _INLINE:
+                frames.append(header[at : at + nbytes_])
+                at += nbytes_
+            else:
+                frames.append(
+                    base.device_array(nbytes_) if kind == _DEVICE else host_array(nbytes_)
+                )
+        large = [
+            frame
+            for frame, (kind, size) in zip(frames, kinds_sizes, strict=True)
+            if kind != _INLINE and size
+        ]
+        if any(kind == _DEVICE for kind, _ in kinds_sizes):
+            # what used the memory before may still run
+            base.synchronize_stream()
+        await self._wire.wait_polling(*[self._wire.receive(frame) for frame in large])
+        return frames
+
+    async def close(self) -> None:
+        """Say goodbye, and end the connection."""
+        if self._ep is not None and self._ep.alive:
+            first, _ = _first_block(_CLOSING, b"", 0)
+            with contextlib.suppress(TimeoutError, base.ucxx.exceptions.UCXError):
+                async with asyncio.timeout(1):
+                    await self._wire.wait_polling(self._wire.send(first))
+        self.abort()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        super().abort()
+        self._wire.look()
+
+
+def _first_block(flag: int, header: bytes, count: int) -> tuple[bytes, bytes]:
+    """The block of fixed size that begins a message, and what does not fit in."""
+    room = BLOCK_NBYTES - _PREFIX.size
+    first = _PREFIX.pack(flag, len(header), count) + header[:room]
+    return first.ljust(BLOCK_NBYTES, b"\0"), header[room:]
+
+
+async def authenticate(wire: Any, secret: bytes, *, listens: bool) -> None:
+    """Prove to each other that both know a secret, without telling it.
+
+    A challenge and its answer by HMAC-SHA256 in either direction, in messages of fixed size; the
+    answers of the two sides differ, so that none can be sent back.
+
+    Parameters
+    ----------
+    wire
+        An `Endpoint`.
+    secret
+        What both must know, `SECRET_NBYTES` long.
+    listens
+        Which of the two sides this is.
+
+    Raises
+    ------
+    PermissionError
+        The other side does not know the secret.
+    """
+    mine, theirs = secrets.token_bytes(SECRET_NBYTES), bytearray(SECRET_NBYTES)
+    await wire.wait(wire.send(mine), wire.receive(theirs))
+    pair = (mine + theirs) if listens else (theirs + mine)
+
+    def answer(of_listener: bool) -> bytes:
+        role = b"listens" if of_listener else b"connects"
+        return hmac.digest(secret, role + pair, "sha256")
+
+    if not listens:
+        await wire.wait(wire.send(answer(False)))
+    got = bytearray(SECRET_NBYTES)
+    await wire.wait(wire.receive(got))
+    if not hmac.compare_digest(got, answer(not listens)):
+        raise PermissionError("the other side does not know the secret of this cluster")
+    if listens:
+        await wire.wait(wire.send(answer(True)))
+
+
+class PeerConnector(base.UCXXConnector):  # type: ignore[misc]
+    """Connects to a worker whose secret is known."""
+
+    comm_class = PeerComm
+
+    async def connect(self, address: str, deserialize: bool = True, **kwargs: Any) -> PeerComm:
+        """Open a connection and prove oneself."""
+        secret = known_secrets.get(address)
+        if secret is None:
+            raise FatalCommClosedError(f"nothing is known of a ucx listener at {address}")
+        with progress().polling():
+            try:
+                comm: PeerComm = await super().connect(address, deserialize, **kwargs)
+            except (base.ucxx.exceptions.UCXError, TimeoutError) as error:
+                raise CommClosedError(f"no ucx connection to {address}: {error}") from error
+            try:
+                async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
+                    await authenticate(comm._wire, secret, listens=False)
+            except BaseException as error:
+                comm.abort()
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                raise FatalCommClosedError(f"{address} did not prove itself: {error!r}") from error
+        return comm
+
+
+class PeerListener(base.UCXXListener):  # type: ignore[misc]
+    """Hands over connections that have proved themselves."""
+
+    comm_class = PeerComm
+    secret: bytes
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        progress()
+        self.secret = secrets.token_bytes(SECRET_NBYTES)
+        self.pending = 0
+        self._resource_id = base._register_dask_resource()
+        weakref.finalize(self, base._deregister_dask_resource, self._resource_id)
+        self.ucxx_server = base.ucxx.create_listener(
+            self._accept, port=self._input_port, connect_timeout=AUTHENTICATION_DEADLINE_S
+        )
+
+    async def _accept(self, endpoint: Any) -> None:
+        if self.pending >= PENDING_LIMIT:
+            endpoint.abort()
+            logger.warning("refused a ucx connection: %d others are unproven", self.pending)
+            return
+        comm = PeerComm(endpoint, self.address, self.address, self.deserialize)
+        comm.allow_offload = self.allow_offload
+        self.pending += 1
+        try:
+            with progress().polling():
+                async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
+                    await authenticate(comm._wire, self.secret, listens=True)
+                    await self.on_connection(comm)
+        except Exception as error:
+            comm.abort()
+            logger.warning("refused a ucx connection to %s: %s", self.address, _reason(error))
+            return
+        finally:
+            self.pending -= 1
+        if self.comm_handler:
+            await self.comm_handler(comm)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it did not prove itself within {AUTHENTICATION_DEADLINE_S:g} s"
+    return f"{type(error).__name__}: {error}"
+
+
+class PeerBackend(base.UCXXBackend):  # type: ignore[misc]
+    """distributed's comm backend for connections that prove themselves."""
+
+    def get_connector(self) -> PeerConnector:
+        """Dials."""
+        return PeerConnector()
+
+    def get_listener(
+        self,
+        loc: str,
+        handle_comm: Callable[[PeerComm], Awaitable[None]],
+        deserialize: bool,
+        **connection_args: Any,
+    ) -> PeerListener:
+        """Accepts."""
+        return PeerListener(loc, handle_comm, deserialize, **connection_args)
+
+
+def register() -> None:
+    """Make this the ``ucx`` of this process."""
+    backends["ucx"] = PeerBackend()

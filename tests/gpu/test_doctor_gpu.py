@@ -1,0 +1,106 @@
+"""`hpcdask doctor` where there are GPUs: all is well, and what makes it slow is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hpcdask.devices import Gpu
+from hpcdask.fabric import nvlink_pairs
+
+pytestmark = pytest.mark.gpu
+
+DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor", "--json"]
+#: Takes a little memory of the first GPU, says so, and waits for the end of its input.
+TENANT = "import cupy, sys; a = cupy.ones(2**27); print(float(a[0]), flush=True); sys.stdin.read()"
+
+
+def doctor(*prefix: str, **variables: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report, and all its findings."""
+    done = subprocess.run(
+        [*prefix, *DOCTOR],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **variables,
+        },
+    )
+    made = json.loads(done.stdout)
+    assert done.returncode == made["exit_code"], done.stderr
+    findings = [one for node in made["nodes"] for one in node["findings"]]
+    return made, [*findings, *made["between_nodes"]]
+
+
+def of_topic(findings: list[dict[str, Any]], topic: str) -> dict[str, Any]:
+    (found,) = [one for one in findings if one["topic"] == topic]
+    return found
+
+
+def test_the_gpus_are_seen_and_the_packages_load(gpus: list[Gpu]) -> None:
+    made, findings = doctor()
+    kinds = of_topic(findings, "GPUs")
+    assert f"{len(gpus)} x {gpus[0].name}" in kinds["value"], made
+    assert [one for one in findings if one["group"] == "could not be looked at"] == []
+    for step in ("cupy", "GPUs", "rmm", "ucxx"):
+        assert of_topic(findings, f"{step} works")["status"] == "ok"
+    assert "cuda" in of_topic(findings, "ucxx works")["value"]
+    assert of_topic(findings, "driver")["status"] == "ok"
+    assert made["exit_code"] < 2, made["verdict"]
+    joined = {frozenset(pair) for pair in nvlink_pairs().joined}
+    if len(gpus) > 1 and len(joined) == len(gpus) * (len(gpus) - 1) // 2:
+        assert of_topic(findings, "NVLink")["value"] == "between all GPUs"
+        assert "would choose ucx" in of_topic(findings, "--protocol auto")["value"]
+
+
+def test_ucx_over_tcp_is_reported_as_slow(gpus: list[Gpu]) -> None:
+    made, findings = doctor(UCX_TLS="tcp")
+    found = of_topic(findings, "UCX_TLS")
+    assert found["status"] == "warning"
+    assert "slow" in found["value"]
+    assert made["exit_code"] >= 1
+    if nvlink_pairs().joined and len(gpus) > 1:
+        assert "NVLink is not used" in found["value"]
+
+
+def test_a_process_on_a_gpu_is_reported(gpus: list[Gpu]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TENANT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as tenant:
+        assert tenant.stdout is not None
+        assert tenant.stdout.readline() == b"1.0\n"
+        _, findings = doctor()
+        tenant.communicate(timeout=30)
+    found = of_topic(findings, "other processes")
+    assert found["status"] == "warning"
+    assert "on GPU" in found["value"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
+    """Each rank sees all GPUs, or only its own through CUDA_VISIBLE_DEVICES."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.fail("no mpirun on PATH")
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    bind = ["sh", "-c", 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec "$@"', "sh"]
+    made, findings = doctor(mpirun, "--oversubscribe", "-n", str(len(gpus)), *(bind if own else []))
+    assert made["ranks"] == len(gpus)
+    expected = "each sees its own" if own else "each sees all and takes its own"
+    assert of_topic(findings, "GPU of each rank")["value"] == expected
+    assert f"{len(gpus)} x {gpus[0].name}" in of_topic(findings, "GPUs")["value"]
+    assert not [one for one in findings if one["topic"] == "confined"]
+    # the doctor's own contexts on the GPUs come after all ranks have looked
+    assert of_topic(findings, "other processes")["status"] == "ok"

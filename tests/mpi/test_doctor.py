@@ -1,0 +1,134 @@
+"""`hpcdask doctor` for real: alone, under both MPIs, on two nodes that are one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launching import clean_environment
+
+pytestmark = pytest.mark.mpi
+
+DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor"]
+#: A rank that does not take part, beside one that does.
+ONE_STAYS_AWAY = (
+    'if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then exec sleep 60; fi; exec "$@"'
+)
+
+
+def of_topic(made: dict[str, Any], topic: str) -> list[dict[str, Any]]:
+    findings = [one for node in made["nodes"] for one in node["findings"]]
+    return [one for one in [*findings, *made["between_nodes"]] if one["topic"] == topic]
+
+
+def parse(text: str) -> dict[str, Any]:
+    assert text.count('"verdict"') == 1, text
+    return json.loads(text)
+
+
+def test_alone_as_text_and_as_json():
+    environ = clean_environment()
+    text, as_json = (
+        subprocess.run(
+            [*DOCTOR, *options],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        for options in ([], ["--json"])
+    )
+    made = parse(as_json.stdout)
+    assert as_json.returncode == text.returncode == made["exit_code"]
+    assert text.stdout.splitlines()[-1] == made["verdict"]
+    assert (text.stderr, as_json.stderr) == ("", "")
+    assert "\x1b" not in text.stdout
+    (node,) = made["nodes"]
+    assert node["ranks"] == [0]
+    (python,) = of_topic(made, "Python")
+    assert sys.executable in python["value"]
+    assert not of_topic(made, "ranks")
+
+
+def test_under_mpirun_there_is_one_report(mpi):
+    done = mpi.run(2, *DOCTOR, "--json", env={"UCX_TLS": "tcp"})
+    made = parse(done.out)
+    assert done.code == made["exit_code"], done.err
+    assert made["ranks"] == 2
+    (node,) = made["nodes"]
+    assert node["ranks"] == [0, 1]
+    (ranks,) = of_topic(made, "ranks")
+    assert ranks["value"].startswith("2: 2 on ")
+    (mpi4py,) = of_topic(made, "mpi4py")
+    assert (mpi4py["status"], mpi.name in mpi4py["value"]) == ("ok", True)
+    assert "hpcdask: error" not in done.err
+    assert len(of_topic(made, "/dev/shm")) == 1
+
+
+def test_a_rank_that_does_not_arrive_is_named(mpi):
+    done = mpi.run(2, "sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, "--json", "--timeout", "1")
+    assert done.code == 2, done.err
+    assert done.seconds < 20
+    made = parse(done.out)
+    (ranks,) = of_topic(made, "ranks")
+    assert ranks["status"] == "error"
+    assert ranks["value"].startswith("rank 1 of 2 did not arrive within 1 s (there are 1 on ")
+
+
+def ranks_of_two_nodes(folder: Path, *options: str, **second: str) -> list[tuple[int, str, str]]:
+    """Both ranks of a launch whose nodes are this machine; exit code, output, errors of each.
+
+    The second has more variables.
+    """
+    running = []
+    for index in range(2):
+        rank = {
+            "index": index,
+            "size": 2,
+            "local_index": 0,
+            "local_size": 1,
+            "host": f"node{index + 1}",
+            "launcher": "given",
+            "launch_id": str(folder),
+        }
+        environ = {**clean_environment(), "HOME": str(folder), "HPCDASK_RANK": json.dumps(rank)}
+        running.append(
+            subprocess.Popen(
+                [*DOCTOR, *options],
+                env={**environ, **(second if index else {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ended = [process.communicate(timeout=60) for process in running]
+    assert not os.listdir(folder)  # nothing is left where the ranks met
+    return [(one.returncode, *texts) for one, texts in zip(running, ended, strict=True)]
+
+
+def test_two_nodes_are_compared(tmp_path: Path):
+    first, second = ranks_of_two_nodes(tmp_path, "--json", UCX_MAX_RNDV_RAILS="1")
+    made = parse(first[1])
+    assert second == (first[0], "", "")
+    assert first[0] == made["exit_code"] == 1
+    assert [node["host"] for node in made["nodes"]] == ["node1", "node2"]
+    assert made["differences"] == [
+        {
+            "what": "settings",
+            "status": "warning",
+            "values": {"node1": "", "node2": "UCX_MAX_RNDV_RAILS=1"},
+        }
+    ]
+    (port,) = of_topic(made, "scheduler's port")
+    assert (port["status"], "on node1 reached from 1 other node" in port["value"]) == ("ok", True)
+    (clocks,) = of_topic(made, "clocks")
+    assert clocks["status"] == "ok"

@@ -1,0 +1,735 @@
+"""The doctor: what recorded facts of several machines mean, and how facts are gathered."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdask.doctor import collect, command, node, nodes, nvml, queue, report, software, stack
+from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
+from hpcdask.doctor.launch import Launch, Route
+from hpcdask.fabric import Fabric, Interface, Port, Ucx
+from hpcdask.ranks import Rank
+
+GIB = 2**30
+INFINITE = -1
+PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
+NO_UCX = Ucx(problem="distributed-ucxx and ucxx are not installed: pip install it")
+CUDA13 = {
+    "hpcdask": "0.1.0",
+    "dask": "2026.7.1",
+    "distributed": "2026.7.1",
+    "dask-cuda": "26.10.0",
+    "rapids-dask-dependency": "26.10.0",
+    "cupy-cuda13x": "14.2.0",
+    "rmm-cu13": "26.10.0",
+    "ucxx-cu13": "0.52.0",
+    "libucx-cu13": "1.21.0",
+    "distributed-ucxx-cu13": "0.52.0",
+}
+Facts = dict[str, Any]
+
+
+def a_gpu(index: int, **changes: Any) -> Facts:
+    near = list(range(64)) if index < 4 else list(range(64, 128))
+    return {
+        "uuid": f"GPU-{index}",
+        "parent": None,
+        "index": index,
+        "name": "NVIDIA H200",
+        "memory": 140 * GIB,
+        "free": 139 * GIB,
+        "cores": near,
+        "numa": index // 4,
+        "bus": f"00000000:{index:02x}:00.0",
+        "compute_mode": 0,
+        "pcie_width": 16,
+        "pcie_max_width": 16,
+        "pcie_gen": 1,  # idle
+        "pcie_max_gen": 5,
+        "clock_limits": 1,
+        "ecc_uncorrected": 0,
+        "retirement_pending": False,
+        "remap_failed": False,
+        "persistence": True,
+        "processes": [],
+        **changes,
+    }
+
+
+def facts_of(cards: list[Facts], ucx: Ucx = PYPI, **more: Any) -> Facts:
+    """What one rank gathered on a node of 128 cores with these GPUs, on ext4, without a job."""
+    uuids = [card["uuid"] for card in cards if not card["parent"]]
+    pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
+    fabric = Fabric(
+        interfaces=(Interface("eth0", "10.1.0.7", "ethernet", 100_000),),
+        nvlink=tuple(pairs),
+        ucx=ucx,
+        gpus=tuple(uuids),
+    )
+    driver = {"driver": "580.65.06", "cuda": [13, 0]} if cards else {}
+    folder = {"path": "/dev/shm", "writable": True, "size": 1000 * GIB, "free": 990 * GIB}
+    return {
+        "process": {
+            "pinned": list(range(128)),
+            "cores": list(range(128)),
+            "memory": 2000 * GIB,
+            "host_memory": 2000 * GIB,
+            "env": {},
+            "config": {},
+            "nofile": [1_048_576, 1_048_576],
+            "memlock": [INFINITE, INFINITE],
+            "nproc": [INFINITE, INFINITE],
+        },
+        "gpus": {"device_files": bool(cards), "gpus": cards, **driver},
+        "fabric": json.loads(json.dumps(dataclasses.asdict(fabric))),
+        "software": {
+            "python": "3.12.4",
+            "executable": "/opt/env/bin/python",
+            "kernel": "5.14.0",
+            "packages": dict(CUDA13),
+            "unfit": [],
+        },
+        "mpi": {"version": "4.1.1", "library": "Open MPI v5.0.8"},
+        "name": {"name": "node1", "addresses": ["10.1.0.7"], "error": ""},
+        "shared memory": {**folder, "type": "tmpfs"},
+        "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
+        "queue": {"system": "", "job": None, "request": "", "gpus": {}, "step": ""},
+        **more,
+    }
+
+
+def nvlink_box() -> Facts:
+    return facts_of([a_gpu(index) for index in range(8)])
+
+
+def infiniband_node() -> Facts:
+    """A node of a cluster with UCX from PyPI, which has no InfiniBand."""
+    facts = facts_of([a_gpu(index) for index in range(4)])
+    port = Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True)
+    facts["fabric"]["infiniband"] = [dataclasses.asdict(port)]
+    return facts
+
+
+def mig_box() -> Facts:
+    cards = [
+        a_gpu(0, uuid=f"MIG-{n}", parent="GPU-0", name="NVIDIA H200 MIG 1g.18gb", memory=16 * GIB,
+              free=16 * GIB, pcie_width=None)
+        for n in range(3)
+    ]  # fmt: skip
+    return facts_of(cards)
+
+
+def laptop() -> Facts:
+    facts = facts_of([], NO_UCX, mpi={})
+    facts["software"]["packages"] = {"dask": "2026.8.0", "distributed": "2026.8.0"}
+    facts["process"] |= {"nofile": [1024, 1_048_576], "memlock": [8 << 20, 8 << 20]}
+    return facts
+
+
+def heard(*reports: Facts, hosts: list[str] | None = None, launcher: str = "none") -> Launch:
+    """A launch of which these ranks reported, on one node unless `hosts` says otherwise."""
+    hosts = hosts or ["node1"] * len(reports)
+    rank = Rank(0, len(hosts), 0, hosts.count(hosts[0]), hosts[0], launcher, "test")
+    return Launch(rank, 60, "10.1.0.7:4000", dict(enumerate(hosts)), dict(enumerate(reports)))
+
+
+def examine(*reports: Facts, **more: Any) -> report.Report:
+    return command.build(heard(*copy.deepcopy(reports), **more))
+
+
+def only(made: report.Report, topic: str) -> Finding:
+    found = [finding for finding in made.every() if finding.topic == topic]
+    assert len(found) == 1, [(one.topic, one.value) for one in made.every()]
+    return found[0]
+
+
+def bad(made: report.Report) -> list[str]:
+    return [finding.topic for finding in made.every() if finding.status != "ok"]
+
+
+# Whole machines
+
+
+def test_an_nvlink_box_is_well():
+    made = examine(nvlink_box())
+    assert bad(made) == []
+    assert made.exit_code == 0
+    assert made.verdict == "ok: nothing keeps Dask from running at full speed on these GPUs"
+    assert only(made, "NVLink").value == "between all GPUs"
+    assert only(made, "GPUs").value == "8 x NVIDIA H200, 140 GiB"
+    assert only(made, "PCIe").value == "gen 5 x16"  # an idle link's lower generation is no fault
+    assert only(made, "--protocol auto").value.startswith("would choose ucx")
+
+
+@pytest.mark.parametrize("tls", ["tcp", "tcp,sm,cuda_copy", "^cuda_ipc", "^cuda"])
+def test_ucx_tls_without_cuda_ipc_is_slow(tls):
+    facts = nvlink_box()
+    facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
+    made = examine(facts)
+    found = only(made, "UCX_TLS")
+    assert found.status == "warning"
+    assert "slow" in found.value
+    assert "NVLink is not used" in found.value
+    assert "Unset UCX_TLS" in found.advice
+    assert made.exit_code == 1
+    assert made.verdict == "slow: Dask runs, but not at full speed (UCX_TLS)"
+
+
+@pytest.mark.parametrize("tls", ["all", "tcp,cuda", "^ib", "rc,cuda_copy,cuda_ipc"])
+def test_other_ucx_tls_are_not(tls):
+    facts = nvlink_box()
+    facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
+    made = examine(facts)
+    assert bad(made) == []
+    assert only(made, "set by you").value == f"UCX_TLS={tls}"
+
+
+def test_infiniband_that_ucx_cannot_use():
+    made = examine(infiniband_node(), infiniband_node(), hosts=["node1", "node2"])
+    found = [one for one in made.every() if one.topic == "UCX and InfiniBand"]
+    assert len(found) == 2
+    assert all("slow between nodes" in one.value for one in found)
+    assert "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true" in found[0].advice
+    assert made.exit_code == 1
+    facts = infiniband_node()
+    facts["fabric"]["ucx"] |= {"source": "system", "transports": ["cma", "cuda", "ib", "rdmacm"]}
+    assert bad(examine(facts, facts, hosts=["node1", "node2"])) == []
+
+
+def test_infiniband_wants_locked_memory():
+    facts = infiniband_node()
+    facts["fabric"]["ucx"]["transports"] = ["cuda", "ib"]
+    facts["process"]["memlock"] = [8 << 20, INFINITE]
+    found = only(examine(facts), "locked memory")
+    assert (found.status, found.value) == ("error", "8 MiB")
+    assert "ulimit -l unlimited" in found.advice
+    facts["fabric"]["infiniband"] = []
+    assert bad(examine(facts)) == []
+
+
+def test_a_mig_box():
+    made = examine(mig_box())
+    assert bad(made) == []
+    assert only(made, "NVLink").value == "not between MIG slices"
+    assert only(made, "GPUs").value == "3 x NVIDIA H200 MIG 1g.18gb, 16 GiB"
+    assert only(made, "--protocol auto").value.startswith("would choose tcp: MIG")
+
+
+def test_a_laptop_is_fine_without_a_gpu():
+    made = examine(laptop())
+    assert (bad(made), made.exit_code) == ([], 0)
+    assert made.verdict == "ok: Dask runs here, on the CPU"
+    found = only(made, "GPUs")
+    assert found.value == "no NVIDIA GPU here"
+    assert "hpcdask doctor" in found.advice
+    assert not [one for one in made.every() if one.topic in ("driver", "rmm", "NVLink", "cupy")]
+
+
+def test_no_gpu_in_a_job_is_a_warning():
+    facts = laptop()
+    facts["queue"] |= {"system": "SLURM", "job": "7.r0", "request": "srun --gpus-per-task=1"}
+    made = examine(facts)
+    assert made.exit_code == 1
+    assert "srun --gpus-per-task=1" in only(made, "GPUs").advice
+
+
+def test_a_driver_that_does_not_answer_is_an_error():
+    facts = nvlink_box() | {"gpus": {"problem": "did not answer within 20 s"}}
+    made = examine(facts)
+    assert made.exit_code == 2
+    found = only(made, "gpus")
+    assert found.value == "did not answer within 20 s"
+    assert "nvidia-smi" in found.advice
+
+
+@pytest.mark.parametrize("group", sorted(nvlink_box()))
+def test_the_rest_is_reported_without_a_group_of_facts(group):
+    made = examine(nvlink_box() | {group: {"problem": "boom"}})
+    assert made.exit_code == 2
+    assert only(made, group).value == "boom"
+    assert "boom" in made_text(made)
+
+
+# Single findings
+
+
+def one_changed(change: Any, base: Any = nvlink_box) -> report.Report:
+    facts = base()
+    change(facts)
+    return examine(facts)
+
+
+def gpu_changed(**changes: Any) -> Any:
+    def change(facts: Facts) -> None:
+        facts["gpus"]["gpus"][3] |= changes
+
+    return change
+
+
+def packages_changed(**versions: str | None) -> Any:
+    def change(facts: Facts) -> None:
+        for name, version in versions.items():
+            name = name.replace("_", "-")
+            facts["software"]["packages"].pop(name, None)
+            if version:
+                facts["software"]["packages"][name] = version
+
+    return change
+
+
+def with_env(**variables: str) -> Any:
+    return lambda facts: facts["process"]["env"].update(variables)
+
+
+def changed(group: str, **values: Any) -> Any:
+    return lambda facts: facts[group].update(values)
+
+
+PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "status", "words"),
+    [
+        (gpu_changed(ecc_uncorrected=2), "memory errors", "warning", "GPU 3: 2 uncorrected"),
+        (gpu_changed(remap_failed=True), "memory errors", "error", "GPU 3"),
+        (gpu_changed(retirement_pending=True), "memory errors", "warning", "waits"),
+        (gpu_changed(pcie_width=8), "PCIe", "warning", "GPU 3: x8 of x16"),
+        (gpu_changed(compute_mode=3), "compute mode", "warning", "exclusive"),
+        (gpu_changed(compute_mode=2), "compute mode", "error", "prohibited"),
+        (gpu_changed(clock_limits=0x41), "clocks", "warning", "heat"),
+        (gpu_changed(free=10 * GIB), "free memory", "warning", "10 GiB of 140 GiB"),
+        (gpu_changed(processes=[PROCESS]), "other processes", "warning",
+         "77 (python of eve, 3 GiB, on GPU 3)"),
+        (changed("process", cores=list(range(4))), "NUMA", "warning", "GPU 4-7"),
+        (changed("process", cores=[0, 64]), "cores", "warning", "for 8 workers"),
+        (changed("process", memory=16 * GIB), "host memory", "warning", "2 GiB for each"),
+        (changed("process", nofile=[256, 4096]), "open files", "error", "256 (at most 4096)"),
+        (changed("process", nproc=[1024, 1024]), "processes", "warning", "1024"),
+        (changed("scratch", type="lustre"), "scratch", "warning", "on the network"),
+        (changed("scratch", type="fuse.sshfs"), "scratch", "warning", "on the network"),
+        (changed("scratch", type="tmpfs"), "scratch", "warning", "in memory"),
+        (changed("scratch", writable=False), "scratch", "error", "cannot be written"),
+        (changed("scratch", free=GIB), "scratch", "warning", "1 GiB free"),
+        (changed("shared memory", size=64 << 20, free=64 << 20), "/dev/shm", "warning", "64 MiB"),
+        (changed("shared memory", writable=False), "/dev/shm", "error", "cannot be written"),
+        (changed("name", error="unknown"), "host name", "warning", "no address"),
+        (packages_changed(distributed="2025.12.0"), "dask", "error", "2025.12.0"),
+        (packages_changed(dask="2026.8.0"), "dask", "error", "2026.8.0"),
+        (changed("software", unfit=["dask==2026.6.0"]), "dask-cuda", "warning", "dask==2026.6.0"),
+        (packages_changed(cupy_cuda12x="14.2.0"), "two cupy", "error", "cupy-cuda12x 14.2.0"),
+        (packages_changed(rmm_cu13=None), "rmm", "warning", "not installed"),
+        (packages_changed(rmm_cu13=None, rmm_cu12="26.10.0"), "one CUDA", "error", "rmm-cu12"),
+        (changed("mpi", library="MPICH Version: 4.3"), "mpi4py", "ok", "4.1.1 with MPICH"),
+        (with_env(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "warning", "slow"),
+        (with_env(UCX_LOG_LEVEL="debug"), "UCX_LOG_LEVEL", "warning", "slow"),
+        (with_env(UCX_NET_DEVICES="ib7"), "UCX_NET_DEVICES", "error", "no ib7"),
+        (with_env(RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true"),
+         "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "warning", "not found"),
+        (changed("process", config={"distributed-ucxx.nvlink": False}),
+         "distributed-ucxx.nvlink", "warning", "slow"),
+        (changed("process", config={"distributed.comm.compression": "lz4"}),
+         "distributed.comm.compression", "warning", "slow"),
+        (lambda facts: facts["fabric"]["ucx"].update(transports=["cma"]), "UCX and NVLink",
+         "warning", "slow"),
+        (lambda facts: facts["fabric"].update(ucx=dataclasses.asdict(NO_UCX)), "UCX",
+         "warning", "cannot be used"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_found(change, topic, status, words):
+    found = only(one_changed(change), topic)
+    assert found.status == status
+    assert words in found.value
+    assert found.advice or status == "ok"
+
+
+def test_infiniband_that_the_user_s_settings_leave_out():
+    facts = infiniband_node()
+    facts["fabric"]["ucx"]["transports"] = ["cuda", "ib"]
+    facts["process"]["env"] = {"UCX_TLS": "tcp,cuda", "UCX_NET_DEVICES": "eth0"}
+    made = examine(facts)
+    assert "InfiniBand is not used" in only(made, "UCX_TLS").value
+    assert "InfiniBand is not used" in only(made, "UCX_NET_DEVICES").value
+    facts["process"]["env"] = {"UCX_TLS": "rc,cuda", "UCX_NET_DEVICES": "mlx5_0:1,eth0"}
+    assert bad(examine(facts)) == []
+    facts["fabric"]["infiniband"][0]["accessible"] = False
+    assert only(examine(facts), "InfiniBand").value == "mlx5_0:1 cannot be opened"
+
+
+def test_packages_for_a_newer_cuda_than_the_driver_s():
+    def change(facts: Facts) -> None:
+        facts["gpus"]["cuda"] = [12, 8]
+
+    made = one_changed(change)
+    assert only(made, "cupy").status == "error"
+    assert "CUDA 12 at most" in only(made, "cupy").advice
+    assert 'pip install "hpcdask[cuda12]"' in only(made, "cupy").advice
+
+
+def test_mpi4py_of_another_mpi_than_the_launcher():
+    facts = nvlink_box() | {"mpi": {"version": "4.1.1", "library": "MPICH Version: 4.3"}}
+    assert only(examine(facts, launcher="openmpi"), "mpi4py").status == "warning"
+    assert only(examine(facts, launcher="hydra"), "mpi4py").status == "ok"
+
+
+def test_every_warning_says_what_to_do():
+    with pytest.raises(ValueError, match="has to say what to do"):
+        Reporter("group").warning("topic", "value", "")
+
+
+# Ranks of one node
+
+
+def confined(index: int) -> Facts:
+    """A rank that a cgroup confines to one of eight GPUs."""
+    facts = facts_of([a_gpu(index)])
+    facts["fabric"]["hidden_gpus"] = 7
+    return facts
+
+
+def test_ranks_that_see_all_gpus_take_one_each():
+    made = examine(*[nvlink_box()] * 8)
+    assert bad(made) == []
+    assert only(made, "GPU of each rank").value == "each sees all and takes its own"
+    assert only(made, "GPUs").value == "8 x NVIDIA H200, 140 GiB"
+
+
+def test_ranks_without_a_gpu_of_their_own():
+    made = examine(*[facts_of([a_gpu(0)])] * 2)
+    assert only(made, "GPU of each rank").status == "error"
+    made = examine(*[nvlink_box()] * 4)
+    assert "4 without work" in only(made, "GPU of each rank").value
+
+
+def test_a_cgroup_between_ranks_keeps_nvlink_from_them():
+    made = examine(confined(0), confined(1))
+    found = only(made, "confined")
+    assert "slow" in found.value
+    assert "--gpu-bind=none" in found.advice
+    assert only(made, "GPU of each rank").value == "each sees its own"
+    assert made.exit_code == 1
+    assert made.verdict.startswith("slow:")
+
+
+def test_gpus_of_other_jobs_are_a_hint():
+    made = examine(confined(3))
+    assert made.exit_code == 0
+    assert only(made, "confined").value == "7 of this node's GPUs belong to other jobs"
+
+
+def test_what_differs_between_ranks_names_them():
+    slow = nvlink_box()
+    slow["process"]["env"]["CUDA_LAUNCH_BLOCKING"] = "1"
+    made = examine(*[nvlink_box()] * 6, slow, slow)
+    assert only(made, "CUDA_LAUNCH_BLOCKING").ranks == (6, 7)
+    assert only(made, "open files").ranks == ()
+    assert "[ranks 6-7]" in made_text(made)
+
+
+def test_merging_ranks():
+    same, other = Finding("g", "t", "ok", "same"), Finding("g", "t", "ok", "other")
+    assert merge_ranks({0: [same], 1: [same]}) == [same]
+    merged = merge_ranks({0: [same], 1: [other], 2: [same]})
+    assert [(one.value, one.ranks) for one in merged] == [("same", (0, 2)), ("other", (1,))]
+
+
+# Nodes of one launch
+
+
+def test_differences_between_nodes():
+    other = nvlink_box()
+    other["software"]["packages"]["distributed"] = "2026.7.0"
+    other["software"]["packages"]["dask"] = "2026.7.0"
+    other["software"]["kernel"] = "5.15.0"
+    other["gpus"]["driver"] = "570.1"
+    made = examine(nvlink_box(), nvlink_box(), other, hosts=["node1", "node2", "node3"])
+    rows = {row.what: row for row in made.differences}
+    assert set(rows) == {"distributed", "dask", "kernel", "driver"}
+    assert rows["distributed"].status == "error"
+    assert rows["kernel"].status == "ok"
+    assert rows["driver"].values == {"node1": "580.65.06", "node2": "580.65.06", "node3": "570.1"}
+    assert made.exit_code == 2
+    assert any("(node3)" in one.advice for one in made.every() if one.topic == "driver")
+    lines = made_text(made).splitlines()
+    (heading,) = [line for line in lines if "node1, node2  " in line and "node3" in line]
+    (row,) = [line for line in lines if "570.1" in line and "580.65.06" in line]
+    assert heading.index("node3") == row.index("570.1")
+    assert examine(nvlink_box(), nvlink_box(), hosts=["node1", "node2"]).differences == []
+
+
+def test_a_rank_that_does_not_arrive_is_named():
+    launch_ = heard(laptop(), hosts=["node1", "node1"])
+    del launch_.hosts[1]
+    made = command.build(launch_)
+    assert made.exit_code == 2
+    found = only(made, "ranks")
+    assert "rank 1 of 2 did not arrive within 60 s (there are 1 on node1)" in found.value
+    assert "--timeout" in found.advice
+
+
+def test_a_rank_that_ends_early_is_named():
+    made = command.build(heard(laptop(), hosts=["node1", "node2"]))
+    assert made.exit_code == 2
+    assert only(made, "ranks").value == "rank 1 on node2 ended, or hangs, before it reported"
+
+
+def test_the_scheduler_s_port():
+    launch_ = heard(laptop(), laptop(), hosts=["node1", "node2"])
+    launch_.routes = {1: Route("10.1.0.7", {})}
+    assert "reached from 1 other node" in only(command.build(launch_), "scheduler's port").value
+    launch_.routes = {1: Route("192.168.0.1", {"10.1.0.7": "no answer in 5 s"})}
+    found = only(command.build(launch_), "scheduler's port")
+    assert found.status == "error"
+    for words in ("node2", "node1 at 10.1.0.7:4000", "no answer in 5 s", "192.168.0.1"):
+        assert words in found.value
+
+
+@pytest.mark.parametrize(
+    ("ahead", "status"), [(0.001, "ok"), (30.0, "warning"), (-30.0, "warning"), (7200.0, "error")]
+)
+def test_clocks(ahead, status):
+    launch_ = heard(laptop(), laptop(), hosts=["node1", "node2"])
+    launch_.clocks = {1: [(4.0, ahead - 4.0), (0.002, ahead - 0.001)]}
+    found = only(command.build(launch_), "clocks")
+    assert found.status == status
+    assert f"{abs(ahead):.3f} s" in found.value
+
+
+# The report
+
+
+def made_text(made: report.Report) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        report.print_text(made)
+    return out.getvalue()
+
+
+def test_text_is_plain_and_ends_with_the_verdict():
+    text = made_text(examine(nvlink_box()))
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[-1] == examine(nvlink_box()).verdict
+    assert not [line for line in lines if line != line.rstrip()]
+    values = [line.index("0.1.0") for line in lines if line.startswith("ok        hpcdask ")]
+    assert values == [line.index("between all") for line in lines if "between all GPUs" in line]
+
+
+def test_json_has_this_form():
+    made = json.loads(report.to_json(examine(nvlink_box(), laptop(), hosts=["node1", "node2"])))
+    assert set(made) == {
+        "verdict",
+        "exit_code",
+        "ranks",
+        "nodes",
+        "between_nodes",
+        "differences",
+    }
+    assert [(one["host"], one["ranks"]) for one in made["nodes"]] == [
+        ("node1", [0]),
+        ("node2", [1]),
+    ]
+    findings = [one for each in made["nodes"] for one in each["findings"]] + made["between_nodes"]
+    for finding in findings:
+        assert set(finding) == {"group", "topic", "status", "value", "advice", "ranks"}
+        assert finding["status"] in ("ok", "warning", "error")
+        assert finding["advice"] or finding["status"] == "ok"
+    for row in made["differences"]:
+        assert set(row) == {"what", "status", "values"}
+        assert set(row["values"]) <= {"node1", "node2"}
+
+
+def test_numbers_for_people():
+    assert spans([3, 0, 1, 2, 8]) == "0-3,8"
+    assert (amount(139.8 * GIB), amount(512)) == ("139.8 GiB", "0.5 KiB")
+
+
+# Gathering
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
+    def fail() -> Facts:
+        raise OSError("no such thing\nhere")
+
+    started = time.monotonic()
+    found = collect.Gathering(
+        {
+            "good": lambda: {"a": [1]},
+            "large": lambda: {"text": "x" * 300_000},
+            "hangs": lambda: time.sleep(60) or {},
+            "fails": fail,
+            "dies": lambda: sys.modules["os"]._exit(3),
+        },
+        deadline_s=0.5,
+    ).results()
+    assert time.monotonic() - started < 5
+    assert found["good"] == {"a": [1]}
+    assert len(found["large"]["text"]) == 300_000
+    assert found["hangs"] == {"problem": "did not answer within 0.5 s"}
+    assert found["fails"] == {"problem": "OSError: no such thing here"}
+    assert found["dies"] == {"problem": "its process has died"}
+
+
+def test_mounts():
+    mounts = [
+        "/dev/sda / ext4 rw 0 0",
+        "server:/home /home nfs4 rw 0 0",
+        "/dev/sdb /home/my\\040disk xfs rw 0 0",
+        "tmpfs /homely tmpfs rw 0 0",
+    ]
+    assert node.mount_type("/home/me/x", mounts) == "nfs4"
+    assert node.mount_type("/homel", mounts) == "ext4"
+    assert node.mount_type("/home/my disk/x", mounts) == "xfs"
+    assert node.is_network("nfs4")
+    assert node.is_network("fuse.glusterfs")
+    assert not node.is_network("ext4")
+
+
+def test_scratch_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "new"))
+    found = node.read_scratch()
+    assert found["path"] == str(tmp_path / "new")
+    assert (found["source"], found["writable"]) == ("TMPDIR", True)
+    monkeypatch.setenv("TMPDIR", "/proc")
+    assert node.read_scratch()["writable"] is False
+
+
+def test_mpi_plugins_of_slurm_s_versions():
+    old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v4\nsrun: pmix\n"
+    new = (
+        "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions: pmix_v4\n"
+    )
+    assert queue.parse_plugins(old) == ["none", "pmi2", "pmix", "pmix_v4"]
+    assert queue.parse_plugins(new) == ["none", "pmi2", "pmix"]
+
+
+def test_a_job_of_slurm(monkeypatch, tmp_path):
+    """A stand-in for srun: its version, and its plugins."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n[ $1 = --version ] && echo slurm 22.05.8 || echo srun: pmi2\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    environ = {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_ID": "0"}
+    facts = nvlink_box() | {"queue": queue.read(environ)}
+    made = examine(facts)
+    assert bad(made) == []
+    assert only(made, "job").value == "SLURM 7"
+    assert only(made, "GPUs requested").value == "SLURM_GPUS_PER_TASK=1"
+    assert only(made, "srun").value == "slurm 22.05.8, MPI plugins pmi2"
+    assert "--mpi=none" in only(made, "srun and MPI").advice
+    srun.write_text("#!/bin/sh\necho srun: error: no slurm.conf\nexit 1\n")
+    facts["queue"] = queue.read(environ)
+    assert "no slurm.conf" in only(examine(facts), "srun").value
+
+
+def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
+    """NVML's stand-in of the tests, with the calls that only the doctor makes."""
+    path = Path(__file__).parents[1] / "fakes" / "pynvml.py"
+    spec = importlib.util.spec_from_file_location("pynvml", path)
+    fake = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake)
+    every = {
+        card["uuid"]: {"bus": f"00000000:{n:02X}:00.0", **card} for n, card in enumerate(cards)
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setenv("FAKE_NVML", json.dumps(cards))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, answer in {
+        "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: every[uuid],
+        "nvmlDeviceGetIndex": lambda card: [*every].index(card["uuid"]),
+        "nvmlDeviceGetMemoryInfo": lambda card: fake.SimpleNamespace(total=80 << 30, free=79 << 30),
+        "nvmlDeviceGetComputeMode": lambda card: 0,
+        "nvmlDeviceGetPersistenceMode": lambda card: 1,
+        "nvmlDeviceGetRemappedRows": lambda card: (0, 0, 1, 0),
+        "nvmlDeviceGetComputeRunningProcesses": lambda card: [
+            fake.SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)
+        ],
+    }.items():
+        monkeypatch.setattr(fake, name, answer, raising=False)
+    return fake
+
+
+def test_what_nvml_tells(monkeypatch):
+    stand_in_for_nvml(monkeypatch, [{"uuid": "GPU-a", "cores": [0, 1]}, {"uuid": "GPU-b"}])
+    found = nvml.read()
+    assert (found["driver"], found["cuda"]) == ("580.65.06", [13, 0])
+    first, second = found["gpus"]
+    assert (first["uuid"], first["cores"], first["free"]) == ("GPU-a", [0, 1], 79 << 30)
+    assert first["retirement_pending"]
+    assert first["pcie_width"] is None  # the stand-in has no such call
+    assert second["index"] == 1
+    assert second["processes"][0]["name"] is None
+    json.dumps(found)
+    facts = facts_of(found["gpus"]) | {"gpus": found}
+    assert sorted(bad(examine(facts))) == ["memory errors", "other processes"]
+
+
+def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
+    stand_in_for_nvml(monkeypatch, [])
+    monkeypatch.delenv("FAKE_NVML")
+    monkeypatch.setattr(nvml.devices, "has_nvidia_driver", lambda: False)
+    assert nvml.read() == {"device_files": False, "gpus": []}
+
+
+def test_the_packages_of_this_environment():
+    found = software.read()
+    assert found["packages"]["dask"] == __import__("dask").__version__
+    assert software.cuda_major("cupy-cuda13x") == 13
+    assert software.cuda_major("rmm-cu12") == 12
+    assert software.cuda_major("cupy") is None
+    assert software.family({"cupy": "1", "cupy-cuda12x": "1", "cupyx": "1"}, "cupy") == [
+        "cupy",
+        "cupy-cuda12x",
+    ]
+    versions = {"dask": "2026.7.1"}
+    assert list(software._unfit(["dask==2026.7.1"], versions)) == []
+    assert list(software._unfit(["dask==2026.6.0"], versions)) == ["dask==2026.6.0"]
+
+
+# Proof that the packages load
+
+
+def steps(*lines: Facts, ended: int | None = 0) -> Facts:
+    return {"steps": list(lines), "ended": ended}
+
+
+DONE = {"step": "cupy", "text": "14.2.0", "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (steps({"step": "cupy"}, DONE), [("cupy works", "ok", "14.2.0 (1.0 s)")]),
+        (steps({"step": "cupy"}, {"step": "cupy", "error": "ImportError: x", "seconds": 1.0}),
+         [("cupy fails", "error", "ImportError: x")]),
+        (steps({"step": "cupy"}, DONE, {"step": "GPUs"}, ended=-11),
+         [("cupy works", "ok", "14.2.0 (1.0 s)"),
+          ("GPUs fails", "error", "ended its process with code -11")]),
+        (steps({"step": "ucxx"}, ended=None),
+         [("ucxx fails", "error", "did not answer within 30 s")]),
+        (stack.SILENCE, [("Python fails", "error", "did not answer within 30 s")]),
+    ],
+)  # fmt: skip
+def test_what_the_stack_s_steps_mean(facts, expected):
+    found = stack.check({"stack": facts})
+    assert [(one.topic, one.status, one.value) for one in found] == expected
+    facts_ = nvlink_box() | {"stack": facts}
+    assert examine(facts_).exit_code == (2 if expected[-1][1] == "error" else 0)
+
+
+def test_every_group_of_facts_has_its_advice_and_is_recorded_here():
+    assert set(nodes.ADVICE) == {*nodes.OF_RANKS, *nodes.OF_NODES}
+    assert set(nvlink_box()) == set(nodes.ADVICE)

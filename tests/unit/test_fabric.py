@@ -1,0 +1,378 @@
+"""What joins GPUs and nodes, read from recorded trees, and which UCX a worker would load."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hpcdask import fabric
+from hpcdask.fabric import Fabric, Interface, Port, Ucx
+
+FAKES = str(Path(__file__).parents[1] / "fakes")
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return f"{root}/"
+
+
+# Network interfaces
+
+CARDS = {  # name: (address, up, speed, type in sysfs)
+    "lo": ("127.0.0.1", True, 0, 772),
+    "eno1": ("10.0.0.7", True, 25_000, 1),
+    "eno2": ("10.0.1.7", False, 0, 1),
+    "eno3": (None, True, 100_000, 1),
+    "usb0": ("169.254.3.1", True, 425, 1),
+    "ib0": ("10.1.0.7", True, 200_000, 32),
+    "hsn0": ("10.2.0.7", True, 200_000, 1),
+    "tun0": ("10.9.0.7", True, 10, 65534),
+    "docker0": ("172.17.0.1", True, 10_000, 1),
+    "br-0a1b2c3d4e5f": ("172.18.0.1", True, 10_000, 1),
+    "br-lan": ("10.3.0.7", True, -1, 1),
+    "virbr0": ("192.168.122.1", True, 0, 1),
+    "veth12ab": ("10.4.0.7", True, 10_000, 1),
+}
+
+
+@pytest.fixture
+def cards(monkeypatch, tmp_path):
+    """A mock of psutil's network functions, and the tree that belongs to it."""
+    v6 = SimpleNamespace(family=socket.AF_INET6, address="fe80::1")
+    addresses = {
+        name: [v6] + [SimpleNamespace(family=socket.AF_INET, address=address)] * bool(address)
+        for name, (address, *_) in CARDS.items()
+    }
+    stats = {
+        name: SimpleNamespace(isup=up, speed=speed) for name, (_, up, speed, _) in CARDS.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    return write(tmp_path, {f"sys/class/net/{n}/type": f"{CARDS[n][3]}\n" for n in CARDS})
+
+
+def test_interfaces(cards):
+    assert fabric.interfaces(cards) == (
+        Interface("br-lan", "10.3.0.7", "ethernet", 0),
+        Interface("eno1", "10.0.0.7", "ethernet", 25_000),
+        Interface("hsn0", "10.2.0.7", "slingshot", 200_000),
+        Interface("ib0", "10.1.0.7", "infiniband", 200_000),
+        Interface("tun0", "10.9.0.7", "other", 10),
+    )
+    every = {one.name for one in fabric.interfaces(cards, every=True)}
+    assert every == set(CARDS) - {"eno3"}
+
+
+def test_interfaces_of_this_machine():
+    names = {one.name for one in fabric.interfaces(every=True)}
+    assert "lo" in names
+    assert "lo" not in {one.name for one in fabric.interfaces()}
+
+
+# RDMA devices
+
+
+def port(device, state, layer="InfiniBand", rate="400 Gb/sec (4X NDR)", number=1):
+    folder = f"sys/class/infiniband/{device}/ports/{number}"
+    texts = {"state": state, "link_layer": layer, "rate": rate}
+    return {f"{folder}/{name}": f"{text}\n" for name, text in texts.items()}
+
+
+def test_infiniband(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            **port("mlx5_0", "4: ACTIVE"),
+            **port("mlx5_1", "1: DOWN", rate="10 Gb/sec (4X SDR)"),
+            **port("mlx5_2", "4: ACTIVE", "Ethernet", "2.5 Gb/sec (1X SDR)", number=2),
+            **port("mlx5_3", "4: ACTIVE", rate=""),
+            "sys/class/infiniband_verbs/uverbs0/ibdev": "mlx5_0\n",
+            "sys/class/infiniband_verbs/uverbs1/ibdev": "mlx5_1\n",
+            "sys/class/infiniband_verbs/uverbs2/ibdev": "mlx5_2\n",
+            "sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_3\n",
+            # The container has none for the last
+            "dev/infiniband/uverbs0": "",
+            "dev/infiniband/uverbs1": "",
+            "dev/infiniband/uverbs2": "",
+        },
+    )
+    ports = fabric.infiniband(root)
+    assert ports == (
+        Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True),
+        Port("mlx5_1:1", "InfiniBand", "DOWN", 10_000, True),
+        Port("mlx5_2:2", "Ethernet", "ACTIVE", 2_500, True),
+        Port("mlx5_3:1", "InfiniBand", "ACTIVE", 0, False),
+    )
+    assert [one.usable for one in ports] == [True, False, True, False]
+    assert fabric.infiniband(f"{root}sys/") == ()
+
+
+# NVLink
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that describes GPUs, and the state of each pair, to a mock of NVML's package."""
+    monkeypatch.syspath_prepend(FAKES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+    def describe(gpus, status):
+        monkeypatch.setenv("FAKE_NVML", json.dumps(gpus))
+        import pynvml
+
+        def ask(first, second, index):
+            assert index == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+            found = status(first["uuid"], second["uuid"])
+            if found is None:
+                raise pynvml.NVMLError_NotSupported("Not Supported")
+            return found
+
+        for name, value in {
+            "NVML_P2P_CAPS_INDEX_NVLINK": 2,
+            "NVML_P2P_STATUS_OK": 0,
+            "NVML_P2P_STATUS_UNKNOWN": 6,
+            "nvmlDeviceGetP2PStatus": ask,
+        }.items():
+            monkeypatch.setattr(pynvml, name, value, raising=False)
+        return pynvml
+
+    yield describe
+    sys.modules.pop("pynvml", None)
+
+
+def gpus(count, **more):
+    return [{"uuid": f"GPU-{number}", **more} for number in range(count)]
+
+
+def test_all_gpus_joined_through_switches(nvml):
+    pynvml = nvml(gpus(8), lambda a, b: 0)
+    found = fabric.nvlink_pairs()
+    assert found.gpus == tuple(f"GPU-{number}" for number in range(8))
+    assert found.joined == tuple(itertools.combinations(found.gpus, 2))
+    assert found.unknown == ()
+    with pytest.raises(pynvml.NVMLError_Uninitialized):  # it is closed again
+        pynvml.nvmlDeviceGetCount()
+
+
+def test_pairs_joined_by_bridges_and_pairs_that_nvml_does_not_tell(nvml):
+    told = {("GPU-0", "GPU-1"): 0, ("GPU-2", "GPU-3"): 0, ("GPU-0", "GPU-2"): None}
+    told[("GPU-0", "GPU-3")] = 6
+    nvml(gpus(4), lambda a, b: told.get((a, b), 5))
+    found = fabric.nvlink_pairs()
+    assert found.joined == (("GPU-0", "GPU-1"), ("GPU-2", "GPU-3"))
+    assert found.unknown == (("GPU-0", "GPU-2"), ("GPU-0", "GPU-3"))
+
+
+def test_slices_and_hidden_gpus_have_no_nvlink(nvml):
+    part = {"uuid": "MIG-1", "name": "", "memory": 1}
+    nvml(
+        [{"uuid": "GPU-m", "mig": [part]}, *gpus(2), {"uuid": "GPU-h", "forbidden": True}],
+        lambda a, b: 0,
+    )
+    assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (("GPU-0", "GPU-1"),), ())
+
+
+def test_an_old_nvml_does_not_tell(nvml, monkeypatch):
+    pynvml = nvml(gpus(2), lambda a, b: 0)
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetP2PStatus")
+    assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (), (("GPU-0", "GPU-1"),))
+
+
+def test_no_driver(nvml, monkeypatch):
+    nvml(gpus(2), lambda a, b: 0)
+    monkeypatch.delenv("FAKE_NVML")
+    assert fabric.nvlink_pairs() == ((), (), ())
+
+
+# UCX
+
+MODULES = ["libuct_cuda.so.0", "libuct_cma.so.0.0.0", "libuct_cma.so", "libucm_cuda.so.0"]
+SYSTEM_MODULES = ["libuct_ib.so.0", "libuct_ib_mlx5.so.0", "libuct_rdmacm.so.0", "libuct_cuda.so"]
+
+
+def ucx(folder, version, modules):
+    pc = {f"{folder}/pkgconfig/ucx.pc": f"Name: ucx\nVersion: {version}\n"} if version else {}
+    files = ["libucp.so", "libucp.so.0", *(f"ucx/{name}" for name in modules), "ucx/libuct_cuda.la"]
+    return {**pc, **{f"{folder}/{name}": "" for name in files}}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages as pip makes it; a function that adds packages to it."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    sys.path[:] = [path for path in sys.path if "site-packages" not in path]
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "no-prefix"))
+    for name in ("libucx", "ucxx", "distributed_ucxx"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def add(*packages):
+        for name in packages:
+            files = {
+                f"{name}/__init__.py": '__ucx_min_version__ = "1.19.0"\nraise SystemError\n',
+                f"{name}_cu12-0.52.0.dist-info/METADATA": (
+                    f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}-cu12\nVersion: 0.52.0\n"
+                ),
+            }
+            if name == "libucx":
+                files.update(ucx("libucx/lib", "1.21.0", MODULES))
+            write(tmp_path / "site", files)
+        importlib.invalidate_caches()
+        return f"{tmp_path}/"
+
+    return add
+
+
+def test_ucx_of_the_package(site):
+    root = site("distributed_ucxx", "ucxx", "libucx")
+    expected = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
+    assert fabric.installed_ucx(root, {}) == expected
+    asked = {fabric.PREFER_SYSTEM: "true"}  # and the system has none
+    assert fabric.installed_ucx(root, asked) == expected
+    limited = {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"}
+    assert fabric.installed_ucx(root, limited) == dataclasses.replace(
+        expected, transports=("cma",), tls="tcp"
+    )
+    assert fabric.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
+    assert fabric.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")
+
+
+def test_ucx_of_the_system(site, tmp_path):
+    root = site("distributed_ucxx", "ucxx", "libucx")
+    write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
+    path = {"LD_LIBRARY_PATH": "/nowhere::/opt/ucx/lib"}
+    assert fabric.installed_ucx(root, path).source == "package"
+    # The rule is libucx's: anything but "false"
+    assert fabric.installed_ucx(root, {**path, fabric.PREFER_SYSTEM: "False"}).source == "package"
+    assert fabric.installed_ucx(root, {**path, fabric.PREFER_SYSTEM: "1"}) == Ucx(
+        "0.52.0", "1.20.0", "system", ("cuda", "ib", "ib_mlx5", "rdmacm")
+    )
+
+
+def test_a_system_without_the_development_package(site, tmp_path):
+    root = site("distributed_ucxx", "ucxx", "libucx")
+    write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
+    (tmp_path / "opt/ucx/lib/libucp.so").unlink()  # which libucx asks for
+    asked = {fabric.PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
+    assert fabric.installed_ucx(root, asked).source == "package"
+
+
+def test_ucx_without_the_libucx_package(site, tmp_path, monkeypatch):
+    root = site("distributed_ucxx", "ucxx")
+    found = fabric.installed_ucx(root, {})
+    assert "ucxx finds no libucp" in found.problem
+    assert not found.missing
+    monkeypatch.setattr(sys, "prefix", "/conda")
+    write(tmp_path, ucx("conda/lib", "1.20.0", SYSTEM_MODULES))
+    found = fabric.installed_ucx(root, {})
+    assert (found.source, found.ucx, found.problem) == ("system", "1.20.0", "")
+
+
+@pytest.mark.parametrize(
+    ("version", "bad"), [("1.15.0", True), ("1.19.0", False), ("1.9", True), ("", False)]
+)
+def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
+    root = site("distributed_ucxx", "ucxx", "libucx")
+    write(tmp_path, ucx("opt/ucx/lib", version, SYSTEM_MODULES))
+    asked = {fabric.PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
+    found = fabric.installed_ucx(root, asked)
+    assert bool(found.problem) is bad
+    assert not bad or f"is {version}, and ucxx needs 1.19.0 or newer" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("there", "what"),
+    [
+        ([], "distributed-ucxx and ucxx are not installed"),
+        (["ucxx"], "distributed-ucxx is not installed"),
+        (["distributed_ucxx"], "ucxx is not installed"),
+    ],
+)
+def test_missing_packages(site, there, what):
+    found = fabric.installed_ucx(site(*there), {})
+    assert found.problem == f'{what}: pip install "hpcdask[cuda13]"'
+    assert found.missing
+
+
+def test_the_loaders_cache(tmp_path):
+    """A cache that the system's own tool makes, of a library that is one."""
+    with open("/proc/self/maps") as maps:
+        found = next(
+            path for line in maps if "libc.so" in (path := line.rpartition(" ")[2].strip())
+        )
+    root = write(tmp_path, {"etc/ld.so.conf": "/opt/fast\n"})
+    (tmp_path / "opt/fast").mkdir(parents=True)
+    shutil.copy(found, tmp_path / "opt/fast/libc.so.6")
+    subprocess.run(["/sbin/ldconfig", "-r", root], check=True, timeout=20)
+    assert fabric._find_library("libc.so.6", root, {}) == f"{root}opt/fast/libc.so.6"
+    assert fabric._find_library("libc.so", root, {}) == ""
+    assert fabric._find_library("libc.so.6", f"{root}opt/", {}) == ""
+
+
+def test_loaded_transports(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f0 r-xp 0 08:01 1 /x/libucx/lib/libuct.so.0.0.0\n"
+        "7f1 r--p 0 08:01 2 /x/libucx/lib/ucx/libuct_cuda.so.0.0.0\n"
+        "7f2 r-xp 0 08:01 2 /x/libucx/lib/ucx/libuct_cuda.so.0.0.0\n"
+        "7f3 r-xp 0 08:01 3 /x/libucx/lib/ucx/libucm_cuda.so.0.0.0\n"
+        "7f4 r-xp 0 08:01 4 /usr/lib64/ucx/libuct_ib_mlx5.so.0.0.0\n"
+        "7f5 r-xp 0 08:01 5 /usr/lib64/ucx/libuct_cma.so.0\n"
+        "7f6 rw-p 0 00:00 0 [heap]\n"
+    )
+    assert fabric.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
+    assert fabric.loaded_transports(str(tmp_path / "gone")) == ()
+    assert fabric.loaded_transports() == ()
+
+
+# Together
+
+
+def test_a_bare_machine_is_an_answer(site, cards, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = fabric.look(cards, {})
+    assert found.infiniband == found.nvlink == found.gpus == ()
+    assert found.hidden_gpus == 0
+    assert found.ucx.missing
+
+
+def test_look_and_json(site, cards, nvml, tmp_path):
+    site("distributed_ucxx", "ucxx", "libucx")
+    nvml(gpus(3), lambda a, b: None if "GPU-2" in (a, b) else 0)
+    write(tmp_path, {**port("mlx5_0", "4: ACTIVE")})
+    write(tmp_path, {"proc/driver/nvidia/gpus/0000/information": "Device Minor: \t 9\n"})
+    found = fabric.look(cards, {"UCX_TLS": "all"})
+    assert found.nvlink == (("GPU-0", "GPU-1"),)
+    assert len(found.nvlink_unknown) == 2
+    assert found.hidden_gpus == 1
+    assert (found.ucx.ucx, found.ucx.tls) == ("1.21.0", "all")
+    assert len(found.interfaces) == 5
+    assert [one.name for one in found.infiniband] == ["mlx5_0:1"]
+    assert Fabric.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert fabric.look(cards, {}, gpus=False).gpus == ()
+
+
+def test_looking_loads_neither_ucx_nor_dask():
+    program = (
+        "import sys; from hpcdask import fabric; fabric.look(); "
+        "names = {name.partition('.')[0] for name in sys.modules}; "
+        "print(names & {'dask', 'distributed', 'ucxx', 'libucx', 'distributed_ucxx', 'cuda'}, "
+        "'libuc' in open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "set() False\n"

@@ -1,0 +1,673 @@
+"""Device memory: who gets how much, what is refused, and a worker that outlives running out of it.
+
+There is no device here: `Block` stands in for arrays on one, and `Rmm` for RMM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import pickle
+import sys
+import traceback
+import weakref
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import dask
+import numpy as np
+import pytest
+import zict
+from dask.sizeof import sizeof
+from distributed import Client, LocalCluster, Worker, wait
+from distributed.core import clean_exception
+from distributed.worker_state_machine import GatherDepFailureEvent
+
+from hpcdask import memory
+from hpcdask.devices import Gpu
+from hpcdask.errors import DeviceError, HpcdaskError, MissingExtra, UsageError
+from hpcdask.memory import DeviceMemoryError, MemoryPlan, plan
+from hpcdask.spec import WorkerSpec
+
+GIB = 1 << 30
+H200 = Gpu("GPU-4d3c", "NVIDIA H200", 141 * GIB + 1000)
+SLICE = Gpu("MIG-77aa", "NVIDIA H200 MIG 1g.18gb", 16 * GIB)
+ALL = frozenset(memory.PACKAGES)
+USUAL = ALL - {"torch", "numba"}
+
+
+def made(gpu: Gpu = H200, *, shared: int = 1, installed=USUAL, protocol="tcp", **asked):
+    return plan(WorkerSpec(**asked), gpu, protocol=protocol, shared=shared, installed=installed)
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [H200, SLICE])
+def test_the_default_is_a_pool_of_half_the_own_device_and_spilling_at_four_fifths(gpu):
+    half = gpu.memory // 2 // 256 * 256
+    assert made(gpu) == MemoryPlan(
+        name=gpu.name,
+        uuid=gpu.uuid,
+        total=gpu.memory,
+        allocator="pool",
+        pool_size=half,
+        libraries=("cupy",),
+        device_store=True,
+        device_memory_limit=int(0.8 * gpu.memory),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "pool_size"),
+    [
+        ("0.25", 4 * GIB),
+        ("100%", 16 * GIB),
+        ("2GiB", 2 * GIB),
+        (2 * GIB + 255, 2 * GIB),
+        (17, 256),
+        ("auto", 8 * GIB),
+    ],
+)
+def test_pool_of_the_slice_in_what_rmm_can_take(asked, pool_size):
+    found = made(SLICE, rmm_pool_size=asked)
+    assert (found.allocator, found.pool_size) == ("pool", pool_size)
+
+
+def test_no_pool_means_that_every_library_has_its_own():
+    found = made(rmm_pool_size=0, rmm_allocator_external_lib_list="cupy,torch", installed=ALL)
+    assert (found.allocator, found.pool_size, found.libraries) == ("cuda", None, ())
+
+
+def test_asynchronous_allocator():
+    found = made(rmm_async=True, rmm_allocator_external_lib_list="numba cupy", installed=ALL)
+    assert (found.allocator, found.pool_size) == ("async", None)
+    assert found.libraries == ("numba", "cupy")
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [(None, int(0.8 * 16 * GIB)), ("50%", 8 * GIB), ("3GiB", 3 * GIB), (0, None), ("none", None)],
+)
+def test_spilling(asked, limit):
+    found = made(SLICE, device_memory_limit=asked)
+    assert found.device_memory_limit == limit
+    assert found.device_store  # also where nothing spills: device memory is not host memory
+
+
+def test_sharers_have_no_pool_and_divide_the_limit():
+    found = made(SLICE, shared=4)
+    assert (found.allocator, found.pool_size, found.libraries) == ("cuda", None, ())
+    assert found.device_memory_limit == int(0.2 * 16 * GIB)
+
+
+def test_fractions_that_sharers_ask_for_are_of_the_device():
+    found = made(SLICE, shared=4, rmm_pool_size=0.125, device_memory_limit=0.25)
+    assert (found.pool_size, found.device_memory_limit) == (2 * GIB, 4 * GIB)
+
+
+def test_a_worker_on_the_cpu_has_nothing_to_plan():
+    asked = WorkerSpec(rmm_pool_size="500GiB", device_memory_limit=0.5)
+    found = plan(asked, None, protocol="tcp", installed=())
+    assert found == MemoryPlan()
+    assert memory.store(found, GIB) is None
+    memory.apply(found)
+
+
+def test_cupy_need_not_be_there():
+    assert made(installed=USUAL - {"cupy"}).libraries == ()
+
+
+@pytest.mark.parametrize("found", [MemoryPlan(), made(), made(rmm_pool_size=0)])
+def test_json_and_pickle_and_back(found):
+    assert MemoryPlan.from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "around", "words"),
+    [
+        ({"rmm_async": True, "rmm_pool_size": 0.5}, {}, ["--rmm-pool-size", "second allocator"]),
+        ({"rmm_async": True}, {"protocol": "ucx"}, ["--rmm-async", "ucx", "NVLink", "tcp"]),
+        ({"rmm_pool_size": "17GiB"}, {}, ["--rmm-pool-size", "17.00 GiB", "16.00 GiB", "MIG-77aa"]),
+        ({"device_memory_limit": "17GiB"}, {}, ["--device-memory-limit", "17.00 GiB", "16.00 GiB"]),
+        ({"rmm_pool_size": 0.5}, {"shared": 3}, ["3 workers", "8.00 GiB each", "0.27"]),
+        (
+            {"device_memory_limit": 0.8},
+            {"shared": 2},
+            ["--device-mem", "2 workers", "0.4"],
+        ),
+        ({"rmm_allocator_external_lib_list": "torch"}, {}, ["lib-list", "torch", "not installed"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(asked, around, words):
+    with pytest.raises(UsageError) as caught:
+        made(SLICE, **asked, **around)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fraction", [0.9 / shared for shared in range(1, 9)])
+def test_the_fraction_that_a_refusal_names_is_accepted(fraction):
+    shared = round(0.9 / fraction)
+    with pytest.raises(UsageError) as caught:
+        made(SLICE, shared=shared, rmm_pool_size=1.0 if shared > 1 else 17 * GIB)
+    named = str(caught.value).rpartition(" ")[2]
+    assert made(SLICE, shared=shared, rmm_pool_size=named).pool_size
+
+
+def test_async_allocator_is_refused_before_the_protocol_is_known_only_with_a_pool():
+    memory.check(WorkerSpec(rmm_async=True, rmm_pool_size=0), protocol="auto", installed=ALL)
+    with pytest.raises(UsageError):
+        memory.check(WorkerSpec(rmm_async=True, rmm_pool_size=1), protocol="auto", installed=ALL)
+
+
+def test_defaults_do_without_missing_packages_and_say_so():
+    found = made(installed=())
+    assert (found.allocator, found.device_store, found.device_memory_limit) == ("cuda", False, None)
+    line = memory.missing(WorkerSpec(), installed=())
+    assert line is not None
+    assert "\n" not in line
+    for word in ("rmm", "dask-cuda", "pool", "spill", "hpcdask[cuda"):
+        assert word in line
+    assert "dask-cuda" not in (memory.missing(WorkerSpec(), installed={"dask_cuda"}) or "")
+    assert memory.missing(WorkerSpec(), installed=USUAL) is None
+    assert memory.missing(WorkerSpec(rmm_pool_size=0, device_memory_limit=0), installed=()) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "package", "option"),
+    [
+        ({"rmm_pool_size": 0.5}, "rmm", "--rmm-pool-size"),
+        ({"rmm_async": True}, "rmm", "--rmm-async"),
+        ({"device_memory_limit": 0.5}, "dask-cuda", "--device-memory-limit"),
+    ],
+)
+def test_what_was_asked_for_and_is_missing_is_an_error(asked, package, option):
+    with pytest.raises(MissingExtra, match=f"{option} needs {package}"):
+        made(installed=(), **asked)
+
+
+def test_installed_packages_are_found_without_importing_them():
+    before = set(sys.modules)
+    assert memory.packages() <= ALL
+    assert not (set(sys.modules) - before) & ALL
+
+
+# --- the allocator --------------------------------------------------------------------------------
+
+
+class Rmm(SimpleNamespace):
+    """A stand-in for RMM: it notes what it is told, or refuses."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told: list[object] = []
+
+        def tell(what: object) -> None:
+            self.told.append(what)
+            if error is not None:
+                raise error
+
+        super().__init__(
+            reinitialize=lambda **keywords: tell(keywords),
+            mr=SimpleNamespace(
+                set_current_device_resource=tell,
+                CudaAsyncMemoryResource=lambda: "asynchronous",
+                available_device_memory=lambda: (3 * GIB, 16 * GIB),
+                get_current_device_resource=lambda: SimpleNamespace(pool_size=lambda: 12 * GIB),
+            ),
+        )
+
+
+@pytest.fixture
+def rmm(monkeypatch):
+    def install(error=None):
+        stand_in = Rmm(error)
+        monkeypatch.setitem(sys.modules, "rmm", stand_in)
+        return stand_in
+
+    return install
+
+
+def test_the_pool_can_grow(rmm):
+    told = rmm().told
+    memory.apply(replace(made(SLICE), libraries=()))
+    assert told == [{"pool_allocator": True, "initial_pool_size": 8 * GIB}]
+
+
+def test_the_asynchronous_allocator_is_set(rmm):
+    told = rmm().told
+    memory.apply(replace(made(rmm_async=True), libraries=()))
+    assert told == ["asynchronous"]
+
+
+def test_without_a_pool_rmm_is_left_alone(rmm):
+    told = rmm().told
+    memory.apply(made(rmm_pool_size=0))
+    assert told == []
+
+
+def test_cupy_allocates_through_rmm(rmm, monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    rmm()
+    allocators = SimpleNamespace(rmm_cupy_allocator=lambda nbytes: nbytes)
+    monkeypatch.setitem(sys.modules, "rmm.allocators", SimpleNamespace(cupy=allocators))
+    monkeypatch.setitem(sys.modules, "rmm.allocators.cupy", allocators)
+    set_to: list[object] = []
+    monkeypatch.setattr(cupy.cuda, "set_allocator", set_to.append)
+    memory.apply(made(SLICE))
+    assert set_to == [allocators.rmm_cupy_allocator]
+
+
+POOL_FULL = (
+    "std::bad_alloc: out_of_memory: RMM failure at:/src/rmm/mr/pool_memory_resource.hpp:257: "
+    "Maximum pool size exceeded (failed to allocate 1.862645 GiB): No room in existing memory"
+)
+DEVICE_FULL = (
+    "std::bad_alloc: out_of_memory: CUDA error (failed to allocate 8589934592 bytes) at: "
+    "/src/rmm/mr/cuda_memory_resource.hpp:62: cudaErrorMemoryAllocation out of memory"
+)
+
+
+class Nvml(SimpleNamespace):
+    """A stand-in for NVML: two processes on the device."""
+
+    def __init__(self) -> None:
+        running = [SimpleNamespace(pid=11, usedGpuMemory=12 * GIB)]
+        running += [SimpleNamespace(pid=12, usedGpuMemory=None)]
+        super().__init__(
+            nvmlInit=lambda: None,
+            nvmlShutdown=lambda: None,
+            nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+            nvmlDeviceGetComputeRunningProcesses={SLICE.uuid: running}.__getitem__,
+        )
+
+
+def test_a_device_that_is_full_at_start_is_an_error_that_tells_who_fills_it(rmm, monkeypatch):
+    rmm(MemoryError(DEVICE_FULL))
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    with pytest.raises(DeviceError) as caught:
+        memory.apply(made(SLICE))
+    text = str(caught.value)
+    for word in ("8.00 GiB", "3.00 GiB are free", "MIG-77aa", "11 (12.00 GiB)", "--rmm-pool-size"):
+        assert word in text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text  # it comes out of the nanny
+
+
+def test_any_other_refusal_is_told_as_it_is(rmm):
+    rmm(RuntimeError("cudaMallocAsync not supported with this CUDA driver/runtime version"))
+    with pytest.raises(DeviceError, match=r"cudaMallocAsync not supported.*--rmm-async"):
+        memory.apply(made(rmm_async=True))
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+class Device:
+    """A stand-in for a GPU: it counts."""
+
+    capacity = 1000
+    used = 0
+
+    @classmethod
+    def free(cls, nbytes: int) -> None:
+        cls.used -= nbytes
+
+
+#: Python's class of that name needs CuPy; this one is found by name and module, as it is.
+StandInOutOfMemory = type(
+    "OutOfMemoryError", (MemoryError,), {"__module__": "cupy.cuda.memory.stand_in"}
+)
+
+
+class Block:
+    """A stand-in for an array on the device."""
+
+    __cuda_array_interface__: dict[str, object] = {}  # noqa: RUF012
+
+    def __init__(self, nbytes: int) -> None:
+        if Device.used + nbytes > Device.capacity:
+            raise StandInOutOfMemory(
+                f"Out of memory allocating {nbytes:,} bytes (allocated so far: {Device.used:,} "
+                f"bytes)."
+            )
+        Device.used += nbytes
+        self.nbytes = nbytes
+        weakref.finalize(self, Device.free, nbytes).atexit = False
+
+    def __reduce__(self):
+        return Block, (self.nbytes,)
+
+
+@sizeof.register(Block)
+def _(block: Block) -> int:
+    return block.nbytes
+
+
+@pytest.fixture(autouse=True)
+def an_empty_device():
+    if Device.used:
+        gc.collect()
+    assert Device.used == 0
+
+
+def test_the_store_gets_distributed_s_share_of_host_memory():
+    make, limits = memory.store(made(SLICE), 10 * GIB)
+    assert make is memory.device_host_disk
+    assert limits == {"device_memory_limit": int(0.8 * 16 * GIB), "memory_limit": 6 * GIB}
+    with dask.config.set({"distributed.worker.memory.target": False}):
+        assert memory.store(made(SLICE), 10 * GIB)[1]["memory_limit"] == 7 * GIB
+    assert memory.store(made(SLICE), 0)[1]["memory_limit"] == 0
+    never = memory.store(made(SLICE, device_memory_limit=0), GIB)[1]
+    assert never["device_memory_limit"] == sys.maxsize
+
+
+def test_without_dask_cuda_distributed_s_own_store():
+    assert memory.store(made(installed={"rmm"}), GIB) is None
+
+
+async def with_worker(test, *, worker_class=Worker, **keywords):
+    """Call `test(client, worker)` with a real scheduler and worker in this process."""
+    async with (
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=False,
+            asynchronous=True,
+            dashboard_address=None,
+            worker_class=worker_class,
+            **keywords,
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        return await test(client, cluster.workers[0])
+
+
+@pytest.mark.parametrize("memory_limit", [0, 2000])
+def test_results_spill_from_device_to_host_to_disk(memory_limit):
+    """With dask-cuda's own store, which needs no GPU for this."""
+    pytest.importorskip("dask_cuda")
+    spec = replace(made(SLICE), device_memory_limit=500)
+    make, limits = memory.store(spec, memory_limit)
+    limits = {**limits, "memory_limit": memory_limit}
+    numbers = [np.full(100, i) for i in range(4)]
+
+    async def test(client, worker):
+        on_host = client.map(lambda i: numbers[i].copy(), range(4), pure=False)
+        await wait(on_host)
+        on_device = client.map(Block, [200, 201, 202, 203])
+        await wait(on_device)
+        assert sum(block.nbytes for block in worker.data.device.values()) <= 500
+        assert Device.used <= 500
+        on_disk = os.listdir(os.path.join(worker.local_directory, "storage"))
+        assert bool(on_disk) == bool(memory_limit)
+        assert len(worker.data) == 8
+        assert await client.gather(client.map(lambda b: b.nbytes, on_device)) == [
+            200,
+            201,
+            202,
+            203,
+        ]
+        for i, found in enumerate(await client.gather(on_host)):
+            assert (found == numbers[i]).all()
+        del on_host, on_device, found
+        while worker.data:  # noqa: ASYNC110 - nobody tells when a result is released
+            await asyncio.sleep(0.01)
+
+    asyncio.run(
+        asyncio.wait_for(with_worker(test, data=(make, limits), memory_limit=0), timeout=20)
+    )
+
+
+# --- out of memory: recognised --------------------------------------------------------------------
+
+
+def of_class(name: str, module: str, text: str, base: type[Exception] = RuntimeError) -> Exception:
+    """A stand-in for an error of a library that is not here."""
+    return type(name, (base,), {"__module__": module})(text)
+
+
+def raised(error: Exception, *, inside: Exception, how: str) -> Exception:
+    try:
+        try:
+            raise inside
+        except Exception as first:
+            if how == "cause":
+                raise error from first
+            if how == "hidden":
+                raise error from None
+            raise error  # noqa: B904
+    except Exception as last:
+        return last
+
+
+TORCH_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ..."
+CUBLAS_FULL = of_class(
+    "CUBLASError", "cupy_backends.cuda.libs.cublas", "CUBLAS_STATUS_ALLOC_FAILED"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(POOL_FULL),
+        MemoryError(DEVICE_FULL),
+        of_class("OutOfMemoryError", "torch", TORCH_FULL),
+        of_class("OutOfMemoryError", "cupy.cuda.memory", "any", MemoryError),
+        of_class(
+            "CUDARuntimeError",
+            "cupy_backends.cuda.api.runtime",
+            "cudaErrorMemoryAllocation: out of memory",
+        ),
+        of_class("CudaAPIError", "numba", "Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"),
+        CUBLAS_FULL,
+        of_class("CURANDError", "cupy_backends", "CURAND_STATUS_ALLOCATION_FAILED"),
+        of_class("CuFFTError", "cupy.cuda.cufft", "CUFFT_ALLOC_FAILED"),
+        Exception("OutOfMemoryError('Out of memory allocating 8,000 bytes (allocated so far: 0')"),
+        raised(ValueError("no"), inside=MemoryError(POOL_FULL), how="cause"),
+        raised(ValueError("no"), inside=MemoryError(POOL_FULL), how="context"),
+    ],
+    ids=repr,
+)
+def test_errors_of_a_full_device_are_recognised(error):
+    assert memory.device_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("std::bad_alloc"),
+        MemoryError("Unable to allocate 7.28 TiB for an array with shape (1000000, 1000000)"),
+        ValueError("out of memory"),
+        of_class("OutOfMemoryError", "polars", "host"),
+        raised(ValueError("no"), inside=MemoryError(POOL_FULL), how="hidden"),
+        raised(ValueError("no"), inside=MemoryError("host"), how="cause"),
+    ],
+    ids=repr,
+)
+def test_other_errors_are_not(error):
+    assert not memory.device_out_of_memory(error)
+
+
+def test_cupy_s_own_error_is_recognised():
+    cupy = pytest.importorskip("cupy")
+    error = cupy.cuda.memory.OutOfMemoryError(10**10, 5 * 10**9, 0)
+    assert memory.device_out_of_memory(error)
+    assert memory.asked_for(error) == 10**10
+
+
+def test_a_circle_of_causes_ends():
+    one, other = ValueError(), ValueError()
+    one.__cause__, other.__cause__ = other, one
+    assert not memory.device_out_of_memory(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (POOL_FULL, 2_000_000_000),
+        (DEVICE_FULL, 8 * GIB),
+        (TORCH_FULL, 20 * GIB),
+        ("Out of memory allocating 10,000,000,000 bytes (allocated so far: 5 bytes).", 10**10),
+        ("cudaErrorMemoryAllocation: out of memory", None),
+    ],
+)
+def test_bytes_asked_for(text, nbytes):
+    found = memory.asked_for(MemoryError(text))
+    assert found == nbytes if nbytes is None else abs(found - nbytes) < 1000
+
+
+# --- out of memory: explained and survived --------------------------------------------------------
+
+PLAN = replace(made(SLICE), device_memory_limit=800, total=1000)
+
+
+def worker_with(data) -> SimpleNamespace:
+    return SimpleNamespace(name="node7-3", data=data)
+
+
+def test_the_explanation_says_where_how_much_and_what_next(rmm):
+    rmm()
+    cause = MemoryError(POOL_FULL)
+    error = memory.explain(worker_with({"a": Block(300), "b": b"x" * 500}), PLAN, cause)
+    assert isinstance(error, HpcdaskError)
+    assert isinstance(error, MemoryError)
+    assert error.__cause__ is cause
+    words = ["node7-3", "NVIDIA H200 MIG", "MIG-77aa", "1.86 GiB did not fit", "3.00 GiB are free"]
+    words += ["RMM pool of 12.00 GiB", "hold 300 B", "spill above 800 B", "smaller chunks"]
+    for word in (*words, "--device-memory-limit", "more GPUs"):
+        assert word in str(error)
+    assert "--rmm-pool-size" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_library_that_finds_no_room_beside_the_pool(rmm):
+    rmm()
+    assert "--rmm-pool-size 0" in str(memory.explain(worker_with({}), PLAN, CUBLAS_FULL))
+
+
+def test_nothing_that_cannot_be_asked_keeps_the_error_from_being_told(monkeypatch):
+    for name in ("rmm", "cupy"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    for allocator in ("pool", "async", "cuda"):
+        told = memory.explain(worker_with({}), replace(PLAN, allocator=allocator), CUBLAS_FULL)
+        assert "unknown number of bytes" in str(told)
+
+
+def device_buffer() -> tuple[SimpleNamespace, dict]:
+    """A stand-in for dask-cuda's store: what lies on the device, and on the host."""
+    host: dict = {}
+    buffer = zict.Buffer({}, host, n=1000, weight=lambda key, block: block.nbytes)
+    return SimpleNamespace(device_buffer=buffer), host
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "spilled"),
+    [(150, 800, ["a", "b"]), (100, 800, ["a"]), (None, 800, []), (2000, 800, []), (150, None, [])],
+)
+def test_as_much_is_spilled_as_did_not_fit(asked, limit, spilled):
+    data, host = device_buffer()
+    for key in "abc":
+        data.device_buffer[key] = Block(100)
+    memory.make_room(data, replace(PLAN, device_memory_limit=limit), asked)
+    assert list(host) == spilled
+
+
+def test_arrays_of_an_error_that_somebody_keeps_are_freed():
+    kept = []  # as a log keeps the errors that it was told of
+    try:
+        too_much()
+    except MemoryError as error:
+        kept.append(error)
+    assert Device.used == 900
+    memory.make_room({}, PLAN, None)
+    assert Device.used == 0
+    assert traceback.extract_tb(kept[0].__traceback__)[-1].name == "__init__"
+
+
+def test_arrays_in_circles_are_freed():
+    circle = [Block(10)]
+    circle.append(circle)
+    del circle
+    assert Device.used == 10
+    memory.make_room({}, PLAN, None)
+    assert Device.used == 0
+
+
+def test_a_result_that_cannot_be_spilled_is_logged(caplog):
+    data, _ = device_buffer()
+    data.device_buffer["a"] = Block(100)
+
+    def refuse(key, block):
+        raise TypeError("cannot be pickled")
+
+    data.device_buffer.fast.on_evict.insert(0, refuse)
+    memory.make_room(data, PLAN, 10)
+    assert "cannot be pickled" in caplog.text
+
+
+class FrugalWorker(Worker):
+    """A worker whose failures are explained, as BoundWorker's are."""
+
+    async def execute(self, key, *, stimulus_id):
+        event = await super().execute(key, stimulus_id=stimulus_id)
+        return await memory.explained(self, PLAN, event)
+
+
+def too_much() -> int:
+    kept = Block(900)
+    return kept.nbytes + Block(200).nbytes
+
+
+def in_a_wrapper() -> int:
+    try:
+        return too_much()
+    except MemoryError as error:
+        raise RuntimeError("the library failed") from error
+
+
+def of_the_host() -> None:
+    raise MemoryError("Unable to allocate 7.28 TiB for an array")
+
+
+def test_the_next_task_that_fits_succeeds():
+    async def test(client, worker):
+        for failing, last in ((too_much, "__init__"), (in_a_wrapper, "in_a_wrapper")):
+            failed = client.submit(failing, pure=False)
+            error = await failed.exception()
+            assert isinstance(error, DeviceMemoryError)
+            assert "200 B did not fit" in str(error)
+            assert f"worker {worker.name} is" in str(error)
+            kinds = [type(one).__name__ for one in memory._chain(error)]
+            assert kinds[-1] == "OutOfMemoryError"
+            assert len(kinds) == 2 + (failing is in_a_wrapper)
+            trace = traceback.extract_tb(await failed.traceback())
+            assert trace[-1].name == last
+            fits = client.submit(lambda: Block(1000).nbytes, pure=False)
+            assert await fits == 1000
+        with pytest.raises(MemoryError, match="Unable") as caught:
+            await client.submit(of_the_host)
+        assert not isinstance(caught.value, DeviceMemoryError)
+
+    asyncio.run(
+        asyncio.wait_for(with_worker(test, worker_class=FrugalWorker, memory_limit=0), timeout=20)
+    )
+
+
+def test_what_a_receiver_has_no_room_for_is_explained_too():
+    event = GatherDepFailureEvent.from_exception(
+        MemoryError(POOL_FULL), worker="tcp://10.0.0.1:1", total_nbytes=1, stimulus_id="x"
+    )
+    found = asyncio.run(memory.explained(worker_with({}), PLAN, event))
+    assert found is event
+    assert isinstance(clean_exception(found.exception.data)[1], DeviceMemoryError)
+    assert "node7-3" in found.exception_text
+
+
+def test_other_events_stay_as_they_are():
+    event = object()
+    assert asyncio.run(memory.explained(worker_with({}), PLAN, event)) is event
