@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+CASES = ["startup", "tasks", "array", "svd", "jobs", "transfer", "transpose"]
 KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue"]
 
 
@@ -75,17 +76,86 @@ def make_client(kind: str, workers: int) -> Any:
         from dask_cuda import LocalCUDACluster
         from distributed import Client
 
-        return Client(LocalCUDACluster())
+        return Client(LocalCUDACluster(protocol=os.environ.get("PEER_PROTOCOL")))
     from distributed import Client, LocalCluster
 
     return Client(LocalCluster(n_workers=workers, threads_per_worker=1))
+
+
+def fill(number: float, count: int) -> Any:
+    """An array on the device."""
+    import cupy
+
+    return cupy.full(count, number)
+
+
+def ends(block: Any) -> float:
+    """Something of both ends of what arrived."""
+    return float(block[0]) + float(block[-1])
+
+
+def block(block_id: Any = None, side: int = 0) -> Any:
+    """One chunk of a matrix on the device, with values that tell where it belongs."""
+    import cupy
+
+    return cupy.full((side, side), 10.0 * block_id[0] + block_id[1])
+
+
+def last_transfer(dask_worker: Any) -> float:
+    """Seconds of the last transfer that this worker received, by its own log."""
+    return float(dask_worker.transfer_incoming_log[-1]["duration"])
+
+
+def measure_transfers(client: Any, repeats: int) -> dict[str, Any]:
+    """Seconds of arrays of 2.1 GB from one worker to another, each made anew and kept."""
+    from distributed import wait
+
+    source, target = sorted(client.scheduler_info(n_workers=-1)["workers"])[:2]
+    count, kept, seconds = 2_100_000_000 // 8, [], []
+    for number in range(repeats + 1):
+        kept.append(client.submit(fill, float(number), count, workers=[source], pure=False))
+        wait(kept[-1])
+        got = client.submit(ends, kept[-1], workers=[target], pure=False).result()
+        if got != 2.0 * number:
+            raise SystemExit(f"{got} arrived instead of {2.0 * number}")
+        seconds.append(client.run(last_transfer, workers=[target])[target])
+    return {"first_s": seconds[0], "seconds": seconds[1:], "GB": count * 8 / 1e9}
+
+
+def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
+    """Seconds of x + x.T of a float64 matrix in chunks of 0.5 GB."""
+    import dask.array as da
+    import numpy as np
+    from distributed import wait
+
+    side = 8000
+    count = round((nbytes / 8) ** 0.5 / side)
+    chunks = ((side,) * count,) * 2
+    x = da.map_blocks(block, chunks=chunks, dtype=float, side=side, meta=np.empty((0, 0)))
+    x = x.persist()
+    wait(x)
+    seconds = []
+    for _ in range(repeats + 1):
+        y = None
+        start = time.perf_counter()
+        y = (x + x.T).persist()
+        wait(y)
+        seconds.append(time.perf_counter() - start)
+    corners = y[::side, ::side].map_blocks(lambda part: part.get(), meta=np.empty((0, 0)))
+    numbers = 11.0 * np.arange(count)
+    return {
+        "first_s": seconds[0],
+        "seconds": seconds[1:],
+        "GB": x.nbytes / 1e9,
+        "correct": bool((corners.compute() == numbers[:, None] + numbers).all()),
+    }
 
 
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", choices=KINDS)
-    parser.add_argument("--case", choices=["startup", "tasks", "array", "svd", "jobs"])
+    parser.add_argument("--case", choices=CASES)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--size", default="2TB")
     parser.add_argument("--form", default="tuned")
@@ -112,6 +182,17 @@ def main() -> None:
             start = time.perf_counter()
             wait(client.map(noop, range(count), pure=False))
             result["seconds"].append(time.perf_counter() - start)
+    elif options.case in ("transfer", "transpose"):
+        from hpcdask.cluster_info import wait_until_warm
+
+        wait_until_warm(client)
+        result["warm_s"] = time.time() - float(os.environ["LAUNCHED"])
+        if options.case == "transfer":
+            result |= measure_transfers(client, options.repeats)
+        else:
+            from dask.utils import parse_bytes
+
+            result |= measure_transpose(client, parse_bytes(options.size), options.repeats)
     elif options.case in ("array", "svd"):
         from dask.utils import parse_bytes
 

@@ -35,6 +35,9 @@ PACKAGES = [
     "dask-cuda",
     "dask-jobqueue",
     "dask-mpi",
+    "distributed-ucxx-cu13",
+    "libucx-cu13",
+    "rmm-cu13",
     "cupy-cuda13x",
     "cupy-cuda12x",
     "mpi4py",
@@ -143,6 +146,13 @@ def compare(
             file=sys.stderr,
             flush=True,
         )
+    return summarise(name, peer_name, measure, pairs)
+
+
+def summarise(
+    name: str, peer_name: str, measure: str, pairs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Medians, and the ratios pair by pair."""
     ratios = [value(pair["ours"], measure) / value(pair["theirs"], measure) for pair in pairs]
     return {
         "case": name,
@@ -219,6 +229,7 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
     if "startup" in wanted:
         results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
         results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
+    results += exchange_cases(gpus, wanted, rounds)
     array = ["--case", "array", "--size", "2TB"]
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
@@ -256,6 +267,29 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
                 timeout=400,
             )
         )
+    return results
+
+
+def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]:
+    """What goes from GPU to GPU: the first time, after both are ready, and later."""
+    results = []
+    for what, name, size in (
+        ("transfer", "2.1 GB from one GPU to another", "0"),
+        ("transpose", f"x + x.T of {10 * gpus} GB on {gpus} GPUs", f"{10 * gpus}GB"),
+    ):
+        if what not in wanted or gpus < 2:
+            continue
+        arguments = ["--case", what, "--size", size, "--repeats", "7"]
+        made = compare(
+            f"{name}, later ones",
+            runner(gpus, *arguments),
+            peer("local-cuda", gpus, *arguments),
+            measure="seconds",
+            rounds=rounds,
+            peer_name="LocalCUDACluster(protocol='ucx')",
+            environment={"PEER_PROTOCOL": "ucx"},
+        )
+        results += [summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"]), made]
     return results
 
 
@@ -363,7 +397,7 @@ def write_docs(paths: list[str]) -> None:
         )
         for case in content["cases"]:
             text += (
-                f"| {case['case']} | {case['ours_s']:.2f} s | {case['theirs_s']:.2f} s "
+                f"| {case['case']} | {case['ours_s']:.3g} s | {case['theirs_s']:.3g} s "
                 f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
                 f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
             )
@@ -382,7 +416,7 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         default="startup,tasks,array",
-        help="of startup, tasks, array, svd (GPU), jobs (SLURM)",
+        help="of startup, tasks, array, svd, transfer, transpose (GPU), jobs (SLURM)",
     )
     parser.add_argument(
         "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"

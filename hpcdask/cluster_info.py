@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,14 @@ import distributed
 import numpy as np
 
 from hpcdask import schedulerfile
-from hpcdask.errors import UsageError
+from hpcdask.errors import ClusterError, UsageError
 from hpcdask.workloads import CUPY_INSTALL, Device
 
-__all__ = ["Cluster", "choose_device", "connect", "inspect", "probe"]
+__all__ = ["Cluster", "choose_device", "connect", "inspect", "probe", "wait_until_warm"]
 
 WORKER_TIMEOUT_S = 60.0
+WARM_TIMEOUT_S = 120.0
+WARM_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -123,18 +126,50 @@ def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
     )
 
 
+def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S) -> None:
+    """Wait until all workers have exchanged their first data, where they do so by themselves.
+
+    Parameters
+    ----------
+    client
+        Connected to the cluster.
+    timeout
+        Seconds.
+
+    Raises
+    ------
+    ClusterError
+        Some worker is not warm by then.
+    """
+    deadline = time.monotonic() + timeout
+    while cold := [worker for worker, warm in client.run(_is_warm).items() if not warm]:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{len(cold)} workers are not warm after {timeout:g} s, {cold[0]} among them: see "
+                f"its log, and whether `hpcdask doctor` finds something there"
+            )
+        time.sleep(WARM_POLL_S)
+
+
+def _is_warm(dask_worker: Any) -> bool:
+    return bool(getattr(dask_worker, "is_warm", True))
+
+
 def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
-    """Ask all workers of a cluster what they compute on.
+    """Ask all workers of a cluster what they compute on, once they are warm.
 
     Raises
     ------
     UsageError
         No worker within a minute, or see :func:`choose_device`.
+    ClusterError
+        See :func:`wait_until_warm`.
     """
     try:
         client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
     except TimeoutError as exc:
         raise UsageError(f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s") from exc
+    wait_until_warm(client)
     found = client.run(probe)
     device = choose_device(found, wanted)
     info = client.scheduler_info(n_workers=-1)["workers"]

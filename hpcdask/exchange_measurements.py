@@ -74,7 +74,6 @@ def run_exchange(
     ClusterError
         A step does not end in time.
     """
-    # Whatever has to be waited for before the cluster may be measured is waited for here.
     client, members = cluster.client, _members(cluster.client, cluster.device)
     nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)
     rows = workload.grid(square_nbytes, len(members), cluster.device)

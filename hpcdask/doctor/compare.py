@@ -96,10 +96,13 @@ ROWS: dict[str, tuple[Status, Callable[[Facts], str]]] = {
     "scratch": ("ok", lambda facts: f"{facts['scratch']['path']} ({facts['scratch']['type']})"),
     "settings": (
         "warning",
-        lambda facts: " ".join(
-            f"{name}={value}"
-            for name, value in sorted(facts["process"][0]["env"].items())
-            if name.startswith(("UCX_", "DASK_"))
+        lambda facts: (
+            " ".join(
+                f"{name}={value}"
+                for name, value in sorted(facts["process"][0]["env"].items())
+                if name.startswith(("UCX_", "DASK_"))
+            )
+            or "none"
         ),
     ),
 }

@@ -11,6 +11,8 @@ from typing import Any, Literal
 Status = Literal["ok", "warning", "error"]
 #: What a process learnt of its machine, as JSON: one entry per group of facts.
 Facts = dict[str, Any]
+#: How the value of a warning begins that tells of lost speed.
+SLOW = "slow: "
 EXIT_CODES: dict[Status, int] = {"ok": 0, "warning": 1, "error": 2}
 GIB = 2**30
 
@@ -60,6 +62,10 @@ class Reporter:
     def ok(self, topic: str, value: str, hint: str = "") -> Finding:
         """A good finding; the hint may say what would be better still."""
         return Finding(self.group, topic, "ok", value, hint)
+
+    def slow(self, topic: str, value: str, advice: str) -> Finding:
+        """It works, but not at full speed: a warning whose value begins with that."""
+        return self.warning(topic, f"{SLOW}{value}", advice)
 
     def warning(self, topic: str, value: str, advice: str) -> Finding:
         """It works, but slowly or not always."""

@@ -89,9 +89,9 @@ def _hidden(say: Reporter, facts: Facts) -> Iterator[Finding]:
     fabrics = list(facts.get("fabrics", {}).values())
     whole = {gpu["uuid"] for gpu in facts["gpus"]["gpus"] if not gpu["parent"]}
     if any(whole - set(fabric["gpus"]) for fabric in fabrics):
-        yield say.warning(
+        yield say.slow(
             "confined",
-            "slow: a cgroup keeps the ranks from each other's GPUs",
+            "a cgroup keeps the ranks from each other's GPUs",
             "NVLink is not used between them (no CUDA IPC): let jobs have whole nodes, or start "
             "the ranks with srun --gpu-bind=none",
         )
@@ -132,7 +132,7 @@ def _pcie(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Fin
     links = Counter(f"gen {gpu['pcie_max_gen'] or '?'} x{gpu['pcie_width']}" for gpu in known)
     text = ", ".join(links)
     if narrow:
-        yield say.warning(
+        yield say.slow(
             topic,
             f"{which(gpus, narrow)}x{narrow[0]['pcie_width']} of x{narrow[0]['pcie_max_width']} "
             f"lanes in use",
@@ -168,7 +168,7 @@ def _persistence(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Itera
 def _clocks(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     for bit, cause in SLOWDOWNS.items():
         if slow := [gpu for gpu in gpus if (gpu.get("clock_limits") or 0) & bit]:
-            yield say.warning(
+            yield say.slow(
                 topic,
                 f"{which(gpus, slow)}slowed down by the driver ({cause})",
                 "It computes slower than its peers: tell the site's staff, or choose another node",
@@ -255,7 +255,7 @@ def _cores(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[
     placed = [gpu for gpu in gpus if gpu["cores"]]
     far = [gpu for gpu in placed if not owned & set(gpu["cores"])]
     if far:
-        yield say.warning(
+        yield say.slow(
             "NUMA",
             f"{which(gpus, far)}none of the {len(owned)} cores that may be used "
             f"({spans(owned)}) is near (near: {spans(far[0]['cores'])})",

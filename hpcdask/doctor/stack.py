@@ -118,7 +118,15 @@ def check(facts: Facts) -> list[Finding]:
     found, open_step = [], None
     for step in known["steps"]:
         name = step["step"]
-        if "text" in step:
+        if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
+            found.append(
+                say.slow(
+                    "ucxx works",
+                    f"{step['text']}, not its CUDA module, so NVLink is not used",
+                    "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.stack",
+                )
+            )
+        elif "text" in step:
             found.append(say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)"))
         elif "error" in step:
             found.append(say.error(f"{name} fails", step["error"], ADVICE[name]))

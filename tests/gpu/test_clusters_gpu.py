@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hpcdask
+from hpcdask.cluster_info import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.devices import Gpu
 from hpcdask.reconcile import OVER, State
@@ -81,11 +82,15 @@ def test_jobs_exchange_blocks(
     with make(protocol=protocol) as cluster, cluster.get_client() as client:
         cluster.scale(len(gpus))
         client.wait_for_workers(len(gpus), timeout=120)
-        schemes = {address.partition(":")[0] for address in client.scheduler_info()["workers"]}
-        assert schemes == {"tls" if protocol == "tcp" else "ucx"}
+        wait_until_warm(client)
         chunks = ((1000,) * 4, (1000,) * 4)
         x = da.map_blocks(block, chunks=chunks, dtype=float, meta=np.empty((0, 0)))
         y = (x + x.T).map_blocks(lambda part: part.get(), meta=np.empty((0, 0))).compute()
+        used = client.run(lambda dask_worker: set(dask_worker.peer_transports.values()))
+        expected = {"ucx"} if protocol == "ucx" and len(gpus) > 1 else set()
+        assert set().union(*used.values()) == expected
+        if expected:
+            assert any("CUDA IPC is active" in log for log in cluster.job_logs().values())
         tens = [[11.0 * (i + j) for j in range(4)] for i in range(4)]
         assert (y == np.kron(tens, np.ones((1000, 1000)))).all()
         cluster.adapt(minimum=0, maximum=len(gpus))

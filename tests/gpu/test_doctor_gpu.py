@@ -95,7 +95,7 @@ def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
         pytest.fail("no mpirun on PATH")
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    bind = ["sh", "-c", 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec "$@"', "sh"]
+    bind = ["sh", "-c", 'export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"', "sh"]
     made, findings = doctor(mpirun, "--oversubscribe", "-n", str(len(gpus)), *(bind if own else []))
     assert made["ranks"] == len(gpus)
     expected = "each sees its own" if own else "each sees all and takes its own"

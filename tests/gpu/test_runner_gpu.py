@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdask import fabric
 from hpcdask.devices import Gpu
 
 pytestmark = pytest.mark.gpu
@@ -55,8 +57,10 @@ client = Client()
 x = da.map_blocks(block, chunks=((1000,) * 4, (1000,) * 4), dtype=float, meta=np.empty((0, 0)))
 y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
 expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.ones((1000, 1000)))
+used = client.run(lambda dask_worker: list(dask_worker.peer_transports.values()))
 print(json.dumps({"right": bool((y == expected).all()),
-                  "addresses": [w.split(":")[0] for w in client.scheduler_info()["workers"]]}))
+                  "addresses": [w.split(":")[0] for w in client.scheduler_info()["workers"]],
+                  "transports": sorted({one for found in used.values() for one in found})}))
 """
 
 
@@ -112,7 +116,7 @@ def test_oversubscribe_shares_a_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
     script.write_text("from distributed import Client\nprint(len(Client().run(int)))")
     done = launch(len(gpus) + 1, "--oversubscribe", str(script))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == str(len(gpus) + 1)
+    assert done.stdout.split() == [str(len(gpus) + 1)]
 
 
 @pytest.mark.parametrize(("workload", "size"), [("array", "50GB"), ("svd", "10GB")])
@@ -127,15 +131,81 @@ def test_workloads_are_right(gpus: list[Gpu], workload: str, size: str, pool: li
     assert all(check["ok"] for check in record["checks"])
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ucx"])
+@pytest.mark.parametrize("protocol", ["tcp", "ucx", "auto"])
 def test_exchange_between_workers(gpus: list[Gpu], tmp_path: Path, protocol: str) -> None:
     script = tmp_path / "transpose.py"
     script.write_text(TRANSPOSE)
     done = launch(len(gpus), "--protocol", protocol, str(script))
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert result["right"]
-    assert set(result["addresses"]) == {"tls" if protocol == "tcp" else "ucx"}
+    assert set(result["addresses"]) == {"tls"}
+    ucx = protocol == "ucx" or (protocol == "auto" and nvlink_joins(gpus))
+    assert set(result["transports"]) == ({"ucx"} if ucx and len(gpus) > 1 else set())
+    assert ("ucx between workers" in done.stderr) == ucx
+
+
+def nvlink_joins(gpus: list[Gpu]) -> bool:
+    mine = {frozenset(pair) for pair in itertools.combinations([gpu.uuid for gpu in gpus], 2)}
+    return bool(mine) and mine <= {frozenset(pair) for pair in fabric.look().nvlink}
+
+
+WARM = """
+from distributed import Client
+from hpcdask.cluster_info import wait_until_warm
+wait_until_warm(Client())
+"""
+
+
+@pytest.mark.parametrize("tls", [None, "tcp,cuda_copy"])
+def test_the_run_says_whether_cuda_ipc_is_active(
+    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: str | None
+) -> None:
+    if not nvlink_joins(gpus):
+        pytest.skip("NVLink does not join the GPUs of this machine")
+    script = tmp_path / "warm.py"
+    script.write_text(WARM)
+    if tls:
+        monkeypatch.setenv("UCX_TLS", tls)
+    done = launch(len(gpus), "--protocol", "ucx", str(script))
+    assert done.returncode == 0, done.stderr
+    assert ("CUDA IPC is active" in done.stderr) == (tls is None)
+    assert ("CUDA IPC (NVLink) is not in use" in done.stderr) == (tls is not None)
+    assert not done.stdout
+
+
+def test_a_step_with_a_gpu_for_each_rank_uses_cuda_ipc(gpus: list[Gpu], tmp_path: Path) -> None:
+    if not nvlink_joins(gpus) or not shutil.which("srun"):
+        pytest.skip("no NVLink between the GPUs of this machine, or no srun")
+    script = tmp_path / "warm.py"
+    script.write_text(WARM)
+    srun = ["srun", f"-n{len(gpus)}", "--gpus-per-task=1", "--mpi=none"]
+    done = subprocess.run(
+        [*srun, sys.executable, "-m", "hpcdask.run", "--protocol", "ucx", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
+    assert "CUDA IPC is active" in done.stderr
+
+
+def test_all_pairs_are_measured(gpus: list[Gpu], tmp_path: Path) -> None:
+    if len(gpus) < 2:
+        pytest.skip("a single GPU")
+    picture = tmp_path / "pairs.svg"
+    done = launch(
+        len(gpus), "-m", "hpcdask.workloads.exchange", "--repeats", "1", "--picture", str(picture)
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert all(check["ok"] for check in record["checks"])
+    if nvlink_joins(gpus):
+        assert {one for row in record["result"]["transport"] for one in row if one} == {"ucx"}
+    assert picture.read_text().startswith("<svg")
 
 
 def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
@@ -150,4 +220,4 @@ def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == str(len(gpus))
+    assert done.stdout.split() == [str(len(gpus))]

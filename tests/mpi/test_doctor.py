@@ -125,7 +125,7 @@ def test_two_nodes_are_compared(tmp_path: Path):
         {
             "what": "settings",
             "status": "warning",
-            "values": {"node1": "", "node2": "UCX_MAX_RNDV_RAILS=1"},
+            "values": {"node1": "none", "node2": "UCX_MAX_RNDV_RAILS=1"},
         }
     ]
     (port,) = of_topic(made, "scheduler's port")

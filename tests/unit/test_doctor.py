@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
 import importlib.util
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from hpcdask.doctor import collect, command, node, nodes, nvml, queue, report, software, stack
+from hpcdask.control import Hub
+from hpcdask.doctor import (
+    collect,
+    command,
+    meeting,
+    node,
+    nodes,
+    nvml,
+    queue,
+    report,
+    software,
+    stack,
+)
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
+from hpcdask.errors import LaunchError
 from hpcdask.fabric import Fabric, Interface, Port, Ucx
 from hpcdask.ranks import Rank
 
@@ -33,6 +49,7 @@ CUDA13 = {
     "rapids-dask-dependency": "26.10.0",
     "cupy-cuda13x": "14.2.0",
     "rmm-cu13": "26.10.0",
+    "cuda-core": "1.2.2",
     "ucxx-cu13": "0.52.0",
     "libucx-cu13": "1.21.0",
     "distributed-ucxx-cu13": "0.52.0",
@@ -100,7 +117,7 @@ def facts_of(cards: list[Facts], ucx: Ucx = PYPI, **more: Any) -> Facts:
             "packages": dict(CUDA13),
             "unfit": [],
         },
-        "mpi": {"version": "4.1.1", "library": "Open MPI v5.0.8"},
+        "mpi": {"version": "4.1.1", "library": "Open MPI v5.0.8", "error": ""},
         "name": {"name": "node1", "addresses": ["10.1.0.7"], "error": ""},
         "shared memory": {**folder, "type": "tmpfs"},
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
@@ -192,14 +209,14 @@ def test_other_ucx_tls_are_not(tls):
     facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
     made = examine(facts)
     assert bad(made) == []
-    assert only(made, "set by you").value == f"UCX_TLS={tls}"
+    assert only(made, "variables").value == f"UCX_TLS={tls}"
 
 
 def test_infiniband_that_ucx_cannot_use():
     made = examine(infiniband_node(), infiniband_node(), hosts=["node1", "node2"])
     found = [one for one in made.every() if one.topic == "UCX and InfiniBand"]
     assert len(found) == 2
-    assert all("slow between nodes" in one.value for one in found)
+    assert all("slow: " in one.value for one in found)
     assert "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true" in found[0].advice
     assert made.exit_code == 1
     facts = infiniband_node()
@@ -305,14 +322,14 @@ PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
         (gpu_changed(ecc_uncorrected=2), "memory errors", "warning", "GPU 3: 2 uncorrected"),
         (gpu_changed(remap_failed=True), "memory errors", "error", "GPU 3"),
         (gpu_changed(retirement_pending=True), "memory errors", "warning", "waits"),
-        (gpu_changed(pcie_width=8), "PCIe", "warning", "GPU 3: x8 of x16"),
+        (gpu_changed(pcie_width=8), "PCIe", "warning", "slow: GPU 3: x8 of x16"),
         (gpu_changed(compute_mode=3), "compute mode", "warning", "exclusive"),
         (gpu_changed(compute_mode=2), "compute mode", "error", "prohibited"),
         (gpu_changed(clock_limits=0x41), "clocks", "warning", "heat"),
         (gpu_changed(free=10 * GIB), "free memory", "warning", "10 GiB of 140 GiB"),
         (gpu_changed(processes=[PROCESS]), "other processes", "warning",
          "77 (python of eve, 3 GiB, on GPU 3)"),
-        (changed("process", cores=list(range(4))), "NUMA", "warning", "GPU 4-7"),
+        (changed("process", cores=list(range(4))), "NUMA", "warning", "slow: GPU 4-7"),
         (changed("process", cores=[0, 64]), "cores", "warning", "for 8 workers"),
         (changed("process", memory=16 * GIB), "host memory", "warning", "2 GiB for each"),
         (changed("process", nofile=[256, 4096]), "open files", "error", "256 (at most 4096)"),
@@ -329,20 +346,21 @@ PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
         (packages_changed(dask="2026.8.0"), "dask", "error", "2026.8.0"),
         (changed("software", unfit=["dask==2026.6.0"]), "dask-cuda", "warning", "dask==2026.6.0"),
         (packages_changed(cupy_cuda12x="14.2.0"), "two cupy", "error", "cupy-cuda12x 14.2.0"),
+        (packages_changed(cuda_core=None), "cuda-core", "error", "not installed"),
         (packages_changed(rmm_cu13=None), "rmm", "warning", "not installed"),
         (packages_changed(rmm_cu13=None, rmm_cu12="26.10.0"), "one CUDA", "error", "rmm-cu12"),
         (changed("mpi", library="MPICH Version: 4.3"), "mpi4py", "ok", "4.1.1 with MPICH"),
-        (with_env(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "warning", "slow"),
-        (with_env(UCX_LOG_LEVEL="debug"), "UCX_LOG_LEVEL", "warning", "slow"),
+        (with_env(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "warning", "slow: "),
+        (with_env(UCX_LOG_LEVEL="debug"), "UCX_LOG_LEVEL", "warning", "slow: "),
         (with_env(UCX_NET_DEVICES="ib7"), "UCX_NET_DEVICES", "error", "no ib7"),
         (with_env(RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true"),
          "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "warning", "not found"),
         (changed("process", config={"distributed-ucxx.nvlink": False}),
-         "distributed-ucxx.nvlink", "warning", "slow"),
+         "distributed-ucxx.nvlink", "warning", "slow: "),
         (changed("process", config={"distributed.comm.compression": "lz4"}),
-         "distributed.comm.compression", "warning", "slow"),
+         "distributed.comm.compression", "warning", "slow: "),
         (lambda facts: facts["fabric"]["ucx"].update(transports=["cma"]), "UCX and NVLink",
-         "warning", "slow"),
+         "warning", "slow: "),
         (lambda facts: facts["fabric"].update(ucx=dataclasses.asdict(NO_UCX)), "UCX",
          "warning", "cannot be used"),
     ],
@@ -378,9 +396,13 @@ def test_packages_for_a_newer_cuda_than_the_driver_s():
 
 
 def test_mpi4py_of_another_mpi_than_the_launcher():
-    facts = nvlink_box() | {"mpi": {"version": "4.1.1", "library": "MPICH Version: 4.3"}}
+    facts = nvlink_box()
+    facts["mpi"]["library"] = "MPICH Version: 4.3"
     assert only(examine(facts, launcher="openmpi"), "mpi4py").status == "warning"
     assert only(examine(facts, launcher="hydra"), "mpi4py").status == "ok"
+    facts["mpi"]["error"] = "cannot load libmpi"
+    assert only(examine(facts, launcher="hydra"), "mpi4py").status == "warning"
+    assert only(examine(facts), "mpi4py").status == "ok"
 
 
 def test_every_warning_says_what_to_do():
@@ -413,6 +435,7 @@ def test_ranks_without_a_gpu_of_their_own():
 
 
 def test_a_cgroup_between_ranks_keeps_nvlink_from_them():
+    assert only(examine(confined(0), nvlink_box()), "confined").status == "warning"
     made = examine(confined(0), confined(1))
     found = only(made, "confined")
     assert "slow" in found.value
@@ -488,11 +511,57 @@ def test_the_scheduler_s_port():
     launch_ = heard(laptop(), laptop(), hosts=["node1", "node2"])
     launch_.routes = {1: Route("10.1.0.7", {})}
     assert "reached from 1 other node" in only(command.build(launch_), "scheduler's port").value
+    launch_.hosts[1] = "node1"  # that it reaches itself proves nothing
+    assert not [one for one in command.build(launch_).every() if one.topic == "scheduler's port"]
+    launch_.hosts[1] = "node2"
     launch_.routes = {1: Route("192.168.0.1", {"10.1.0.7": "no answer in 5 s"})}
     found = only(command.build(launch_), "scheduler's port")
     assert found.status == "error"
     for words in ("node2", "node1 at 10.1.0.7:4000", "no answer in 5 s", "192.168.0.1"):
         assert words in found.value
+
+
+class Note:
+    """A rendezvous that knows its note."""
+
+    def __init__(self, **note: Any) -> None:
+        self.note = note
+
+    def fetch(self) -> Facts:
+        return self.note
+
+
+@pytest.mark.parametrize("others", [["127.0.0.2"], []])
+def test_a_rank_tries_rank_0_s_other_addresses(monkeypatch, others):
+    """Rank 0 listens on 127.0.0.2, and its note names 127.0.0.1 first."""
+    monkeypatch.setattr(meeting, "_context", lambda credentials, role: None)
+
+    async def find() -> Any:
+        async def arrived(hello: Facts, channel: Any) -> None:
+            channel.close()
+
+        hub = Hub("nonce", arrived)
+        port = await hub.listen("127.0.0.2", None)
+        note = Note(address="127.0.0.1", others=others, port=port, host="node1", credentials={})
+        try:
+            rank = Rank(1, 2, 0, 1, "node2", "srun", "test")
+            _, channel, failed, address = await meeting._find(rank, note, 0.2)
+            channel.send(nonce="nonce")
+            assert await channel.receive() is None  # `arrived` closed the line
+            channel.close()
+            return failed, address
+        finally:
+            hub.close()
+
+    if others:
+        failed, address = asyncio.run(find())
+        assert address == "127.0.0.2"
+        assert list(failed) == ["127.0.0.1"]
+    else:
+        with pytest.raises(
+            LaunchError, match=r"rank 1 of 2 on node2 cannot reach .* on node1 .*127"
+        ):
+            asyncio.run(find())
 
 
 @pytest.mark.parametrize(
@@ -567,13 +636,15 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
         {
             "good": lambda: {"a": [1]},
             "large": lambda: {"text": "x" * 300_000},
-            "hangs": lambda: time.sleep(60) or {},
+            "hangs": lambda: time.sleep(20) or {},
             "fails": fail,
             "dies": lambda: sys.modules["os"]._exit(3),
         },
         deadline_s=0.5,
     ).results()
     assert time.monotonic() - started < 5
+    _, left = psutil.wait_procs(psutil.Process().children(), timeout=5)
+    assert not left
     assert found["good"] == {"a": [1]}
     assert len(found["large"]["text"]) == 300_000
     assert found["hangs"] == {"problem": "did not answer within 0.5 s"}
@@ -625,7 +696,7 @@ def test_a_job_of_slurm(monkeypatch, tmp_path):
     made = examine(facts)
     assert bad(made) == []
     assert only(made, "job").value == "SLURM 7"
-    assert only(made, "GPUs requested").value == "SLURM_GPUS_PER_TASK=1"
+    assert only(made, "GPUs of the job").value == "SLURM_GPUS_PER_TASK=1"
     assert only(made, "srun").value == "slurm 22.05.8, MPI plugins pmi2"
     assert "--mpi=none" in only(made, "srun and MPI").advice
     srun.write_text("#!/bin/sh\necho srun: error: no slurm.conf\nexit 1\n")
@@ -660,6 +731,18 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
     }.items():
         monkeypatch.setattr(fake, name, answer, raising=False)
     return fake
+
+
+def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(monkeypatch):
+    fake = stand_in_for_nvml(monkeypatch, [{"uuid": "GPU-a"}])
+    one = fake.SimpleNamespace(pid=os.getpid(), usedGpuMemory=5)
+    monkeypatch.setattr(fake, "nvmlDeviceGetComputeRunningProcesses", lambda card: [one])
+    (process,) = nvml.read()["gpus"][0]["processes"]
+    assert (process["pid"], process["memory"]) == (os.getpid(), 5)
+    assert process["name"] == psutil.Process().name()
+    assert process["user"] == psutil.Process().username()
+    monkeypatch.setattr(nvml, "OWN", Path(f"/proc/{os.getpid()}/cmdline").read_bytes())
+    assert nvml.read()["gpus"][0]["processes"] == []
 
 
 def test_what_nvml_tells(monkeypatch):
@@ -720,6 +803,11 @@ DONE = {"step": "cupy", "text": "14.2.0", "seconds": 1.0}
           ("GPUs fails", "error", "ended its process with code -11")]),
         (steps({"step": "ucxx"}, ended=None),
          [("ucxx fails", "error", "did not answer within 30 s")]),
+        (steps({"step": "ucxx", "text": "UCX 1.21 loads cma, cuda", "seconds": 2}),
+         [("ucxx works", "ok", "UCX 1.21 loads cma, cuda (2.0 s)")]),
+        (steps({"step": "ucxx", "text": "UCX 1.21 loads cma", "seconds": 2}),
+         [("ucxx works", "warning",
+           "slow: UCX 1.21 loads cma, not its CUDA module, so NVLink is not used")]),
         (stack.SILENCE, [("Python fails", "error", "did not answer within 30 s")]),
     ],
 )  # fmt: skip
@@ -727,7 +815,7 @@ def test_what_the_stack_s_steps_mean(facts, expected):
     found = stack.check({"stack": facts})
     assert [(one.topic, one.status, one.value) for one in found] == expected
     facts_ = nvlink_box() | {"stack": facts}
-    assert examine(facts_).exit_code == (2 if expected[-1][1] == "error" else 0)
+    assert examine(facts_).exit_code == {"ok": 0, "warning": 1, "error": 2}[expected[-1][1]]
 
 
 def test_every_group_of_facts_has_its_advice_and_is_recorded_here():
