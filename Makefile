@@ -14,6 +14,9 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 # PBS and Grid Engine, whose packages exclude each other, are unpacked here
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
+# The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
+WORKERS ?= $(if $(CUDA),0,2)
+
 .PHONY: help venv demo test lint format type docs bench check clean
 .DELETE_ON_ERROR:
 
@@ -68,7 +71,7 @@ format: .venv/.test
 test: .venv/.test .venv-mpich/.done lint type
 	@bash tests/tools/install-slurm.sh
 	@bash tests/tools/install-queues.sh
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: lint type test
 

@@ -23,8 +23,9 @@ from .nanny import BoundNanny, Place
 from .places import settle, share
 from .ranks import Rank, detect, job_id
 from .scout import Scout
+from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import Seat, choose_alone
+from .transport import choose_alone
 
 if TYPE_CHECKING:
     from distributed.comm import Comm

@@ -30,7 +30,8 @@ from .peers import Link, judge
 from .places import owned_cores, plan, settle
 from .ranks import job_id
 from .rendezvous import Rendezvous
-from .transport import Choice, Seat, choose, choose_interface
+from .site import Seat
+from .transport import Choice, choose, choose_interface
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0

@@ -1,4 +1,4 @@
-"""Device memory of a worker: who allocates it, when it spills, and what happens when it is full.
+"""Device memory of a worker: who allocates it, and when it spills.
 
 The plan is made where the worker is started and needs no GPU; the worker applies it once it has its
 CUDA context. RMM's pool and CuPy's allocator are one: with a pool each, the two compete for the
@@ -7,24 +7,19 @@ device, and one fails while the other holds memory that it does not use.
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
-import re
 import sys
-import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from dask.utils import format_bytes, parse_bytes
+from dask.utils import format_bytes
 
 from .devices import CUDA_EXTRA, Gpu
-from .errors import DeviceError, HpcdaskError, MissingExtra, UsageError
+from .errors import DeviceError, MissingExtra, UsageError
+from .full import device_out_of_memory, free, holders
 from .spec import WorkerSpec
 
 Allocator = Literal["pool", "async", "cuda"]
-Event = TypeVar("Event")
 
 #: Part of the device that the pool starts with, and above which results spill to host memory. The
 #: pool grows into the rest, unless CUDA's libraries, which allocate for themselves, need it first.
@@ -33,22 +28,6 @@ SPILL_FRACTION = 0.8
 #: RMM takes multiples of this.
 ALIGNMENT = 256
 PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
-
-#: What the errors of CUDA's runtime, driver and libraries have in their text, whoever raises them;
-#: "Out of memory allocating" is CuPy's, where its class was lost on the way.
-CODES = re.compile(
-    r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
-    r"\bCU[A-Z]+_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|Out of memory allocating [\d,]+ bytes"
-)
-ASKED = re.compile(
-    r"(?:Out of memory allocating|failed to allocate|Tried to allocate) "
-    r"([\d.,]+) ?((?:[KMGTP]i?)?B|bytes)"
-)
-log = logging.getLogger("distributed.worker")
-
-
-class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib cannot unpickle it
-    """A Dask task ran out of device memory; its cause is the error as it was raised."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +242,7 @@ def apply(plan: MemoryPlan) -> None:
             ) from error
         raise DeviceError(
             f"no room for an RMM pool of {format_bytes(plan.pool_size)} on {plan.device}: "
-            f"{_free(plan)} are free, {_holders(plan.uuid)}. End what is left there, "
+            f"{free(plan)} are free, {holders(plan.uuid)}. End what is left there, "
             f"or ask for less with --rmm-pool-size"
         ) from error
     for library in plan.libraries:
@@ -326,190 +305,3 @@ def device_host_disk(
         device_memory_limit=device_memory_limit,
         memory_limit=memory_limit,
     )
-
-
-# --- out of memory --------------------------------------------------------------------------------
-
-
-def device_out_of_memory(error: BaseException) -> bool:
-    """Whether this error, or one that led to it, says that a device is out of memory."""
-    return any(map(_says_so, _chain(error)))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _says_so(error: BaseException) -> bool:
-    kind, text = type(error), str(error)
-    if kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] in (
-        "cupy",
-        "torch",
-    ):
-        return True
-    # RMM raises Python's own MemoryError, with the C++ file that it comes from
-    by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
-    return by_rmm or CODES.search(text) is not None
-
-
-def asked_for(error: BaseException) -> int | None:
-    """Bytes of the allocation that failed, where the message tells."""
-    for one in _chain(error):
-        if found := ASKED.search(str(one)):
-            unit = "B" if found[2] == "bytes" else found[2]
-            return int(parse_bytes(found[1].replace(",", "").rstrip(".") + unit))
-    return None
-
-
-def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemoryError:
-    """Tell where memory ran out, what holds it, and what to do.
-
-    Parameters
-    ----------
-    worker
-        distributed's worker, in this process.
-    plan
-        Its memory.
-    error
-        What was raised; it becomes the cause.
-    """
-    asked, held = asked_for(error), _held(worker.data)
-    limit = plan.device_memory_limit
-    spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
-    advice = ["use smaller chunks"]
-    if held and limit:
-        advice.append("spill earlier with a lower --device-memory-limit")
-    elif held:
-        advice.append("let results spill with --device-memory-limit 0.8")
-    if plan.allocator == "pool" and not any("rmm" in str(one).lower() for one in _chain(error)):
-        # cuBLAS and its like allocate for themselves, from what the pool leaves
-        advice.append("leave memory outside of the pool with --rmm-pool-size 0")
-    advice.append("use more GPUs")
-    explained = DeviceMemoryError(
-        f"worker {worker.name} is out of device memory on {plan.device}: "
-        f"{'an allocation' if asked is None else format_bytes(asked)} did not fit. "
-        f"{_free(plan)} are free outside of {_pool(plan)}; "
-        f"results of Dask tasks hold {format_bytes(held)}, {spills}. "
-        f"What to do: {'; '.join(advice)}"
-    )
-    explained.__cause__ = error
-    return explained
-
-
-async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
-    """Make a worker that is out of device memory usable again, and its error clear.
-
-    For overrides of ``distributed.Worker.execute`` and ``gather_dep``: they return what this makes
-    of the event that distributed's own return. Other events stay as they are.
-    """
-    from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
-
-    if not isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
-        return event
-    from distributed.core import clean_exception, error_message
-
-    error = clean_exception(event.exception.data)[1]
-    if not isinstance(error, BaseException) or not device_out_of_memory(error):
-        return event
-    clear = explain(worker, plan, error)
-    # copying results to the host takes seconds, in which the worker must answer
-    await asyncio.to_thread(make_room, worker.data, plan, asked_for(error))
-    message = error_message(clear)
-    event.exception = message["exception"]
-    event.exception_text = message["exception_text"]
-    return event
-
-
-def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
-    """Free what failed Dask tasks left on the device, and spill as much as the last one asked for.
-
-    Parameters
-    ----------
-    data
-        The worker's store.
-    plan
-        Its memory.
-    asked
-        Bytes that did not fit; None if that is not known.
-    """
-    # Frames of the traceback hold the arrays, and a thread may hold the error for a moment yet
-    for one in gc.get_objects():
-        if issubclass(type(one), BaseException) and device_out_of_memory(one):
-            traceback.clear_frames(one.__traceback__)
-    gc.collect()
-    fast = getattr(getattr(data, "device_buffer", None), "fast", None)
-    if fast is not None and plan.device_memory_limit and asked and asked <= plan.total:
-        try:
-            fast.evict_until_below_target(max(0, fast.total_weight - asked))
-        except Exception as error:
-            # as text: a log that is kept would keep the error's frames, and what they hold
-            log.warning("Results cannot be spilled from %s: %s", plan.device, str(error))
-    for library in {"cupy", "torch"} & set(sys.modules) - set(plan.libraries):
-        try:
-            if library == "cupy":
-                sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
-            else:
-                sys.modules["torch"].cuda.empty_cache()
-        except Exception as error:
-            log.warning("%s keeps unused memory of %s: %s", library, plan.device, str(error))
-
-
-def _held(data: Any) -> int:
-    """Bytes of results on the device, without bringing spilled ones back."""
-    from dask.sizeof import sizeof
-
-    on_device = getattr(getattr(data, "device_buffer", None), "fast", None)
-    if on_device is not None:
-        return int(on_device.total_weight)
-    values = list(getattr(data, "fast", data).values())
-    return sum(sizeof(value) for value in values if hasattr(value, "__cuda_array_interface__"))
-
-
-def _free(plan: MemoryPlan) -> str:
-    """What CUDA says is free, in words."""
-    try:
-        if "rmm" in sys.modules:
-            return format_bytes(sys.modules["rmm"].mr.available_device_memory()[0])
-        return format_bytes(sys.modules["cupy"].cuda.runtime.memGetInfo()[0])
-    except Exception:  # it is asked for a message about another error
-        return "an unknown number of bytes"
-
-
-def _pool(plan: MemoryPlan) -> str:
-    """The pool in use and its present size, in words."""
-    try:
-        if plan.allocator == "pool":
-            size = sys.modules["rmm"].mr.get_current_device_resource().pool_size()
-            return f"the RMM pool of {format_bytes(size)}"
-        if plan.allocator == "cuda":
-            pool = sys.modules["cupy"].get_default_memory_pool()
-            return (
-                f"CuPy's pool of {format_bytes(pool.total_bytes())} "
-                f"({format_bytes(pool.used_bytes())} in use)"
-            )
-    except Exception:  # as in _free
-        return "a pool of unknown size"
-    return "RMM's asynchronous pool"
-
-
-def _holders(uuid: str) -> str:
-    """Which processes use the device, in words."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # as in _free
-        return "and nvidia-smi tells which processes hold the rest"
-    used = ", ".join(
-        f"{process.pid} ({format_bytes(process.usedGpuMemory or 0)})" for process in found
-    )
-    return f"and these processes are on it: {used or 'none that can be seen from here'}"

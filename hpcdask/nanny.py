@@ -18,14 +18,16 @@ from distributed.comm import get_address_host, unparse_host_port
 from distributed.core import Status
 from distributed.utils import get_ip
 
-from . import devices, memory, template
+from . import devices, full, memory, template
 from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
+from .fabric import infiniband
 from .memory import ON_HOST, MemoryPlan
 from .peers import PeerWorker, environment
 from .spec import WorkerSpec
-from .transport import Reach, ucx_environment
+from .switches import ucx_environment
+from .transport import Reach
 
 #: Seconds between two messages of a worker and its scheduler to each other. distributed holds
 #: messages back for 2 and 5 ms, and a worker with one thread then idles between short Dask tasks;
@@ -126,12 +128,12 @@ class BoundWorker(PeerWorker):
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full."""
         event = await super().execute(*args, **kwargs)
-        return await memory.explained(self, self.device_memory, event)
+        return await full.explained(self, self.device_memory, event)
 
     async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch from another worker, and survive that the device is full."""
         event = await super().gather_dep(*args, **kwargs)
-        return await memory.explained(self, self.device_memory, event)
+        return await full.explained(self, self.device_memory, event)
 
     def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
         """Being retired is no reason to complain that the scheduler does not know it any more."""
@@ -206,7 +208,10 @@ def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
     needed = list(plan.libraries)
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
-    return [*needed, "hpcdask.ucx", "ucxx"] if exchange != "tcp" else needed
+    if exchange != "tcp":
+        # distributed loads the way to send device memory, and numba with it, at the first such send
+        needed += ["hpcdask.ucx", "ucxx", "distributed.protocol.rmm", "distributed.protocol.cupy"]
+    return needed
 
 
 @contextlib.contextmanager
@@ -309,7 +314,7 @@ def make_nanny(
         # none where it computes on the CPU: the job may have GPUs all the same
         env={
             "CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else "",
-            **environment(os.environ),
+            **environment(os.environ, infiniband=any(port.usable for port in infiniband())),
             **ucx_environment(spec, os.environ),
         },
         # a transport that was not asked for by name may fail to start

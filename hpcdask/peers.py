@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed import Worker
 from distributed.comm import Comm, get_address_host, unparse_host_port
-from distributed.core import ConnectionPool, send_recv
+from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
 logger = logging.getLogger("distributed.hpcdask.peers")
@@ -27,11 +27,15 @@ CONTACT, BLOCK, WARM = "hpcdask-contact", "hpcdask-block", "hpcdask-warm"
 TOPIC = "hpcdask-warm"
 #: Seconds to ask a worker for its ucx address, or to fetch a block of it for the first time.
 ASK_DEADLINE_S = 10.0
+#: Seconds for a ucx connection, before tcp takes its place.
+UCX_DEADLINE_S = 10.0
 WARM_DEADLINE_S = 60.0
 #: Bytes of the block that maps a peer's memory, and of the one that shows how fast it comes.
 FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 #: Bytes per second below which device memory does not come over NVLink or PCIe.
 SLOW_RATE = 10e9
+#: While a worker is of use.
+WORKING = (Status.running, Status.paused)
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
 
@@ -53,21 +57,31 @@ class PeerPool(ConnectionPool):
         if addr in self.apart or not self.me.may_use_ucx_to(addr):
             return await super()._connect(addr, timeout)
         contact = await self._contact(addr)
-        if contact is None:
-            return await super()._connect(addr, timeout)
-        try:
-            comm: Comm = await super()._connect(contact, timeout)
-        except OSError as error:
-            self.contacts[addr] = None
-            logger.warning(
-                "no ucx to %s: %s. Data between it and this worker goes over tcp, which is slower",
-                addr,
-                error,
-            )
-            return await super()._connect(addr, timeout)
-        self.occupied[contact].discard(comm)
-        self.occupied[addr].add(comm)
-        return comm
+        while contact is not None:
+            try:
+                comm: Comm = await super()._connect(contact, UCX_DEADLINE_S)
+            except OSError as error:
+                contact = await self._after(contact, addr, error)
+            else:
+                del self.occupied[contact]
+                self.occupied[addr].add(comm)
+                return comm
+        return await super()._connect(addr, timeout)
+
+    async def _after(self, contact: str, addr: str, error: OSError) -> str | None:
+        """Where else a worker listens on ucx, when it could not be reached there."""
+        if self.contacts.get(addr) == contact:
+            del self.contacts[addr]
+        again = await self._contact(addr)
+        if again != contact:  # it is another worker by now
+            return again
+        self.contacts[addr] = None
+        logger.warning(
+            "no ucx to %s: %s. Data that this worker fetches there comes over tcp, which is slower",
+            addr,
+            _root(error),
+        )
+        return None
 
     async def _contact(self, addr: str) -> str | None:
         """Where a worker listens on ucx; None if it does not."""
@@ -80,8 +94,9 @@ class PeerPool(ConnectionPool):
                         answer = await send_recv(comm, op=CONTACT, close=True)
                 finally:
                     self.reuse(addr, comm)
-                self.contacts[addr] = None
-                if answer is not None:
+                if answer is None:
+                    self.contacts[addr] = None
+                else:
                     from . import ucx
 
                     ucx.known_secrets[answer["address"].partition("://")[2]] = answer["secret"]
@@ -164,6 +179,11 @@ class PeerWorker(Worker):
         pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
 
     @property
+    def is_warm(self) -> bool:
+        """Whether the first exchange with its peers is over."""
+        return self._warming is not None and self._warming.done()
+
+    @property
     def peer_transports(self) -> dict[str, str]:
         """Address of each peer that was dialled, to ``ucx`` or ``tcp``."""
         pool: Any = self.rpc
@@ -232,8 +252,8 @@ class PeerWorker(Worker):
                 count = MEASURED_NBYTES if self.on_device else FIRST_NBYTES
                 await self._time_block(source, count)
                 seconds, transport = await self._time_block(source, count)
-        except (OSError, TimeoutError, RuntimeError, MemoryError) as error:
-            return asdict(replace(link, problem=f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            return asdict(replace(link, problem=_root(error)))
         return asdict(replace(link, transport=transport, first_s=first_s, rate=count / seconds))
 
     async def _time_block(self, source: str, count: int) -> tuple[float, str]:
@@ -249,10 +269,14 @@ class PeerWorker(Worker):
     async def _warm(self) -> None:
         """Fetch from those that were there before, and have them fetch from here."""
         start = time.perf_counter()
+        links: list[dict[str, Any]] = []
         try:
-            links = await self._exchange_blocks() if self._ucx_address else []
-        except (OSError, TimeoutError) as error:
-            links = [asdict(Link(str(self.name), "", problem=f"{type(error).__name__}: {error}"))]
+            if self._ucx_address:
+                await self._exchange_blocks(links)
+        except Exception as error:
+            links.append(asdict(Link(str(self.name), "", problem=_root(error))))
+        if self.status not in WORKING:
+            return
         seconds = time.perf_counter() - start
         name, address = str(self.name), self.address
         self.log_event(TOPIC, {"worker": address, "name": name, "seconds": seconds, "links": links})
@@ -261,20 +285,25 @@ class PeerWorker(Worker):
             for line in (f"worker {name} is warm: {found.line}", *found.warnings):
                 print(f"hpcdask: {line}", file=sys.stderr, flush=True)
 
-    async def _exchange_blocks(self) -> list[dict[str, Any]]:
+    async def _exchange_blocks(self, links: list[dict[str, Any]]) -> None:
         known = (await self.scheduler.identity())["workers"]
         names = {address: str(info["name"]) for address, info in known.items()}
-        links = []
         for peer in choose_peers(self.address, [a for a in names if self.may_use_ucx_to(a)]):
             links.append(await self._fetch(peer, names[peer]))
-            comm = await self.rpc.connect(peer)
-            try:
-                async with asyncio.timeout(WARM_DEADLINE_S):
-                    back = await send_recv(comm, op=WARM, source=self.address, name=str(self.name))
-            finally:
-                self.rpc.reuse(peer, comm)
-            links.append(back)
-        return links
+            links.append(await self._have_fetched(peer, names[peer]))
+
+    async def _have_fetched(self, peer: str, name: str) -> dict[str, Any]:
+        """What a peer finds when it fetches from here."""
+        try:
+            async with asyncio.timeout(WARM_DEADLINE_S):
+                comm = await self.rpc.connect(peer)
+                try:
+                    me = {"source": self.address, "name": str(self.name)}
+                    return dict(await send_recv(comm, op=WARM, **me))  # type: ignore[arg-type]
+                finally:
+                    self.rpc.reuse(peer, comm)
+        except Exception as error:
+            return asdict(Link(to=name, source=str(self.name), problem=_root(error)))
 
 
 @dataclass(frozen=True)
@@ -352,6 +381,13 @@ def choose_peers(me: str, addresses: list[str]) -> list[str]:
     return near[turn:] + near[:turn] + far[-FAR_PEERS:]
 
 
+def _root(error: BaseException) -> str:
+    """The first cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _block(count: int, on_device: bool) -> Any:
     if on_device:
         import cupy
@@ -362,10 +398,19 @@ def _block(count: int, on_device: bool) -> Any:
     return np.zeros(count, dtype=np.uint8)
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
+def environment(environ: Mapping[str, str], *, infiniband: bool) -> dict[str, str]:
     """What ucxx and UCX are to find in a worker's environment, where the user did not set it.
 
-    In ucxx's other modes a thread or an endless loop drives UCX, and holds up Python.
+    Only ucxx's own mode is not for the user to choose: in the others a thread or an endless loop
+    drives UCX beside `ucx.Progress`, and holds up Python.
     """
-    wanted = {"UCXPY_PROGRESS_MODE": "blocking", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    return {name: environ.get(name, value) for name, value in wanted.items()}
+    wanted = {
+        "UCX_LOG_FILE": "stderr",  # instead of stdout, which is the program's
+        "UCXX_LOG_LEVEL": "fatal",  # a peer that closes is reported as an error
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
+    if not infiniband:
+        # to watch the memory that it has registered UCX takes 0.75 s at start; only RDMA needs it
+        wanted["UCX_RCACHE_ENABLE"] = "n"
+    given = {name: environ.get(name, value) for name, value in wanted.items()}
+    return {**given, "UCXPY_PROGRESS_MODE": "blocking"}

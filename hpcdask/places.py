@@ -10,8 +10,9 @@ from . import devices, memory
 from .devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
+from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import Choice, Seat, choose_interface
+from .transport import Choice, choose_interface
 
 
 def first_worker_rank(spec: RunSpec) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import select
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -28,9 +30,18 @@ class Sighting(NamedTuple):
 
 
 class Scout:
-    """Asks NVML, which takes 0.2 s."""
+    """Asks NVML, which takes 0.2 s.
 
-    def __init__(self, pipe: int) -> None:
+    Parameters
+    ----------
+    pid
+        Of the process that asks.
+    pipe
+        Where it writes.
+    """
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid = pid
         self._pipe = pipe
 
     @classmethod
@@ -45,23 +56,18 @@ class Scout:
         if not has_nvidia_driver() and find_spec("pynvml") is None:
             return None
         read_end, write_end = os.pipe()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             try:
                 in_child()
                 os.close(read_end)
-                try:
-                    found: dict[str, Any] = {
-                        "gpus": [dataclasses.asdict(gpu) for gpu in visible_gpus()],
-                        "fabric": dataclasses.asdict(fabric.look()),
-                    }
-                except UsageError as error:
-                    found = {"error": str(error)}
+                text = json.dumps(_look())
                 with open(write_end, "w") as stream:
-                    json.dump(found, stream)
+                    stream.write(text)
             finally:
                 os._exit(0)
         os.close(write_end)
-        return cls(read_end)
+        return cls(pid, read_end)
 
     def report(self) -> Sighting:
         """What it saw. Call it once.
@@ -69,12 +75,18 @@ class Scout:
         Raises
         ------
         DeviceError
-            What it raised.
+            What it raised, or that the driver hangs.
         """
         deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
-        while chunk := self._read_until(deadline):
-            text += chunk
-        os.close(self._pipe)
+        wait = os.WNOHANG  # one that hangs in the driver may die much later
+        try:
+            while chunk := self._read_until(deadline):
+                text += chunk
+            wait = 0
+        finally:
+            os.close(self._pipe)
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, wait)
         found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
@@ -87,3 +99,28 @@ class Scout:
                 f"nvidia-smi works on this node, and leave the node out if it does not"
             )
         return os.read(self._pipe, 65536)
+
+
+def _look() -> dict[str, Any]:
+    """What there is, or the error that keeps from seeing it, for JSON."""
+    try:
+        with _one_start():
+            gpus = visible_gpus()
+            seen = fabric.look(gpus=bool(gpus))
+    except UsageError as error:
+        return {"error": str(error)}
+    except Exception as error:  # NVML's, of a GPU that is broken
+        return {"error": f"the NVIDIA driver fails: {type(error).__name__}: {error}"}
+    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "fabric": dataclasses.asdict(seen)}
+
+
+@contextlib.contextmanager
+def _one_start() -> Iterator[None]:
+    """Start NVML once for all that ask: it counts, and only the first start takes its time."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(Exception):  # whoever asks it says what is wrong
+            import pynvml
+
+            pynvml.nvmlInit()
+            stack.callback(pynvml.nvmlShutdown)
+        yield

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
+import os
 import secrets
 import struct
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import distributed_ucxx.ucxx as base
+from distributed.comm.addressing import parse_host_port
 from distributed.comm.core import CommClosedError, FatalCommClosedError
 from distributed.comm.registry import backends
 from distributed.comm.utils import from_frames, to_frames
@@ -31,14 +35,17 @@ logger = logging.getLogger("distributed.hpcdask.ucx")
 
 #: Seconds in which a new connection must prove itself.
 AUTHENTICATION_DEADLINE_S = 5.0
+#: Seconds that a connection which ends has to say so.
+CLOSE_DEADLINE_S = 1.0
 #: Connections that may be unproven at a time; those beyond are refused.
 PENDING_LIMIT = 64
 #: Bytes of a secret, of a challenge and of the answer to it.
 SECRET_NBYTES = 32
-#: Seconds for which a transfer under way is polled, before it is left to UCX to report its end:
-#: UCX does not report the end of every copy between devices.
+#: Seconds for which a transfer of device memory is polled, before it is left to UCX to report its
+#: end: UCX does not report the end of every copy between devices.
 POLL_S = 1.0
-#: Seconds for which the next message is polled for: an answer often comes at once.
+#: Seconds for which other messages are polled for: an answer often comes at once, and a processor
+#: that spins for longer is one that Dask tasks lack.
 ANSWER_POLL_S = 0.002
 #: Seconds after which UCX is looked at even if it reported nothing.
 SAFETY_S = 0.1
@@ -70,10 +77,11 @@ class Progress:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self.worker = worker
         self._loop = asyncio.get_running_loop()
         self._asleep: dict[Any, asyncio.Future[None]] = {}
         self._pollers = 0
+        self._polls = False
         self._timer: asyncio.TimerHandle | None = None
         # ucxx stops its own progress, and takes the reader away, when nothing is registered
         base._register_dask_resource()
@@ -85,7 +93,8 @@ class Progress:
     def polling(self) -> Iterator[None]:
         """Progress UCX on every turn of the loop until the end of the block."""
         self._pollers += 1
-        if self._pollers == 1:
+        if not self._polls:
+            self._polls = True
             self._loop.call_soon(self._poll)
         try:
             yield
@@ -97,6 +106,7 @@ class Progress:
         if self._pollers:
             self._loop.call_soon(self._poll)
         else:
+            self._polls = False
             self._arm()
 
     async def wait(self, request: Any) -> None:
@@ -111,7 +121,7 @@ class Progress:
             self._progress()
         if not request.completed:
             future = self._asleep[request] = self._loop.create_future()
-            if not self._pollers:
+            if not self._polls:
                 self._arm()
             try:
                 await future
@@ -120,7 +130,7 @@ class Progress:
         request.check_error()
 
     def _progress(self) -> None:
-        self._worker.progress()
+        self.worker.progress()
         self.look()
 
     def look(self) -> None:
@@ -131,12 +141,12 @@ class Progress:
 
     def _turn(self) -> None:
         self._progress()
-        if not self._pollers:
+        if not self._polls:
             self._arm()
 
     def _arm(self) -> None:
         """Have UCX report what comes next, and look again after a while all the same."""
-        if not self._worker.arm():  # something has come already
+        if not self.worker.arm():  # something has come already
             self._loop.call_soon(self._turn)
             return
         if self._timer is not None:
@@ -144,18 +154,31 @@ class Progress:
         self._timer = self._loop.call_later(SAFETY_S, self._turn)
 
 
-_progress: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Progress] = (
-    weakref.WeakKeyDictionary()
-)
+_progress: dict[asyncio.AbstractEventLoop, Progress] = {}
 
 
 def progress() -> Progress:
     """The driver of the running event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _progress:
-        base.init_once()
+        for other in [other for other in _progress if other.is_closed()]:
+            del _progress[other]
+        _start_ucx()
         _progress[loop] = Progress(base.ucxx.core._get_ctx().worker)
     return _progress[loop]
+
+
+def _start_ucx() -> None:
+    """Start UCX without its active messages and remote memory access.
+
+    With them whoever connects has ucxx allocate what he says, and read a header that he wrote.
+    """
+    from ucxx._lib import libucxx
+
+    features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+    context = functools.partial(libucxx.UCXContext, feature_flags=features)
+    with mock.patch.object(libucxx, "UCXContext", context):
+        base.init_once()
 
 
 class Endpoint:
@@ -178,15 +201,24 @@ class Endpoint:
 
     def receive(self, buffer: Any) -> Any:
         """Begin to receive exactly as many bytes as the buffer holds."""
+        array = self._array(buffer)
+        if self._raw.alive:
+            return self._raw.tag_recv(array, self._receive_tag)
+        # the other side is gone; what it said last may lie here
+        worker = self._progress.worker
+        lies = worker.tag_probe(self._receive_tag)
+        if lies.matched and lies.length == array.nbytes:
+            found = worker.tag_probe(self._receive_tag, remove=True)
+            return worker.tag_recv_with_handle(array, found)
         self._raw.raise_on_error()
-        return self._raw.tag_recv(self._array(buffer), self._receive_tag)
+        raise base.ucxx.exceptions.UCXCloseError("the other side closed the connection")
 
     async def wait(self, *requests: Any) -> None:
         """Wait for the end of all requests."""
         for request in requests:
             await self._progress.wait(request)
 
-    async def wait_polling(self, *requests: Any, seconds: float = POLL_S) -> None:
+    async def wait_polling(self, *requests: Any, seconds: float) -> None:
         """Wait for requests that end soon: poll first."""
         if all(request.completed for request in requests):
             return await self.wait(*requests)
@@ -242,7 +274,10 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
         ]
         try:
             parts = [first, rest, *large] if rest else [first, *large]
-            await self._wire.wait_polling(*[self._wire.send(part) for part in parts])
+            seconds = POLL_S if _DEVICE in kinds else ANSWER_POLL_S
+            await self._wire.wait_polling(
+                *[self._wire.send(part) for part in parts], seconds=seconds
+            )
         except BaseException as error:
             # what was sent in part cannot be taken back
             self.abort()
@@ -268,7 +303,7 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             raise
 
     async def _read_frames(self) -> list[Any]:
-        if self.closed():
+        if self._ep is None:
             raise CommClosedError("the ucx connection is closed")
         first = bytearray(BLOCK_NBYTES)
         await self._wire.wait_polling(self._wire.receive(first), seconds=ANSWER_POLL_S)
@@ -276,10 +311,11 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
         if closing:
             raise CommClosedError("the other side closed the ucx connection")
         header = memoryview(first)[_PREFIX.size : _PREFIX.size + size]
-        if missing := size - len(header):
-            rest = bytearray(missing)
-            await self._wire.wait_polling(self._wire.receive(rest))
-            header = memoryview(b"".join([header, rest]))
+        if (there := len(header)) < size:
+            whole = memoryview(bytearray(size))  # what is made of frames may have to be writable
+            whole[:there] = header
+            header = whole
+            await self._wire.wait_polling(self._wire.receive(header[there:]), seconds=ANSWER_POLL_S)
         kinds_sizes = list(_FRAME.iter_unpack(header[: count * _FRAME.size]))
         frames, at = [], count * _FRAME.size
         for kind, nbytes_ in kinds_sizes:
@@ -295,19 +331,26 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             for frame, (kind, size) in zip(frames, kinds_sizes, strict=True)
             if kind != _INLINE and size
         ]
+        seconds = ANSWER_POLL_S
         if any(kind == _DEVICE for kind, _ in kinds_sizes):
+            seconds = POLL_S
             # what used the memory before may still run
             base.synchronize_stream()
-        await self._wire.wait_polling(*[self._wire.receive(frame) for frame in large])
+        await self._wire.wait_polling(
+            *[self._wire.receive(frame) for frame in large], seconds=seconds
+        )
         return frames
 
     async def close(self) -> None:
         """Say goodbye, and end the connection."""
         if self._ep is not None and self._ep.alive:
             first, _ = _first_block(_CLOSING, b"", 0)
-            with contextlib.suppress(TimeoutError, base.ucxx.exceptions.UCXError):
-                async with asyncio.timeout(1):
-                    await self._wire.wait_polling(self._wire.send(first))
+            try:
+                with contextlib.suppress(TimeoutError, base.ucxx.exceptions.UCXError):
+                    async with asyncio.timeout(CLOSE_DEADLINE_S):
+                        await self._wire.wait(self._wire.send(first))
+            finally:
+                self.abort()
         self.abort()
 
     def abort(self) -> None:
@@ -351,14 +394,55 @@ async def authenticate(wire: Any, secret: bytes, *, listens: bool) -> None:
         role = b"listens" if of_listener else b"connects"
         return hmac.digest(secret, role + pair, "sha256")
 
+    proof = answer(listens)  # UCX reads it where it lies until it is sent
     if not listens:
-        await wire.wait(wire.send(answer(False)))
+        await wire.wait(wire.send(proof))
     got = bytearray(SECRET_NBYTES)
     await wire.wait(wire.receive(got))
     if not hmac.compare_digest(got, answer(not listens)):
         raise PermissionError("the other side does not know the secret of this cluster")
     if listens:
-        await wire.wait(wire.send(answer(True)))
+        await wire.wait(wire.send(proof))
+
+
+class _Streams:
+    """An endpoint's streams, as ucxx's `exchange_peer_info` uses them, but waited for in sleep."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def stream_send(self, array: Any) -> _Waited:
+        return _Waited(self._raw.stream_send(array))
+
+    def stream_recv(self, array: Any) -> _Waited:
+        return _Waited(self._raw.stream_recv(array))
+
+
+class _Waited:
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    async def wait(self) -> None:
+        await progress().wait(self._request)
+
+
+async def introduce(raw: Any, *, listens: bool) -> Any:
+    """Make ucxx's endpoint of a raw one: the two sides tell each other their tags.
+
+    ucxx does the same, but its event loop spins meanwhile, however long the other side is silent.
+    """
+    from ucxx._lib_async import Endpoint as PeerEndpoint
+    from ucxx._lib_async.exchange_peer_info import exchange_peer_info
+    from ucxx._lib_async.utils import hash64bits
+
+    tag = hash64bits("msg_tag", os.urandom(16), raw.handle)
+    try:
+        # without a deadline of its own: that of the caller would be lost when both are over at once
+        told = await exchange_peer_info(_Streams(raw), tag, listener=listens, connect_timeout=None)
+    except RuntimeError as error:  # the checksum does not fit
+        raise PermissionError(f"the other side does not speak ucxx: {error}") from error
+    tags = {"msg_send": told["msg_tag"], "msg_recv": tag}
+    return PeerEndpoint(endpoint=raw, ctx=base.ucxx.core._get_ctx(), tags=tags)
 
 
 class PeerConnector(base.UCXXConnector):  # type: ignore[misc]
@@ -368,22 +452,32 @@ class PeerConnector(base.UCXXConnector):  # type: ignore[misc]
 
     async def connect(self, address: str, deserialize: bool = True, **kwargs: Any) -> PeerComm:
         """Open a connection and prove oneself."""
+        from ucxx._lib.libucxx import UCXEndpoint
+
         secret = known_secrets.get(address)
         if secret is None:
             raise FatalCommClosedError(f"nothing is known of a ucx listener at {address}")
         with progress().polling():
+            raw = comm = None
             try:
-                comm: PeerComm = await super().connect(address, deserialize, **kwargs)
-            except (base.ucxx.exceptions.UCXError, TimeoutError) as error:
-                raise CommClosedError(f"no ucx connection to {address}: {error}") from error
-            try:
+                worker = base.ucxx.core._get_ctx().worker
+                raw = UCXEndpoint.create(worker, *parse_host_port(address), True)
                 async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
+                    endpoint = await introduce(raw, listens=False)
+                    comm = PeerComm(endpoint, "", self.prefix + address, deserialize)
                     await authenticate(comm._wire, secret, listens=False)
             except BaseException as error:
-                comm.abort()
-                if isinstance(error, asyncio.CancelledError):
-                    raise
-                raise FatalCommClosedError(f"{address} did not prove itself: {error!r}") from error
+                if raw is not None:
+                    raw.close_blocking()
+                progress().look()
+                broke = isinstance(error, base.ucxx.exceptions.UCXError)
+                if isinstance(error, PermissionError) or (broke and comm is not None):
+                    raise FatalCommClosedError(
+                        f"{address} did not prove itself: {error}"
+                    ) from error
+                if broke or isinstance(error, TimeoutError):
+                    raise CommClosedError(f"no ucx connection to {address}: {error!r}") from error
+                raise
         return comm
 
 
@@ -392,39 +486,101 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     comm_class = PeerComm
     secret: bytes
+    #: Connections that have not proved themselves yet.
+    pending = 0
 
     async def start(self) -> None:
         """Listen on a free port."""
+        from ucxx._lib.libucxx import UCXListener
+
         progress()
         self.secret = secrets.token_bytes(SECRET_NBYTES)
-        self.pending = 0
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._full = False
         self._resource_id = base._register_dask_resource()
         weakref.finalize(self, base._deregister_dask_resource, self._resource_id)
-        self.ucxx_server = base.ucxx.create_listener(
-            self._accept, port=self._input_port, connect_timeout=AUTHENTICATION_DEADLINE_S
+        # not by way of ucxx's own listener, which lets in any number of silent strangers
+        self.ucxx_server = UCXListener.create(
+            base.ucxx.core._get_ctx().worker,
+            self._input_port,
+            _requested,
+            (weakref.ref(self),),
+            deliver_endpoint=True,
         )
+        self._port = self.ucxx_server.port
 
-    async def _accept(self, endpoint: Any) -> None:
-        if self.pending >= PENDING_LIMIT:
-            endpoint.abort()
-            logger.warning("refused a ucx connection: %d others are unproven", self.pending)
+    @property
+    def port(self) -> int:
+        """Where it listens, or did."""
+        return int(self._port)
+
+    def stop(self) -> None:
+        """Let nobody in any more."""
+        super().stop()
+        for task in self._tasks:
+            task.cancel()
+
+    def admit(self, raw: Any) -> None:
+        """See to a connection that was asked for; UCX must not be called before this returns."""
+        if self._loop.is_closed():
             return
-        comm = PeerComm(endpoint, self.address, self.address, self.deserialize)
-        comm.allow_offload = self.allow_offload
+        task = self._loop.create_task(self._accept(raw))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, raw: Any) -> None:
+        comm = await self._prove(raw)
+        if comm is not None and self.comm_handler:
+            # not in this task, which ends with the listener
+            handling = self._loop.create_task(self._handle(comm))
+            _handling.add(handling)
+            handling.add_done_callback(_handling.discard)
+
+    async def _handle(self, comm: PeerComm) -> None:
+        try:
+            await self.comm_handler(comm)
+        except Exception:
+            comm.abort()
+            logger.exception("a ucx connection to %s broke", self.address)
+
+    async def _prove(self, raw: Any) -> PeerComm | None:
+        """The connection, once it has proved itself."""
+        if self.pending >= PENDING_LIMIT:
+            raw.close_blocking()
+            if not self._full:  # one line, however many knock
+                logger.warning("refused a ucx connection: %d others are unproven", self.pending)
+            self._full = True
+            return None
+        self._full = False
         self.pending += 1
         try:
-            with progress().polling():
-                async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
-                    await authenticate(comm._wire, self.secret, listens=True)
-                    await self.on_connection(comm)
-        except Exception as error:
-            comm.abort()
+            async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
+                endpoint = await introduce(raw, listens=True)
+                comm = PeerComm(endpoint, self.address, self.address, self.deserialize)
+                comm.allow_offload = self.allow_offload
+                await authenticate(comm._wire, self.secret, listens=True)
+                await self.on_connection(comm)
+                return comm
+        except BaseException as error:
+            raw.close_blocking()
+            progress().look()
+            if not isinstance(error, Exception):
+                raise
             logger.warning("refused a ucx connection to %s: %s", self.address, _reason(error))
-            return
+            return None
         finally:
             self.pending -= 1
-        if self.comm_handler:
-            await self.comm_handler(comm)
+
+
+#: What serves connections that proved themselves: the event loop itself holds tasks weakly.
+_handling: set[asyncio.Task[None]] = set()
+
+
+def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:
+    """UCX has a connection for a listener."""
+    if (there := listener()) is not None:
+        there.admit(raw)
 
 
 def _reason(error: Exception) -> str:

@@ -3,15 +3,34 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from launching import Launcher, mpich_launcher, openmpi_launcher
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with what takes long, so that no worker waits for another one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def the_same_environment_after_a_module() -> Iterator[None]:
+    """As `the_same_environment`, for what a module's own fixtures start."""
+    with restored_environment():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def the_same_environment() -> Iterator[None]:
     """distributed's nannies leave their workers' variables in the process that starts them."""
+    with restored_environment():
+        yield
+
+
+@contextmanager
+def restored_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -46,3 +65,16 @@ def mpich() -> Iterator[Launcher]:
 def mpi(request: pytest.FixtureRequest) -> Launcher:
     """Each of the two MPIs in turn."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH: what HIDDEN lists cannot be imported."""
+    folder = tmp_path / "hidden"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "for name in os.environ.get('HIDDEN', '').split(','):\n"
+        "    sys.modules[name] = None\n"
+    )
+    return folder

@@ -64,16 +64,26 @@ def wait_for(
 def leftovers(marker: str) -> list[psutil.Process]:
     """Return the other living processes that were started with `marker` in their environment."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if (
-                marker.encode() in environ
-                and process.pid != os.getpid()
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found.append(process)
+    for entry in os.listdir("/proc"):  # as psutil would, in a quarter of the time: tests poll
+        if entry.isdigit():
+            with contextlib.suppress(psutil.Error, OSError):
+                if marker.encode() in environment_of(entry) and int(entry) != os.getpid():
+                    process = psutil.Process(int(entry))
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
     return found
+
+
+def environment_of(pid: str) -> bytes:
+    """Return the variables with which a process was started."""
+    file = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
+    try:
+        content = part = os.read(file, 1 << 16)
+        while len(part) == 1 << 16:
+            content += (part := os.read(file, 1 << 16))
+        return content
+    finally:
+        os.close(file)
 
 
 def walk(folder: Path) -> Iterator[Path]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from hpcdask.errors import HpcdaskError
 from hpcdask.fabric import Fabric
 from hpcdask.ranks import Rank
+from hpcdask.site import Seat
 from hpcdask.spec import WorkerSpec
-from hpcdask.transport import Seat, choose
+from hpcdask.transport import choose
 
 from .findings import Facts, Finding, Reporter, spans
 from .nodes import Node

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from hpcdask import fabric
+from hpcdask.installed import loaded_transports
 
 from .findings import Facts, Finding, Reporter
 
@@ -73,7 +73,7 @@ def _ucxx() -> str:
 
     ucxx.init()
     version = ".".join(map(str, ucxx.get_ucx_version()))
-    return f"UCX {version} loads {', '.join(fabric.loaded_transports()) or 'no module'}"
+    return f"UCX {version} loads {', '.join(loaded_transports()) or 'no module'}"
 
 
 def main() -> None:

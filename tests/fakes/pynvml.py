@@ -4,8 +4,9 @@ Put this folder first on PYTHONPATH and describe the machine in FAKE_NVML, as JS
 GPUs, in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory`` (bytes), ``bus``
 (PCI bus id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable;
 empty: disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null
-where the slot is free) and ``forbidden`` (true: a cgroup keeps it from this process). Without
-FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit.
+where the slot is free), ``forbidden`` (true: a cgroup keeps it from this process) and ``nvlink``
+(UUIDs of the GPUs that NVLink joins it to; null, or left out: not told). Without FAKE_NVML there is
+no driver. Like the real one it refuses calls before nvmlInit, and counts the starts in `starts`.
 """
 
 import json
@@ -14,6 +15,10 @@ from types import SimpleNamespace
 
 NVML_DEVICE_MIG_DISABLE = 0
 NVML_DEVICE_MIG_ENABLE = 1
+NVML_P2P_CAPS_INDEX_NVLINK = 2
+NVML_P2P_STATUS_OK = 0
+NVML_P2P_STATUS_NOT_SUPPORTED = 5
+NVML_P2P_STATUS_UNKNOWN = 6
 
 
 class NVMLError(Exception):
@@ -44,6 +49,7 @@ class NVMLError_InvalidArgument(NVMLError):
     """There is no such index."""
 
 
+starts = 0  # of NVML from nothing; those while it runs take no time
 _inits = 0
 
 
@@ -54,9 +60,10 @@ def _gpus():
 
 
 def nvmlInit():
-    global _inits
+    global _inits, starts
     if "FAKE_NVML" not in os.environ:
         raise NVMLError_LibraryNotFound("NVML Shared Library Not Found")
+    starts += not _inits
     _inits += 1
 
 
@@ -93,6 +100,14 @@ def nvmlDeviceGetUUID(handle):
 
 def nvmlDeviceGetMemoryInfo(handle):
     return SimpleNamespace(total=handle.get("memory", 80 << 30))
+
+
+def nvmlDeviceGetP2PStatus(first, second, index):
+    assert index == NVML_P2P_CAPS_INDEX_NVLINK
+    if first.get("nvlink") is None:
+        return NVML_P2P_STATUS_UNKNOWN
+    joined = second["uuid"] in first["nvlink"]
+    return NVML_P2P_STATUS_OK if joined else NVML_P2P_STATUS_NOT_SUPPORTED
 
 
 def nvmlDeviceGetMigMode(handle):

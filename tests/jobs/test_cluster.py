@@ -184,6 +184,7 @@ def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
     assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
 
 
+@pytest.mark.slow
 def test_a_computation_longer_than_the_walltime(folder: Path):
     with make(folder, walltime="12s", n_workers=2) as cluster, cluster.get_client() as client:
         client.wait_for_workers(2, timeout=30)
@@ -199,6 +200,7 @@ def test_a_computation_longer_than_the_walltime(folder: Path):
         assert cluster.failure is None
 
 
+@pytest.mark.slow
 def test_a_dask_task_longer_than_the_walltime_is_named(folder: Path):
     def endless(seconds: float) -> None:
         time.sleep(seconds)

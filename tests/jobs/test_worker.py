@@ -9,7 +9,6 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -383,10 +382,9 @@ def test_bad_input_ends_before_anything_starts(site, arguments, text):
     site.check_nothing_left(ended.at)
 
 
-def test_a_missing_extra(site):
-    if find_spec("distributed_ucxx"):
-        pytest.skip("distributed-ucxx is installed")
-    ended = site.job("--protocol", "ucx").end()
+def test_a_missing_extra(site, hidden):
+    env = {"PYTHONPATH": str(hidden), "HIDDEN": "distributed_ucxx"}
+    ended = site.job("--protocol", "ucx", env=env).end()
     assert ended.code == 2, ended
     assert len(ended.err.splitlines()) == 1, ended
     assert "needs distributed_ucxx, which is not installed" in ended.errors[0], ended
@@ -399,6 +397,9 @@ def test_a_restart_count_that_is_none(monkeypatch):
 
 
 # Devices
+
+#: The GPUs here have no memory from which RMM could make a pool.
+NO_POOL = ("--rmm-pool-size", "0")
 
 
 @pytest.fixture
@@ -437,7 +438,7 @@ def devices_of(client: Client) -> dict[str, str]:
 
 def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
     env = gpus(2, SLURM_JOB_ID="4711")
-    job = site.job("--workers", "2", device="auto", env=env)
+    job = site.job("--workers", "2", *NO_POOL, device="auto", env=env)
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
     shown = [gpu["uuid"] for gpu in json.loads(env["FAKE_NVML"])]
     assert devices_of(client) == {f"ab12-4711_3-0-{n}": shown[n] for n in range(2)}
@@ -451,7 +452,7 @@ def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
 
 def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
     env = gpus(3)
-    jobs = [site.job(job=str(n), device="cuda", env=env) for n in range(2)]
+    jobs = [site.job(*NO_POOL, job=str(n), device="cuda", env=env) for n in range(2)]
     for job in jobs:
         job.wait_for(lambda: len(names(client)) == 2, "a worker of each job")
     assert len(set(devices_of(client).values())) == 2
@@ -459,7 +460,9 @@ def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
     assert line.startswith(devices_of(client)["ab12-0-0-0"])
     jobs[0].signal(signal.SIGKILL)
     jobs[0].end()
-    third = site.job("--workers", "2", job="2", device="cuda", env=env)  # 1 free, 1 free again
+    third = site.job(
+        "--workers", "2", *NO_POOL, job="2", device="cuda", env=env
+    )  # 1 free, 1 free again
     both = {"ab12-2-0-0", "ab12-2-0-1"}
     third.wait_for(lambda: both <= names(client), "two more workers")
     assert len(set(devices_of(client).values())) == 3

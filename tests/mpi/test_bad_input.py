@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcdask import fabric, run
+from hpcdask.errors import UsageError
 from launching import (
     Launcher,
     Result,
@@ -66,19 +68,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path
-
-
-@pytest.fixture
-def hidden(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH: what HIDDEN lists cannot be imported."""
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "for name in os.environ.get('HIDDEN', '').split(','):\n"
-        "    sys.modules[name] = None\n"
-    )
-    return folder
 
 
 def with_folders(launcher: Launcher, private: Path) -> Launcher:
@@ -191,14 +180,32 @@ BAD_VALUES = [
     (["--protocol", "infiniband"], ["--protocol", "'infiniband'", "auto", "tcp", "ucx"]),
     (["--layout", "spread"], ["--layout", "'spread'", "shared", "dedicated"]),
     (["--memory-limt", "1GiB"], ["--memory-limt", "--memory-limit", "--help"]),
-    (["--dashboard-address", "here"], ["--dashboard-address", "'here'", ":8787", "any free port"]),
-    (["--dashboard-address", ":70000"], ["--dashboard-address", "':70000'", ":8787"]),
 ]
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_VALUES, ids=lambda part: " ".join(part[:2]))
-def test_bad_value(alone, script, options, words):
-    assert_refused(alone.run(1, *CPU, *options, script), *words)
+def test_bad_value(capfd, options, words):
+    """Where the command line is read."""
+    with pytest.raises(UsageError) as refused:
+        run.parse([*CPU[len(RUN) :], *options, "program.py"])
+    assert refused.value.exit_code == 2
+    text = str(refused.value)
+    assert "\n" not in text
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--memory-limit", "64 bananas", ["64GiB"]),
+        ("--dashboard-address", "here", [":8787", "any free port"]),
+        ("--dashboard-address", ":70000", [":8787"]),
+    ],
+)
+def test_bad_value_of_a_run(alone, script, option, value, words):
+    assert_refused(alone.run(1, *CPU, option, value, script), option, repr(value), *words)
 
 
 def test_bad_value_is_said_once(mpis, script):
@@ -309,6 +316,33 @@ def test_interface_that_only_one_rank_lacks(mpirun, script):
     apart = ("-n", "1", *CPU, "--interface", "ib7", script)
     result = mpirun.run(1, *CPU, "--interface", "lo", script, ":", *apart)
     assert_refused(result, "rank 1", "no interface ib7", socket.gethostname(), "lo")
+
+
+def test_interface_auto(mpirun, script):
+    result = mpirun.run(2, *CPU, "--interface", "auto", script)
+    if fabric.interfaces():
+        assert_works(result, 2)
+    else:
+        assert_refused(result, "--interface auto", "no kind of network interface in common")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--protocol", "tcp", "--enable-nvlink"], ["--enable-nvlink is for ucx", "leave one out"]),
+        (["--enable-rdmacm", "--disable-infiniband"], ["--disable-infiniband", "leave one out"]),
+        (["--disable-tcp-over-ucx", "--enable-nvlink"], ["nothing to open connections with"]),
+    ],
+    ids=lambda part: " ".join(part),
+)
+def test_switches_that_contradict_each_other(alone, script, options, words):
+    assert_refused(alone.run(1, *CPU, *options, script), *words)
+
+
+def test_ucx_that_cannot_work_on_these_gpus(mpirun, script, cuda_package):
+    env = {**pythonpath(FAKES, cuda_package), **gpus(2)}
+    result = mpirun.run(2, *RUN, "--protocol", "ucx", "--rmm-async", script, env=env)
+    assert_refused(result, "--protocol ucx cannot work", "--rmm-async", "cannot be shared")
 
 
 @pytest.mark.parametrize("form", [":{}", "{}", "127.0.0.1:{}"])
@@ -502,7 +536,7 @@ def test_ucx_without_its_package(mpirun, script, hidden):
 def test_gpu_without_cuda_packages(mpirun, script, hidden):
     env = {**pythonpath(hidden, FAKES), **gpus(2), "HIDDEN": "cuda"}
     result = mpirun.run(2, *RUN, script, env=env)
-    assert_refused(result, "cuda.core", "GPU", 'pip install "hpcdask[cuda1')
+    assert_refused(result, "cuda-core", "GPU", 'pip install "hpcdask[cuda1')
 
 
 def test_launcher_that_needs_mpi4py_without_it(alone, script, hidden):

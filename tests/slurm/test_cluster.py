@@ -191,7 +191,7 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
 
 @pytest.mark.usefixtures("slurm_programs")
 def test_64_jobs_with_one_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    interval, running = 1.0, 32  # the other half waits, as workers need time to start on few cores
+    interval, running = 1.0, 12  # the others wait, as workers need time to start on few cores
     with (
         SlurmSite(gpus_per_node=running // 4, cpus_per_node=16) as site,
         login(site, tmp_path, monkeypatch) as user,

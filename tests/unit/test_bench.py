@@ -11,6 +11,7 @@ from pathlib import Path
 import dask
 import pytest
 from distributed import Client, LocalCluster
+from threadpoolctl import threadpool_limits
 
 from hpcdask import bench, cluster_info, timing
 from hpcdask.errors import UsageError
@@ -34,6 +35,7 @@ BARE = {"host": "n3", "gpu": False, "cuda": False, "why": "no device"}
 @pytest.fixture(scope="module")
 def client():
     with (
+        threadpool_limits(1),  # as in a worker; the threads of two would wait for one another
         LocalCluster(
             n_workers=2,
             threads_per_worker=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import devices
+from hpcdask import devices, scout
 from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
 from hpcdask.errors import DeviceError, MissingExtra
 
@@ -443,3 +444,72 @@ def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdask.nanny.os.lstat", lambda path: strange)
     purge(str(tmp_path))
     assert folder.exists()
+
+
+# The process that asks, while the rank imports
+
+
+def test_nvml_is_started_once_for_all_that_ask(nvml):
+    nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
+    found = scout._look()
+    assert [gpu["uuid"] for gpu in found["gpus"]] == [A, B]
+    assert found["fabric"]["nvlink"] == ((A, B),)
+    import pynvml
+
+    assert pynvml.starts == 1
+    with pytest.raises(pynvml.NVMLError_Uninitialized):  # and ended
+        pynvml.nvmlDeviceGetCount()
+
+
+def scouted(change: str = "", **environ: str) -> str:
+    """What a scout's report gives in a process of its own, after a change of the scout."""
+    program = f"""
+import os, time
+from hpcdask import devices, errors, scout
+scout.SCOUT_DEADLINE_S, devices.has_nvidia_driver = 5.0, lambda: False
+{change}
+try:
+    gpus, fabric = scout.Scout.start(lambda: None).report()
+    print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
+except errors.DeviceError as error:
+    print(error)
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("nobody is left")
+"""
+    env = {**os.environ, "PYTHONPATH": FAKES, **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=env,
+        check=True,
+    )
+    text, left = done.stdout.splitlines()
+    assert left == "nobody is left"
+    assert not done.stderr
+    return text
+
+
+def test_a_report_of_gpus_and_what_joins_them():
+    gpus = [{**FOUR[0], "nvlink": [B]}, {**FOUR[1], "nvlink": [A]}, FOUR[2]]
+    environ = {"FAKE_NVML": json.dumps(gpus), "CUDA_VISIBLE_DEVICES": "2,0"}
+    assert scouted(**environ) == f"{[C, A]} {((A, B),)} () 3"
+    gpus[0]["nvlink"] = None
+    assert scouted(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () {((A, B), (A, C))} 3"
+    assert scouted(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () () 0"
+
+
+def test_a_report_of_what_went_wrong():
+    assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
+    broken = [{"uuid": A, "bus": None}, {"uuid": B}]
+    assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
+    assert "has died" in scouted("scout.visible_gpus = lambda: os.kill(os.getpid(), 9)")
+
+
+def test_a_driver_that_hangs():
+    hangs = "scout.visible_gpus, scout.SCOUT_DEADLINE_S = lambda: time.sleep(600), 0.2"
+    program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
+    assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)

@@ -34,7 +34,8 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
-from hpcdask.fabric import Fabric, Interface, Port, Ucx
+from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.installed import Ucx
 from hpcdask.ranks import Rank
 
 GIB = 2**30

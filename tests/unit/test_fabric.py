@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hpcdask import fabric
-from hpcdask.fabric import Fabric, Interface, Port, Ucx
+from hpcdask import fabric, installed
+from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.installed import PREFER_SYSTEM, Ucx
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 
@@ -141,13 +142,7 @@ def nvml(monkeypatch):
                 raise pynvml.NVMLError_NotSupported("Not Supported")
             return found
 
-        for name, value in {
-            "NVML_P2P_CAPS_INDEX_NVLINK": 2,
-            "NVML_P2P_STATUS_OK": 0,
-            "NVML_P2P_STATUS_UNKNOWN": 6,
-            "nvmlDeviceGetP2PStatus": ask,
-        }.items():
-            monkeypatch.setattr(pynvml, name, value, raising=False)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", ask)
         return pynvml
 
     yield describe
@@ -239,25 +234,25 @@ def site(tmp_path, monkeypatch):
 def test_ucx_of_the_package(site):
     root = site("distributed_ucxx", "ucxx", "libucx")
     expected = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
-    assert fabric.installed_ucx(root, {}) == expected
-    asked = {fabric.PREFER_SYSTEM: "true"}  # and the system has none
-    assert fabric.installed_ucx(root, asked) == expected
+    assert installed.installed_ucx(root, {}) == expected
+    asked = {PREFER_SYSTEM: "true"}  # and the system has none
+    assert installed.installed_ucx(root, asked) == expected
     limited = {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"}
-    assert fabric.installed_ucx(root, limited) == dataclasses.replace(
+    assert installed.installed_ucx(root, limited) == dataclasses.replace(
         expected, transports=("cma",), tls="tcp"
     )
-    assert fabric.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
-    assert fabric.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")
+    assert installed.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
+    assert installed.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")
 
 
 def test_ucx_of_the_system(site, tmp_path):
     root = site("distributed_ucxx", "ucxx", "libucx")
     write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
     path = {"LD_LIBRARY_PATH": "/nowhere::/opt/ucx/lib"}
-    assert fabric.installed_ucx(root, path).source == "package"
+    assert installed.installed_ucx(root, path).source == "package"
     # The rule is libucx's: anything but "false"
-    assert fabric.installed_ucx(root, {**path, fabric.PREFER_SYSTEM: "False"}).source == "package"
-    assert fabric.installed_ucx(root, {**path, fabric.PREFER_SYSTEM: "1"}) == Ucx(
+    assert installed.installed_ucx(root, {**path, PREFER_SYSTEM: "False"}).source == "package"
+    assert installed.installed_ucx(root, {**path, PREFER_SYSTEM: "1"}) == Ucx(
         "0.52.0", "1.20.0", "system", ("cuda", "ib", "ib_mlx5", "rdmacm")
     )
 
@@ -266,18 +261,18 @@ def test_a_system_without_the_development_package(site, tmp_path):
     root = site("distributed_ucxx", "ucxx", "libucx")
     write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
     (tmp_path / "opt/ucx/lib/libucp.so").unlink()  # which libucx asks for
-    asked = {fabric.PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
-    assert fabric.installed_ucx(root, asked).source == "package"
+    asked = {PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
+    assert installed.installed_ucx(root, asked).source == "package"
 
 
 def test_ucx_without_the_libucx_package(site, tmp_path, monkeypatch):
     root = site("distributed_ucxx", "ucxx")
-    found = fabric.installed_ucx(root, {})
+    found = installed.installed_ucx(root, {})
     assert "ucxx finds no libucp" in found.problem
     assert not found.missing
     monkeypatch.setattr(sys, "prefix", "/conda")
     write(tmp_path, ucx("conda/lib", "1.20.0", SYSTEM_MODULES))
-    found = fabric.installed_ucx(root, {})
+    found = installed.installed_ucx(root, {})
     assert (found.source, found.ucx, found.problem) == ("system", "1.20.0", "")
 
 
@@ -287,8 +282,8 @@ def test_ucx_without_the_libucx_package(site, tmp_path, monkeypatch):
 def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
     root = site("distributed_ucxx", "ucxx", "libucx")
     write(tmp_path, ucx("opt/ucx/lib", version, SYSTEM_MODULES))
-    asked = {fabric.PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
-    found = fabric.installed_ucx(root, asked)
+    asked = {PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
+    found = installed.installed_ucx(root, asked)
     assert bool(found.problem) is bad
     assert not bad or f"is {version}, and ucxx needs 1.19.0 or newer" in found.problem
 
@@ -302,7 +297,7 @@ def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
     ],
 )
 def test_missing_packages(site, there, what):
-    found = fabric.installed_ucx(site(*there), {})
+    found = installed.installed_ucx(site(*there), {})
     assert found.problem == f'{what}: pip install "hpcdask[cuda13]"'
     assert found.missing
 
@@ -317,9 +312,9 @@ def test_the_loaders_cache(tmp_path):
     (tmp_path / "opt/fast").mkdir(parents=True)
     shutil.copy(found, tmp_path / "opt/fast/libc.so.6")
     subprocess.run(["/sbin/ldconfig", "-r", root], check=True, timeout=20)
-    assert fabric._find_library("libc.so.6", root, {}) == f"{root}opt/fast/libc.so.6"
-    assert fabric._find_library("libc.so", root, {}) == ""
-    assert fabric._find_library("libc.so.6", f"{root}opt/", {}) == ""
+    assert installed._find_library("libc.so.6", root, {}) == f"{root}opt/fast/libc.so.6"
+    assert installed._find_library("libc.so", root, {}) == ""
+    assert installed._find_library("libc.so.6", f"{root}opt/", {}) == ""
 
 
 def test_loaded_transports(tmp_path):
@@ -333,9 +328,9 @@ def test_loaded_transports(tmp_path):
         "7f5 r-xp 0 08:01 5 /usr/lib64/ucx/libuct_cma.so.0\n"
         "7f6 rw-p 0 00:00 0 [heap]\n"
     )
-    assert fabric.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
-    assert fabric.loaded_transports(str(tmp_path / "gone")) == ()
-    assert fabric.loaded_transports() == ()
+    assert installed.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
+    assert installed.loaded_transports(str(tmp_path / "gone")) == ()
+    assert installed.loaded_transports() == ()
 
 
 # Together

@@ -25,10 +25,11 @@ from distributed import Client, LocalCluster, Worker, wait
 from distributed.core import clean_exception
 from distributed.worker_state_machine import GatherDepFailureEvent
 
-from hpcdask import memory
+from hpcdask import full, memory
 from hpcdask.devices import Gpu
 from hpcdask.errors import DeviceError, HpcdaskError, MissingExtra, UsageError
-from hpcdask.memory import DeviceMemoryError, MemoryPlan, plan
+from hpcdask.full import DeviceMemoryError
+from hpcdask.memory import MemoryPlan, plan
 from hpcdask.spec import WorkerSpec
 
 GIB = 1 << 30
@@ -473,7 +474,7 @@ CUBLAS_FULL = of_class(
     ids=repr,
 )
 def test_errors_of_a_full_device_are_recognised(error):
-    assert memory.device_out_of_memory(error)
+    assert full.device_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
@@ -490,20 +491,20 @@ def test_errors_of_a_full_device_are_recognised(error):
     ids=repr,
 )
 def test_other_errors_are_not(error):
-    assert not memory.device_out_of_memory(error)
+    assert not full.device_out_of_memory(error)
 
 
 def test_cupy_s_own_error_is_recognised():
     cupy = pytest.importorskip("cupy")
     error = cupy.cuda.memory.OutOfMemoryError(10**10, 5 * 10**9, 0)
-    assert memory.device_out_of_memory(error)
-    assert memory.asked_for(error) == 10**10
+    assert full.device_out_of_memory(error)
+    assert full.asked_for(error) == 10**10
 
 
 def test_a_circle_of_causes_ends():
     one, other = ValueError(), ValueError()
     one.__cause__, other.__cause__ = other, one
-    assert not memory.device_out_of_memory(one)
+    assert not full.device_out_of_memory(one)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,7 @@ def test_a_circle_of_causes_ends():
     ],
 )
 def test_bytes_asked_for(text, nbytes):
-    found = memory.asked_for(MemoryError(text))
+    found = full.asked_for(MemoryError(text))
     assert found == nbytes if nbytes is None else abs(found - nbytes) < 1000
 
 
@@ -533,7 +534,7 @@ def worker_with(data) -> SimpleNamespace:
 def test_the_explanation_says_where_how_much_and_what_next(rmm):
     rmm()
     cause = MemoryError(POOL_FULL)
-    error = memory.explain(worker_with({"a": Block(300), "b": b"x" * 500}), PLAN, cause)
+    error = full.explain(worker_with({"a": Block(300), "b": b"x" * 500}), PLAN, cause)
     assert isinstance(error, HpcdaskError)
     assert isinstance(error, MemoryError)
     assert error.__cause__ is cause
@@ -547,14 +548,14 @@ def test_the_explanation_says_where_how_much_and_what_next(rmm):
 
 def test_a_library_that_finds_no_room_beside_the_pool(rmm):
     rmm()
-    assert "--rmm-pool-size 0" in str(memory.explain(worker_with({}), PLAN, CUBLAS_FULL))
+    assert "--rmm-pool-size 0" in str(full.explain(worker_with({}), PLAN, CUBLAS_FULL))
 
 
 def test_nothing_that_cannot_be_asked_keeps_the_error_from_being_told(monkeypatch):
     for name in ("rmm", "cupy"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     for allocator in ("pool", "async", "cuda"):
-        told = memory.explain(worker_with({}), replace(PLAN, allocator=allocator), CUBLAS_FULL)
+        told = full.explain(worker_with({}), replace(PLAN, allocator=allocator), CUBLAS_FULL)
         assert "unknown number of bytes" in str(told)
 
 
@@ -573,7 +574,7 @@ def test_as_much_is_spilled_as_did_not_fit(asked, limit, spilled):
     data, host = device_buffer()
     for key in "abc":
         data.device_buffer[key] = Block(100)
-    memory.make_room(data, replace(PLAN, device_memory_limit=limit), asked)
+    full.make_room(data, replace(PLAN, device_memory_limit=limit), asked)
     assert list(host) == spilled
 
 
@@ -584,7 +585,7 @@ def test_arrays_of_an_error_that_somebody_keeps_are_freed():
     except MemoryError as error:
         kept.append(error)
     assert Device.used == 900
-    memory.make_room({}, PLAN, None)
+    full.make_room({}, PLAN, None)
     assert Device.used == 0
     assert traceback.extract_tb(kept[0].__traceback__)[-1].name == "__init__"
 
@@ -594,7 +595,7 @@ def test_arrays_in_circles_are_freed():
     circle.append(circle)
     del circle
     assert Device.used == 10
-    memory.make_room({}, PLAN, None)
+    full.make_room({}, PLAN, None)
     assert Device.used == 0
 
 
@@ -606,7 +607,7 @@ def test_a_result_that_cannot_be_spilled_is_logged(caplog):
         raise TypeError("cannot be pickled")
 
     data.device_buffer.fast.on_evict.insert(0, refuse)
-    memory.make_room(data, PLAN, 10)
+    full.make_room(data, PLAN, 10)
     assert "cannot be pickled" in caplog.text
 
 
@@ -615,7 +616,7 @@ class FrugalWorker(Worker):
 
     async def execute(self, key, *, stimulus_id):
         event = await super().execute(key, stimulus_id=stimulus_id)
-        return await memory.explained(self, PLAN, event)
+        return await full.explained(self, PLAN, event)
 
 
 def too_much() -> int:
@@ -642,7 +643,7 @@ def test_the_next_task_that_fits_succeeds():
             assert isinstance(error, DeviceMemoryError)
             assert "200 B did not fit" in str(error)
             assert f"worker {worker.name} is" in str(error)
-            kinds = [type(one).__name__ for one in memory._chain(error)]
+            kinds = [type(one).__name__ for one in full._chain(error)]
             assert kinds[-1] == "OutOfMemoryError"
             assert len(kinds) == 2 + (failing is in_a_wrapper)
             trace = traceback.extract_tb(await failed.traceback())
@@ -662,7 +663,7 @@ def test_what_a_receiver_has_no_room_for_is_explained_too():
     event = GatherDepFailureEvent.from_exception(
         MemoryError(POOL_FULL), worker="tcp://10.0.0.1:1", total_nbytes=1, stimulus_id="x"
     )
-    found = asyncio.run(memory.explained(worker_with({}), PLAN, event))
+    found = asyncio.run(full.explained(worker_with({}), PLAN, event))
     assert found is event
     assert isinstance(clean_exception(found.exception.data)[1], DeviceMemoryError)
     assert "node7-3" in found.exception_text
@@ -670,4 +671,4 @@ def test_what_a_receiver_has_no_room_for_is_explained_too():
 
 def test_other_events_stay_as_they_are():
     event = object()
-    assert asyncio.run(memory.explained(worker_with({}), PLAN, event)) is event
+    assert asyncio.run(full.explained(worker_with({}), PLAN, event)) is event

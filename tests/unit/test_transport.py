@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 
 from hpcdask.devices import Gpu
 from hpcdask.errors import MissingExtra, UsageError
-from hpcdask.fabric import PREFER_SYSTEM, Fabric, Interface, Port, Ucx
+from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.installed import PREFER_SYSTEM, Ucx
+from hpcdask.site import Seat
 from hpcdask.spec import WorkerSpec
+from hpcdask.switches import ucx_environment
 from hpcdask.transport import (
-    Choice,
-    Seat,
     check_interface,
     choose,
+    choose_alone,
     choose_interface,
-    ucx_environment,
 )
 
 PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
@@ -75,8 +75,22 @@ def shared_gpu():
     return seats(count=1) * 2
 
 
+def tls(value, ucx=PYPI):
+    """A UCX and the user's UCX_TLS."""
+    return dataclasses.replace(ucx, tls=value)
+
+
+def is_in(choice, protocol, reach, reason):
+    assert (choice.protocol, choice.reach) == (protocol, reach)
+    assert reason in choice.reason
+    assert not any("\n" in line for line in (choice.reason, *choice.warnings))
+
+
 AUTO = WorkerSpec()
 UCX = WorkerSpec(protocol="ucx")
+IB_ONLY = WorkerSpec(enable_infiniband=True)
+NVLINK_ONLY = WorkerSpec(enable_nvlink=True)
+INSIDE = "NVLink inside nodes, tcp between them: "
 
 
 @pytest.mark.parametrize(
@@ -89,7 +103,7 @@ UCX = WorkerSpec(protocol="ucx")
         (AUTO, seats(links="none"), "tcp", "NVLink does not join the GPUs of a"),
         (AUTO, seats(links="unknown"), "tcp", "NVML does not tell whether NVLink joins"),
         (AUTO, seats(count=1), "tcp", "a single worker"),
-        (AUTO, shared_gpu(), "tcp", "share one GPU"),
+        (AUTO, shared_gpu(), "tcp", "one GPU only on a"),
         (AUTO, cpu(), "tcp", "workers compute on the CPU"),
         (AUTO, [*seats(), *cpu(1, host="b")], "tcp", "not every worker has a GPU: none on b"),
         (AUTO, mig(), "tcp", "MIG slices"),
@@ -97,38 +111,53 @@ UCX = WorkerSpec(protocol="ucx")
         # A job that has a part of the node, whose workers see each other's GPUs
         (AUTO, seats(count=4, ranks=1, hidden=4), "ucx", "NVLink joins the 4 GPUs of a"),
         (AUTO, seats(ucx=MISSING), "tcp", 'on a, distributed-ucxx is not installed: pip install "'),
+        (AUTO, seats(ucx=MISSING, links="none"), "tcp", "NVLink does not join"),
         (AUTO, seats(ucx=BROKEN), "tcp", "ucxx needs 1.19.0"),
         (AUTO, seats(ucx=NO_CUDA), "tcp", "has no transport for CUDA"),
         (WorkerSpec(rmm_async=True), seats(), "tcp", "--rmm-async"),
-        (WorkerSpec(enable_nvlink=False), seats(), "tcp", "--disable-nvlink"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="tcp")), "tcp", "UCX_TLS=tcp on a leaves"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="tcp,cuda_copy")), "tcp", "UCX_TLS=tcp,"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="^cuda_ipc")), "tcp", "UCX_TLS=^cuda_ipc"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="^ib")), "ucx", "NVLink"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="all")), "ucx", "NVLink"),
-        (AUTO, seats(ucx=dataclasses.replace(PYPI, tls="tcp,cuda")), "ucx", "NVLink"),
-        # Several nodes
-        (AUTO, nodes(ports=[IB], ucx=SYSTEM), "ucx", "InfiniBand joins the 2 nodes, NVLink their"),
-        (AUTO, nodes(ports=[DOWN, IB], ucx=SYSTEM, links="none"), "ucx", "joins the 2 nodes"),
-        (AUTO, nodes(ports=[IB]), "tcp", "but the UCX on n0, n1 cannot use it"),
-        (AUTO, nodes(ports=[IB], ucx=NO_CUDA), "tcp", "no transport for CUDA"),
-        (AUTO, nodes(ports=[DOWN], ucx=SYSTEM), "tcp", "no usable InfiniBand on n0, n1"),
-        (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), "tcp", "no usable InfiniBand on n0, n1"),
-        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), "tcp", "no usable InfiniBand on n0, n1"),
-        (WorkerSpec(enable_infiniband=True), nodes(ports=[ROCE], ucx=SYSTEM), "ucx", "InfiniBand"),
+        # What the switches leave to UCX
+        (WorkerSpec(enable_nvlink=False), seats(), "tcp", "--disable-nvlink leaves out NVLink"),
+        (NVLINK_ONLY, seats(), "ucx", "NVLink joins the 8"),
         (
-            WorkerSpec(enable_infiniband=False),
-            nodes(ports=[IB], ucx=SYSTEM),
+            IB_ONLY,
+            seats(ports=[IB], ucx=SYSTEM),
             "tcp",
-            "--disable-inf",
+            "--enable-infiniband without --enable-nvlink leaves out NVLink",
         ),
-        (AUTO, nodes(ucx=SYSTEM), "tcp", "NVLink inside the nodes needs --protocol ucx"),
-        (AUTO, nodes(5, ucx=SYSTEM), "tcp", "InfiniBand on n0, n1, n2 and 2 more, and"),
-        (AUTO, nodes(net=[ETH, *HSN]), "tcp", "tcp over hsn0 (use it with --interface hsn0)"),
-        (WorkerSpec(interface="auto"), nodes(net=HSN), "tcp", "tcp over hsn0;"),
+        (IB_ONLY, seats(ports=[IB], ucx=tls("all", SYSTEM)), "ucx", "NVLink joins the 8 GPUs"),
+        (AUTO, seats(ucx=tls("tcp")), "tcp", "UCX_TLS=tcp on a leaves out NVLink"),
+        (AUTO, seats(ucx=tls("tcp,cuda_copy")), "tcp", "UCX_TLS=tcp,"),
+        (AUTO, seats(ucx=tls("^cuda_ipc")), "tcp", "UCX_TLS=^cuda_ipc"),
+        (AUTO, seats(ucx=tls("^ib")), "ucx", "NVLink"),
+        (AUTO, seats(ucx=tls("all")), "ucx", "NVLink"),
+        (AUTO, seats(ucx=tls("tcp,cuda")), "ucx", "NVLink"),
+        # Several nodes, joined by InfiniBand
+        (AUTO, nodes(ports=[IB], ucx=SYSTEM), "ucx", "joins the 2 nodes, NVLink the GPUs inside"),
+        (AUTO, nodes(ports=[DOWN, IB], ucx=SYSTEM, links="none"), "ucx", "joins the 2 nodes"),
         (AUTO, nodes(net=HSN, ports=[IB], ucx=SYSTEM), "ucx", "InfiniBand"),
         (AUTO, nodes(ports=[IB], ucx=SYSTEM, hidden=3), "ucx", "InfiniBand joins the 2 nodes"),
-        (AUTO, [*nodes(1, ports=[IB], ucx=SYSTEM), *seats("b", ucx=SYSTEM)], "tcp", "on b, and"),
+        (IB_ONLY, nodes(ports=[ROCE], ucx=SYSTEM), "ucx", "InfiniBand"),
+        # Several nodes with neither
+        (AUTO, nodes(ports=[IB], links="none"), "tcp", "n0, n1 cannot use the InfiniBand there"),
+        (AUTO, nodes(ports=[IB], ucx=NO_CUDA), "tcp", "no transport for CUDA"),
+        (AUTO, nodes(links="none"), "tcp", "no usable InfiniBand on n0, n1; NVLink does"),
+        (AUTO, nodes(5, links="none"), "tcp", "InfiniBand on n0, n1, n2 and 2 more; "),
+        (AUTO, nodes(hidden=3), "tcp", "InfiniBand on n0, n1; workers on n0, n1 are confined to"),
+        (AUTO, [*seats("a", 1), *seats("b", 1)], "tcp", "no node has two GPUs"),
+        (AUTO, [*nodes(), *seats("b", links="none")], "tcp", "NVLink does not join the GPUs of b"),
+        (
+            AUTO,
+            nodes(net=[ETH, *HSN], hidden=3),
+            "tcp",
+            "which tcp can use (with --interface hsn0)",
+        ),
+        (
+            WorkerSpec(interface="auto"),
+            nodes(net=HSN, hidden=3),
+            "tcp",
+            "which tcp can use (hsn0);",
+        ),
+        (AUTO, nodes(ucx=MISSING), "tcp", "on n0, n1, distributed-ucxx is not installed"),
         (
             AUTO,
             [*nodes(1, ports=[IB], ucx=SYSTEM), *seats("b", ports=[IB], ucx=MISSING)],
@@ -139,13 +168,37 @@ UCX = WorkerSpec(protocol="ucx")
         (WorkerSpec(protocol="tcp"), cpu(), "tcp", "--protocol tcp"),
         (UCX, seats(links="none"), "ucx", "--protocol ucx"),
         (UCX, cpu(), "ucx", "--protocol ucx"),
+        (UCX, nodes(), "ucx", "--protocol ucx"),
     ],
 )
 def test_choice(spec, found, protocol, reason):
-    choice = choose(spec, found)
-    assert choice.protocol == protocol
-    assert reason in choice.reason
-    assert not any("\n" in line for line in (choice.reason, *choice.warnings))
+    is_in(choose(spec, found), protocol, "all", reason)
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "reason"),
+    [
+        (AUTO, nodes(), "no usable InfiniBand on n0, n1"),
+        (AUTO, nodes(links="bridges"), "no usable InfiniBand on n0, n1"),
+        (AUTO, nodes(ports=[DOWN], ucx=SYSTEM), "no usable InfiniBand on n0, n1"),
+        (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), "no usable InfiniBand on n0, n1"),
+        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), "no usable InfiniBand on n0, n1"),
+        (AUTO, nodes(ports=[IB]), "the UCX on n0, n1 cannot use the InfiniBand there"),
+        (AUTO, nodes(net=HSN), "UCX has no transport for Slingshot, which tcp can use (w"),
+        (
+            AUTO,
+            [*nodes(1, ports=[IB], ucx=SYSTEM), *seats("b", ucx=SYSTEM)],
+            "no usable InfiniBand on b",
+        ),
+        # A node where nothing needs to be joined
+        (AUTO, [*nodes(), *seats("b", 1)], "no usable InfiniBand on n0, n1, b"),
+        (WorkerSpec(enable_infiniband=False), nodes(ports=[IB], ucx=SYSTEM), "--disable-infini"),
+        (NVLINK_ONLY, nodes(ports=[IB], ucx=SYSTEM), "--enable-nvlink without --enable-inf"),
+        (AUTO, nodes(ports=[IB], ucx=tls("cuda,tcp", SYSTEM)), "UCX_TLS=cuda,tcp on n0 leaves out"),
+    ],
+)
+def test_ucx_inside_nodes_only(spec, found, reason):
+    is_in(choose(spec, found), "ucx", "node", INSIDE + reason)
 
 
 @pytest.mark.parametrize(
@@ -153,20 +206,32 @@ def test_choice(spec, found, protocol, reason):
     [
         (AUTO, seats(), []),
         (AUTO, nodes(ports=[IB], ucx=SYSTEM), []),
+        (AUTO, nodes(), []),
         (AUTO, seats(ports=[IB]), []),  # InfiniBand is of no use on a single node
         (AUTO, nodes(ports=[IB]), [f"{PREFER_SYSTEM}=true"]),
+        (AUTO, nodes(ports=[IB], links="none"), [f"{PREFER_SYSTEM}=true"]),
         (UCX, nodes(ports=[IB]), [f"{PREFER_SYSTEM}=true"]),
+        (AUTO, nodes(ports=[IB], ucx=MISSING), []),
         (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), ["/dev/infiniband"]),
+        (AUTO, nodes(ports=[IB, SHUT], ucx=SYSTEM), []),
         (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), ["--enable-infiniband"]),
         (AUTO, seats(links="bridges"), ["over PCIe"]),
         (UCX, seats(links="none"), ["NVLink does not join"]),
+        (UCX, seats(count=1), []),
         (UCX, seats(hidden=7), ["--gpu-bind=none"]),
         (AUTO, nodes(ports=[IB], ucx=SYSTEM, hidden=3), ["--gpu-bind=none"]),
         (UCX, mig(), ["MIG"]),
-        (UCX, cpu(), ["0.13 against 2.8 GB/s"]),
+        (UCX, cpu(), ["workers compute on the CPU; without NVLink or InfiniBand ucx is slower"]),
+        (UCX, [*seats(), *cpu(1, host="b")], ["not every worker has a GPU: none on b; without"]),
         (UCX, nodes(), ["no usable InfiniBand on n0, n1"]),
-        (UCX, seats(ucx=dataclasses.replace(PYPI, tls="tcp")), ["UCX_TLS=tcp on a leaves out NVL"]),
-        (WorkerSpec(protocol="tcp"), seats(), ["NVLink joins the 8 GPUs of a: --protocol ucx or"]),
+        (UCX, seats(ucx=tls("tcp")), ["UCX_TLS=tcp on a leaves out NVLink: expect less"]),
+        (
+            NVLINK_ONLY,
+            seats(ucx=tls("all")),
+            ["UCX_TLS is set on a and counts more than --enable-nvlink"],
+        ),
+        (WorkerSpec(protocol="tcp"), seats(), ["auto would take ucx: NVLink joins the 8 GPUs of"]),
+        (WorkerSpec(protocol="tcp"), nodes(), [f"auto would take ucx: {INSIDE}no usable"]),
         (WorkerSpec(protocol="tcp"), seats(ucx=MISSING), []),
         (WorkerSpec(protocol="tcp"), seats(count=1), []),
         (WorkerSpec(protocol="tcp", rmm_async=True), seats(), []),
@@ -190,6 +255,73 @@ def test_warnings(spec, found, expected):
     warnings = choose(spec, found).warnings
     assert len(warnings) == len(expected)
     assert all(text in line for text, line in zip(expected, warnings, strict=True))
+
+
+def job(own=1, **options):
+    """The seat of a job with the first GPUs of a node that has 8, or that hides the others."""
+    options = {"hidden": 0, **options}
+    count = own if options["hidden"] else 8
+    (seat,) = seats("n0", count, ranks=1, **options)
+    return dataclasses.replace(seat, gpus=seat.gpus[:own])
+
+
+@pytest.mark.parametrize(
+    ("spec", "seat", "protocol", "reach", "reason", "warning"),
+    [
+        (AUTO, job(), "ucx", "node", INSIDE + "no usable InfiniBand on n0", ""),
+        (AUTO, job(8), "ucx", "node", INSIDE, ""),
+        (AUTO, job(links="bridges"), "ucx", "node", INSIDE, ""),
+        (AUTO, job(ports=[IB], ucx=SYSTEM), "ucx", "all", "InfiniBand joins this node to oth", ""),
+        (AUTO, job(ports=[IB]), "ucx", "node", "cannot use the InfiniBand", f"{PREFER_SYSTEM}=t"),
+        (AUTO, job(ports=[SHUT]), "ucx", "node", "no usable InfiniBand", "/dev/infiniband"),
+        (AUTO, job(net=HSN), "ucx", "node", "Slingshot, which tcp can use", ""),
+        (AUTO, job(ucx=MISSING), "tcp", "all", "on n0, distributed-ucxx is not installed", ""),
+        (AUTO, job(links="none"), "tcp", "all", "NVLink does not join the GPUs of n0", ""),
+        (AUTO, job(links="unknown"), "tcp", "all", "NVML does not tell", ""),
+        (AUTO, seats("n0", 1)[0], "tcp", "all", "one GPU only on n0", ""),
+        (AUTO, cpu(1)[0], "tcp", "all", "workers compute on the CPU", ""),
+        (AUTO, mig()[0], "tcp", "all", "MIG slices", ""),
+        (WorkerSpec(rmm_async=True), job(), "tcp", "all", "--rmm-async", ""),
+        (WorkerSpec(enable_nvlink=False), job(), "tcp", "all", "--disable-nvlink", ""),
+        (
+            AUTO,
+            job(2, hidden=6),
+            "tcp",
+            "all",
+            "6 GPUs of n0 are kept from this job by a cgroup or a container, so CUDA IPC",
+            "",
+        ),
+        (AUTO, job(2, hidden=1), "tcp", "all", "1 GPU of n0 is kept", ""),
+        (AUTO, job(1, hidden=7), "tcp", "all", "there: let jobs have whole nodes", ""),
+        (AUTO, job(hidden=7, ports=[IB], ucx=SYSTEM), "ucx", "all", "InfiniBand", "let jobs have"),
+        (UCX, job(hidden=7, ports=[IB], ucx=SYSTEM), "ucx", "all", "--protocol ucx", "let jobs ha"),
+        (UCX, job(), "ucx", "all", "--protocol ucx", "no usable InfiniBand on n0: between nodes"),
+        (UCX, cpu(1)[0], "ucx", "all", "--protocol ucx", "workers compute on the CPU; without"),
+        (WorkerSpec(protocol="tcp"), job(), "tcp", "all", "--protocol tcp", "auto would take ucx"),
+        (WorkerSpec(protocol="tcp"), cpu(1)[0], "tcp", "all", "--protocol tcp", ""),
+    ],
+)
+def test_choice_of_a_job_that_does_not_know_the_others(
+    spec, seat, protocol, reach, reason, warning
+):
+    choice = choose_alone(spec, seat)
+    is_in(choice, protocol, reach, reason)
+    assert len(choice.warnings) == bool(warning)
+    assert not warning or warning in choice.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "ucx", "kind"),
+    [
+        ({"protocol": "ucx"}, MISSING, MissingExtra),
+        ({"protocol": "ucx"}, BROKEN, UsageError),
+        ({"protocol": "tcp", "enable_nvlink": True}, PYPI, UsageError),
+        ({"enable_rdmacm": True, "enable_infiniband": False}, PYPI, UsageError),
+    ],
+)
+def test_a_job_is_refused_the_same(options, ucx, kind):
+    with pytest.raises(kind):
+        choose_alone(WorkerSpec(**options), job(ucx=ucx))
 
 
 @pytest.mark.parametrize(
@@ -222,12 +354,6 @@ def test_a_node_without_the_package_is_named():
 
 def test_the_asynchronous_allocator_does_not_matter_on_the_cpu():
     assert choose(WorkerSpec(protocol="ucx", rmm_async=True), cpu()).protocol == "ucx"
-
-
-def test_seats_and_choices_travel_as_json():
-    for seat in seats(links="bridges", ports=[IB], hidden=7, ucx=SYSTEM):
-        assert Seat.from_json(json.loads(json.dumps(dataclasses.asdict(seat)))) == seat
-    assert json.dumps(dataclasses.asdict(Choice("tcp", "why", ("beware",))))
 
 
 TLS, PRIORITY = "UCX_TLS", "UCX_SOCKADDR_TLS_PRIORITY"

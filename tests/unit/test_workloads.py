@@ -186,7 +186,7 @@ def test_svd_finds_planted_values_in_integers(dtype, n_power_iter):
     x, expected = planted.matrix(shape, 10, chunks=((1200, 1300, 2500), (60,)), device="cpu")
     matrix = x.compute()
     assert (matrix.shape, matrix.dtype) == (shape, np.uint8)
-    np.testing.assert_allclose(np.linalg.svd(matrix)[1][:10], expected)
+    np.testing.assert_allclose(np.linalg.svd(matrix, compute_uv=False)[:10], expected)
     assert np.linalg.matrix_rank(matrix) == 10
     u, s, v = dask.compute(
         *svd_workload.svd_rows(x, 10, dtype=dtype, n_power_iter=n_power_iter, device="cpu")

@@ -1,0 +1,123 @@
+"""What UCX may use: the options, the user's own ``UCX_TLS``, and the variables for a worker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from .errors import UsageError
+from .spec import WorkerSpec, negative, option_name
+
+Link = Literal["nvlink", "infiniband"]
+SWITCHES = ("enable_nvlink", "enable_infiniband", "enable_rdmacm", "enable_tcp_over_ucx")
+#: Names in `UCX_TLS` of the transports over a link.
+NAMES = {"nvlink": re.compile(r"cuda|cuda_ipc"), "infiniband": re.compile(r"ib|(rc|dc|ud)(_\w+)?")}
+
+
+def given(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
+    """The switches that are given, as options; with `wanted`, only those to enable or disable."""
+    found = [
+        option_name(name) if value else negative(option_name(name))
+        for name in SWITCHES
+        if (value := getattr(spec, name)) is not None and wanted in (None, value)
+    ]
+    return ", ".join(found)
+
+
+def check(spec: WorkerSpec) -> None:
+    """Refuse switches that contradict each other.
+
+    Raises
+    ------
+    UsageError
+        Naming one to leave out.
+    """
+    if spec.enable_rdmacm and spec.enable_infiniband is False:
+        raise UsageError(
+            "--enable-rdmacm connects by RDMA and --disable-infiniband forbids it: leave one out"
+        )
+    closed = spec.enable_infiniband is False or (
+        spec.enable_nvlink is True and spec.enable_infiniband is None
+    )
+    if spec.enable_tcp_over_ucx is False and closed:
+        raise UsageError(
+            "--disable-tcp-over-ucx leaves UCX nothing to open connections with: it needs tcp or "
+            "InfiniBand. Give --enable-infiniband with it, or leave it out"
+        )
+
+
+def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
+    """Which setting keeps UCX from a link; empty where none does.
+
+    Parameters
+    ----------
+    spec
+        The worker's options.
+    tls
+        The user's ``UCX_TLS``, which counts more; empty for none.
+    link
+        The link.
+    """
+    if tls:
+        return "" if _allows(tls, link) else f"UCX_TLS={tls}"
+    switch = f"enable_{link}"
+    other = "enable_infiniband" if link == "nvlink" else "enable_nvlink"
+    if getattr(spec, switch) is False:
+        return negative(option_name(switch))
+    if getattr(spec, other) and getattr(spec, switch) is None:
+        return f"{option_name(other)} without {option_name(switch)}"
+    return ""
+
+
+def _allows(tls: str, link: Link) -> bool:
+    if tls.startswith("^"):  # a single one of InfiniBand's leaves the others
+        out = {name for name in tls[1:].split(",") if NAMES[link].fullmatch(name)}
+        return not {"ib", "cuda", "cuda_ipc"} & out
+    names = [name.lstrip("\\") for name in tls.split(",")]
+    return "all" in names or any(map(NAMES[link].fullmatch, names))
+
+
+def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a worker's environment, to be set before UCX starts.
+
+    Without switches there are none, and UCX chooses. ``--enable-nvlink`` or
+    ``--enable-infiniband`` limits UCX to what is enabled and what it needs to open connections: UCX
+    finds no way to another process without tcp or InfiniBand, even where shared memory would do.
+    ``--disable-...`` alone takes a transport out of UCX's choice.
+
+    Parameters
+    ----------
+    spec
+        The worker's options.
+    environ
+        The worker's environment; what it sets is left as it is.
+
+    Raises
+    ------
+    UsageError
+        The switches contradict each other.
+    """
+    check(spec)
+    cuda = spec.device != "cpu"
+    found: dict[str, str] = {}
+    if spec.enable_nvlink or spec.enable_infiniband:
+        # distributed-ucxx makes a CUDA context wherever UCX_TLS names cuda, so not on the CPU
+        tls = ["self", "sm"]
+        tls += ["cuda_copy"] if cuda else []
+        tls += ["cuda_ipc"] if spec.enable_nvlink and cuda else []
+        tls += ["ib"] if spec.enable_infiniband else []
+        tls += ["tcp"] if spec.enable_tcp_over_ucx is not False else []
+        found["UCX_TLS"] = ",".join(tls)
+    else:
+        # distributed-ucxx takes "cuda" for wanted unless the text has "^cuda", so it comes first
+        out = ["cuda_ipc"] if spec.enable_nvlink is False else []
+        out += ["ib"] if spec.enable_infiniband is False else []
+        out += ["tcp"] if spec.enable_tcp_over_ucx is False else []
+        if out:
+            found["UCX_TLS"] = "^" + ",".join(out)
+    if spec.enable_rdmacm:
+        found["UCX_SOCKADDR_TLS_PRIORITY"] = "rdmacm"
+    elif spec.enable_rdmacm is False or spec.enable_infiniband is False:
+        found["UCX_SOCKADDR_TLS_PRIORITY"] = "tcp"
+    return {name: value for name, value in found.items() if name not in environ}

@@ -1,0 +1,977 @@
+"""Workers that exchange data over ucx: real processes, UCX over shared memory and tcp."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from launching import clean_environment, wait_for
+from running import Site
+
+pytestmark = pytest.mark.mpi
+
+PUPPET = """
+import asyncio, faulthandler, json, logging, signal, sys, textwrap, traceback, types
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+async def main():
+    me = types.SimpleNamespace(log=[])
+    space = {"me": me, "asyncio": asyncio}
+    handler = logging.Handler()
+    handler.emit = lambda record: me.log.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: me.log.append("loop: " + str(context)))
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        try:
+            source = textwrap.indent(json.loads(line), "    ")
+            exec("async def step():\\n" + source, space)
+            answer = json.dumps({"value": await space["step"]()})
+        except BaseException as error:
+            answer = json.dumps({"error": "".join(traceback.format_exception(error))})
+        print("@" + answer, flush=True)
+
+asyncio.run(main())
+"""
+
+PRELUDE = """
+global ucx, connect, listen, np, os, time, base, Comm, to_serialize, mock, psutil, gc
+import gc, os, psutil, time
+from unittest import mock
+import numpy as np
+from distributed.comm import Comm, connect, listen
+from distributed.protocol import to_serialize
+import distributed_ucxx.ucxx as base
+from hpcdask import ucx
+ucx.register()
+ucx.progress()
+"""
+
+LISTEN = """
+me.comms, me.listener = [], None
+async def echo(comm):
+    me.comms.append(comm)
+    try:
+        while True:
+            message = await comm.read()
+            if "frames" in message:
+                message["frames"] = [to_serialize(frame) for frame in message["frames"]]
+            await comm.write(message)
+    except OSError:
+        pass
+me.listener = listen("ucx://127.0.0.1:0", echo)
+await me.listener.start()
+return [me.listener.contact_address.removeprefix("ucx://"), me.listener.secret.hex()]
+"""
+
+#: Sends and gets back one message.
+GREET = """
+comm = await connect("ucx://" + me.address, timeout=20)
+await comm.write({"x": 1})
+answer = await comm.read()
+await comm.close()
+return answer
+"""
+
+
+class Puppet:
+    """A process with an event loop that does what the test tells it."""
+
+    def __init__(self, *prelude: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        env = {**clean_environment(), "UCXPY_PROGRESS_MODE": "blocking"}
+        env["UCX_WARN_UNUSED_ENV_VARS"] = "n"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PUPPET],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=env,
+            text=True,
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._prelude = prelude
+        for part in prelude:
+            self.begin(part)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                self._answers.put(line[1:])
+
+    def ready(self) -> Puppet:
+        """Wait for the prelude."""
+        for _ in self._prelude:
+            self.value = self.result(30)
+        return self
+
+    def begin(self, source: str) -> None:
+        """Have it run the body of an async function."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(textwrap.dedent(source)) + "\n")
+        self.process.stdin.flush()
+
+    def result(self, timeout: float = 15):
+        """Of the oldest unanswered `begin`."""
+        try:
+            answer = json.loads(self._answers.get(timeout=timeout))
+        except queue.Empty:
+            os.kill(self.process.pid, signal.SIGUSR1)  # prints where it is
+            time.sleep(0.2)
+            pytest.fail(f"no answer within {timeout:g} s; stderr: {self.errors()}")
+        if "error" in answer:
+            pytest.fail(answer["error"])
+        return answer["value"]
+
+    def do(self, source: str, timeout: float = 15):
+        """Run the body of an async function and return what it returns."""
+        self.begin(source)
+        return self.result(timeout)
+
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def wait_for(self, expression: str, timeout: float = 10) -> None:
+        """Wait until an expression is true there."""
+        wait_for(lambda: self.do(f"return bool({expression})"), timeout, expression, 0.02)
+
+    def logged(self) -> list[str]:
+        """What it logged since the last call."""
+        return self.do("log, me.log[:] = list(me.log), []\nreturn log")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._errors.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Puppet, Puppet]]:
+    """A listener that echoes, and another process that knows its secret."""
+    there, here = Puppet(PRELUDE, LISTEN), Puppet(PRELUDE)
+    try:
+        address, secret = there.ready().value
+        here.ready()
+        here.do(f"me.address, me.secret = {address!r}, bytes.fromhex({secret!r})")
+        here.do("me.ip, port = me.address.split(':')\nme.port = int(port)")
+        yield there, here
+    finally:
+        there.close()
+        here.close()
+
+
+@pytest.fixture
+def there(pair: tuple[Puppet, Puppet]) -> Iterator[Puppet]:
+    """The listener; at the end of the test nothing may be left of its connections."""
+    there = pair[0]
+    there.do("me.fds = psutil.Process().num_fds()\nme.log.clear()")
+    yield there
+    there.do(
+        """
+        mock.patch.stopall()
+        for comm in me.comms:
+            comm.abort()
+        comm = None
+        me.comms.clear()
+        """
+    )
+    there.wait_for("me.listener.pending == 0 and not gc.collect() * 0")
+    there.wait_for("not [c for c in Comm._instances if not c.closed()]")
+
+
+@pytest.fixture
+def here(pair: tuple[Puppet, Puppet], there: Puppet) -> Iterator[Puppet]:
+    """The other process, which knows the secret."""
+    here = pair[1]
+    here.do("ucx.known_secrets[me.address] = me.secret\nme.log.clear()")
+    yield here
+    here.do("mock.patch.stopall()")
+
+
+# Who is let in
+
+
+def test_who_knows_the_secret_is_served(there: Puppet, here: Puppet):
+    assert here.do(GREET) == {"x": 1}
+    assert there.logged() == []
+
+
+def test_who_does_not_know_it_is_refused_at_once_and_does_not_try_again(there, here):
+    started = time.monotonic()
+    text = here.do(
+        """
+        ucx.known_secrets[me.address] = b"x" * 32
+        try:
+            await connect("ucx://" + me.address, timeout=20)
+        except OSError as error:
+            return repr(error)
+        """
+    )
+    assert time.monotonic() - started < 3
+    assert text.startswith("FatalCommClosedError(")
+    assert "did not prove itself" in text
+    (line,) = there.logged()
+    assert line.startswith("refused a ucx connection to ucx://127.0.0.1:")
+    assert "does not know the secret" in line
+
+
+def test_nobody_dials_a_listener_of_which_nothing_is_known(here: Puppet):
+    text = here.do(
+        """
+        del ucx.known_secrets[me.address]
+        try:
+            await connect("ucx://" + me.address, timeout=20)
+        except OSError as error:
+            return repr(error)
+        """
+    )
+    assert text.startswith("FatalCommClosedError('nothing is known of a ucx listener")
+
+
+#: Reads nothing that others size, and unpickles nothing, before they prove themselves.
+SPY = """
+me.touched = []
+for module, name in ((ucx, "host_array"), (ucx, "from_frames"), (ucx.base, "host_array")):
+    def touched(*args, name=name, **kwargs):
+        me.touched.append(name)
+        raise AssertionError(name)
+    mock.patch.object(module, name, touched).start()
+mock.patch.object(ucx, "AUTHENTICATION_DEADLINE_S", 0.5).start()
+"""
+CONNECT = "me.ep = await base.ucxx.create_endpoint(me.ip, me.port)\n"
+STRANGERS = {
+    "sends garbage": CONNECT + "await me.ep.send(b'?' * 32); await me.ep.send(b'?' * 32)",
+    "sends too much": CONNECT + "await me.ep.send(b'?' * 33)",
+    "sends very much": CONNECT + "me.task = asyncio.create_task(me.ep.send(bytes(10**7)))",
+    "sends too little": CONNECT + "await me.ep.send(b'?' * 31); await me.ep.send(b'?' * 31)",
+    "sends nothing": CONNECT,
+    "sends an empty message": CONNECT + "await me.ep.send(b'')",
+    "speaks distributed-ucxx": CONNECT
+    + "comm = base.UCXX(me.ep, '', 'ucx://' + me.address)\nawait comm.write({'op': 'identity'})",
+    "answers with what it hears": CONNECT
+    + """
+heard = bytearray(32)
+await me.ep.recv(heard); await me.ep.send(heard)
+async def go():
+    await me.ep.recv(heard); await me.ep.send(heard)
+me.task = asyncio.create_task(go())""",
+    "closes at once": CONNECT + "me.ep.abort()",
+    "tells no tag": "from ucxx._lib.libucxx import UCXEndpoint\n"
+    "me.ep = UCXEndpoint.create(base.ucxx.core._get_ctx().worker, me.ip, me.port, True)",
+    "tells a wrong tag": "from ucxx._lib.libucxx import UCXEndpoint\n"
+    "from ucxx._lib.arr import Array\n"
+    "me.ep = UCXEndpoint.create(base.ucxx.core._get_ctx().worker, me.ip, me.port, True)\n"
+    "me.array = Array(b'?' * 16)\n"
+    "me.request = me.ep.stream_send(me.array)",
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_is_refused_while_others_are_served(there: Puppet, here: Puppet, stranger: str):
+    there.do(SPY)
+    here.do("global Stranger\nme.polling = ucx.progress().polling(); me.polling.__enter__()")
+    here.do(STRANGERS[stranger])
+    there.wait_for("me.listener.pending == 0 and me.log", 4)
+    (line,) = there.logged()
+    assert line.startswith("refused a ucx connection to ucx://127.0.0.1:"), line
+    assert there.do("return me.touched") == []
+    here.do("me.polling.__exit__(None, None, None)")
+    there.do("mock.patch.stopall()")
+    here.do("me.ep = None; gc.collect()")
+    assert here.do(GREET) == {"x": 1}
+
+
+def test_bytes_of_another_protocol_do_no_harm(there: Puppet, here: Puppet):
+    port = here.do("return me.port")
+    before = there.do("return psutil.Process().num_fds()")
+    strangers = []
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b""):
+        strangers.append(socket.create_connection(("127.0.0.1", port)))
+        strangers[-1].sendall(sent)
+    assert here.do(GREET) == {"x": 1}
+    for stranger in strangers:
+        stranger.close()
+    there.wait_for(f"psutil.Process().num_fds() <= {before} + 3")
+
+
+def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
+    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 0.5).start()")
+    before = there.do("return psutil.Process().memory_info().rss")
+    # with all of UCX's features, as distributed-ucxx has it
+    stranger = Puppet(PRELUDE.replace("ucx.progress()", "base.init_once()"))
+    try:
+        port = here.do("return me.port")
+        stranger.ready()
+        for _ in range(2):
+            stranger.do(
+                f"""
+                ep = await base.ucxx.create_endpoint("127.0.0.1", {port})
+                data = np.ones(2**27, "u1")
+                try:
+                    async with asyncio.timeout(0.7):
+                        await ep.am_send(data)
+                except Exception:
+                    pass
+                """
+            )
+    finally:
+        stranger.close()
+    grown = there.do("return psutil.Process().memory_info().rss") - before
+    assert grown < 2**26
+    there.wait_for("me.listener.pending == 0")
+    assert here.do(GREET) == {"x": 1}
+
+
+def test_only_so_many_may_be_unproven_at_a_time(there: Puppet, here: Puppet):
+    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 1.0).start()")
+    there.do("mock.patch.object(ucx, 'PENDING_LIMIT', 3).start()")
+    here.do("me.strangers = []")
+    for _ in range(2):
+        here.do(CONNECT + "me.strangers.append(me.ep)")
+    assert here.do(GREET) == {"x": 1}  # while they are silent
+    here.do(CONNECT + "me.strangers.append(me.ep)")
+    there.wait_for("me.listener.pending == 3")
+    started = time.monotonic()
+    assert here.do(GREET) == {"x": 1}  # once they are gone
+    assert time.monotonic() - started < 5
+    lines = there.logged()
+    assert sum("3 others are unproven" in line for line in lines) == 1
+    assert sum("did not prove itself within 1 s" in line for line in lines) == 3
+    here.do("me.strangers = me.ep = None")
+
+
+def test_strangers_leave_nothing_behind(there: Puppet, here: Puppet):
+    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 0.1).start()")
+    before = there.do("return psutil.Process().num_fds()")
+    for _ in range(10):
+        here.do(CONNECT)
+    here.do("me.ep = None")
+    there.wait_for("me.listener.pending == 0")
+    there.wait_for(f"not gc.collect() * 0 and psutil.Process().num_fds() <= {before} + 3")
+    there.do("await asyncio.sleep(0)")
+    assert there.do("return len([t for t in asyncio.all_tasks() if 'accept' in repr(t)])") == 0
+
+
+# Messages
+
+OPEN = 'me.comm = await connect("ucx://" + me.address, timeout=10)\n'
+#: Neither polls nor looks from time to time: a lost wake-up is a hang.
+ASLEEP = """
+for name, value in (("SAFETY_S", 60), ("ANSWER_POLL_S", 0.0), ("POLL_S", 0.0)):
+    mock.patch.object(ucx, name, value).start()
+ucx.progress()._timer.cancel()
+"""
+
+
+def test_an_idle_connection_costs_no_processor_time(there: Puppet, here: Puppet):
+    here.do(OPEN + "await me.comm.write({'x': 1})\nreturn await me.comm.read()")
+    shares = [
+        puppet.do(
+            """
+            cpu = lambda: sum(psutil.Process().cpu_times()[:2])
+            used = cpu()
+            await asyncio.sleep(0.7)
+            return (cpu() - used) / 0.7
+            """
+        )
+        for puppet in (there, here)
+    ]
+    assert max(shares) < 0.1, shares
+    here.do("await me.comm.close()")
+
+
+def test_ucx_is_polled_once_in_a_turn_however_often_polling_begins(here: Puppet):
+    calls = here.do(
+        """
+        driver = ucx.progress()
+        with driver.polling():
+            pass
+        for _ in range(50):
+            with driver.polling():
+                pass
+        with driver.polling():
+            with mock.patch.object(driver, "_progress", mock.Mock()) as calls:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        return calls.call_count
+        """
+    )
+    assert 1 <= calls <= 4
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["by UCX's report", "by polling"])
+def test_messages_of_all_sizes_arrive_both_ways_at_once(there: Puppet, here: Puppet, asleep: bool):
+    if asleep:
+        there.do(ASLEEP)
+        here.do(ASLEEP)
+    seconds = here.do(
+        """
+        rng = np.random.default_rng(1)
+        edges = [ucx.INLINE_NBYTES, ucx.BLOCK_NBYTES, 1, 8192, 65536]
+        sizes = [0, 1, 10**7, *(edge + d for edge in edges for d in (-1, 0, 1))]
+
+        def message(number):
+            count = [1, 3, 100][number % 3]
+            some = rng.choice(sizes[:-1] if count < 100 else sizes[3:], count)
+            if sum(some) > 2 * 10**7:
+                some = some[:1]
+            frames = [rng.integers(0, 256, size, dtype="u1") for size in some]
+            return {"number": number, "text": "x" * number * 50, "frames": frames}
+
+        async def talk(which):
+            comm = await connect("ucx://" + me.address, timeout=20)
+            sent = [message(n) for n in range(which, 36, 3)]
+            async def write():
+                for one in sent:
+                    await comm.write({**one, "frames": [to_serialize(f) for f in one["frames"]]})
+            writing = asyncio.create_task(write())
+            for one in sent:
+                back = await comm.read()
+                assert (back["number"], back["text"]) == (one["number"], one["text"])
+                assert len(back["frames"]) == len(one["frames"])
+                for got, frame in zip(back["frames"], one["frames"]):
+                    assert np.array_equal(got, frame), (one["number"], len(frame))
+                    assert got.flags.writeable
+            await writing
+            await comm.close()
+
+        start = time.perf_counter()
+        await asyncio.gather(*(talk(which) for which in range(3)))
+        return time.perf_counter() - start
+        """,
+        40,
+    )
+    assert seconds < 20
+    assert there.logged() == []
+
+
+def test_connections_are_forgotten_when_nobody_holds_them(there: Puppet, here: Puppet):
+    assert here.do(GREET) == {"x": 1}
+    before = there.do("return psutil.Process().num_fds()")
+    for _ in range(5):
+        here.do(OPEN)  # the one before is dropped without a goodbye
+    here.do("me.comm = None; gc.collect()")
+    there.wait_for("all(comm.closed() for comm in me.comms)")
+    there.do("me.comms.clear()")
+    there.wait_for("not gc.collect() * 0 and not [*Comm._instances]")
+    there.wait_for(f"psutil.Process().num_fds() <= {before} + 3")
+    here.wait_for("not gc.collect() * 0 and not [*Comm._instances]")
+
+
+#: An OSError ends each; how, and after how many seconds.
+ENDED = """
+async def ended(work):
+    start = time.perf_counter()
+    try:
+        async with asyncio.timeout(10):
+            await work
+    except OSError as error:
+        return [type(error).__name__, time.perf_counter() - start]
+    return ["none", 0]
+"""
+
+
+def test_whoever_waits_for_a_peer_that_is_killed_hears_of_it(there: Puppet, here: Puppet):
+    mortal = Puppet(PRELUDE, LISTEN)
+    try:
+        address, secret = mortal.ready().value
+        mortal.do("me.listener.comm_handler = lambda comm: asyncio.sleep(100)")
+        here.do(
+            f"""
+            ucx.known_secrets[{address!r}] = bytes.fromhex({secret!r})
+            me.reader = await connect("ucx://{address}", timeout=10)
+            me.writer = await connect("ucx://{address}", timeout=10)
+            {ENDED.replace(chr(10), chr(10) + " " * 12)}
+            async def write():
+                while True:
+                    await me.writer.write({{"x": to_serialize(np.zeros(10**7))}})
+            me.ends = [asyncio.create_task(ended(work)) for work in (me.reader.read(), write())]
+            await asyncio.sleep(0.1)
+            """
+        )
+        os.kill(mortal.process.pid, signal.SIGKILL)
+        ends = here.do("return [await end for end in me.ends]")
+        assert [name for name, _ in ends] == ["CommClosedError"] * 2
+        assert max(seconds for _, seconds in ends) < 3
+    finally:
+        mortal.close()
+    text, seconds = here.do(
+        f"""
+        start = time.perf_counter()
+        try:
+            await connect("ucx://{address}", timeout=1)
+        except OSError as error:
+            return [str(error), time.perf_counter() - start]
+        """
+    )
+    assert "Timed out" in text
+    assert seconds < 2
+    assert here.do(GREET) == {"x": 1}  # what broke has no effect on others
+
+
+def test_a_peer_that_stands_still_holds_up_nobody_else(there: Puppet, here: Puppet):
+    still = Puppet(PRELUDE, LISTEN)
+    try:
+        address, secret = still.ready().value
+        here.do(
+            f"""
+            ucx.known_secrets[{address!r}] = bytes.fromhex({secret!r})
+            me.comms = [await connect("ucx://{address}", timeout=10) for _ in range(3)]
+            """
+        )
+        os.kill(still.process.pid, signal.SIGSTOP)
+        here.do(
+            """
+            big = {"x": to_serialize(np.zeros(10**7))}
+            me.tasks = [
+                asyncio.create_task(me.comms[0].write(big)),
+                asyncio.create_task(me.comms[1].read()),
+                asyncio.create_task(me.comms[2].write(big)),
+            ]
+            await asyncio.sleep(0.05)
+            """
+        )
+        assert here.do(GREET) == {"x": 1}
+        seconds, ends = here.do(
+            """
+            start = time.perf_counter()
+            me.tasks[0].cancel(), me.tasks[1].cancel()
+            await me.comms[2].close()
+            ends = await asyncio.gather(*me.tasks, return_exceptions=True)
+            return [time.perf_counter() - start, [type(end).__name__ for end in ends]]
+            """
+        )
+        assert ends == ["CancelledError", "CancelledError", "CommClosedError"]
+        assert seconds < 3
+        assert here.do("return [comm.closed() for comm in me.comms]") == [True] * 3
+    finally:
+        os.kill(still.process.pid, signal.SIGCONT)
+        still.close()
+    assert here.do(GREET) == {"x": 1}
+
+
+def test_what_is_closed_stays_closed(there: Puppet, here: Puppet):
+    ends = here.do(
+        ENDED
+        + OPEN
+        + """
+comm = me.comm
+reading = [asyncio.create_task(ended(comm.read()))]
+await asyncio.sleep(0.02)
+await asyncio.gather(comm.close(), comm.close())
+comm.abort()
+ends = [await one for one in reading]
+for work in (comm.read, lambda: comm.write({"x": 1})):
+    ends.append(await ended(work()))
+await comm.close()
+return ends
+"""
+    )
+    assert [name for name, _ in ends] == ["CommClosedError"] * 3
+    assert max(seconds for _, seconds in ends) < 1
+
+
+def test_a_message_sent_right_before_the_end_is_still_read(there: Puppet, here: Puppet):
+    there.do(
+        """
+        async def once(comm):
+            await comm.read()
+            await comm.write({"x": 1, "frame": to_serialize(np.arange(100))})
+            await comm.close()
+        me.echo, me.listener.comm_handler = me.listener.comm_handler, once
+        """
+    )
+    try:
+        assert here.do(
+            OPEN + "await me.comm.write({})\n"
+            "time.sleep(0.2)  # the event loop is busy meanwhile\n"
+            "ucx.progress()._turn()\n"
+            "return (await me.comm.read())['x']"
+        )
+    finally:
+        there.do("me.listener.comm_handler = me.echo")
+
+
+def test_what_cannot_be_sent_breaks_nothing(there: Puppet, here: Puppet):
+    answer = here.do(
+        OPEN
+        + """
+class Unwilling:
+    def __reduce__(self):
+        raise ValueError("not me")
+try:
+    await me.comm.write({"x": to_serialize(Unwilling())}, on_error="raise")
+except Exception as error:
+    refused = type(error).__name__
+await me.comm.write({"x": 2})
+return [refused, await me.comm.read()]
+"""
+    )
+    assert answer[1] == {"x": 2}
+
+
+def test_a_new_event_loop_takes_over():
+    program = """
+async def talk():
+    async def echo(comm):
+        await comm.write(await comm.read())
+    ucx.register()
+    listener = listen("ucx://127.0.0.1:0", echo)
+    await listener.start()
+    ucx.known_secrets[listener.contact_address[6:]] = listener.secret
+    comm = await connect(listener.contact_address, timeout=5)
+    await comm.write({"x": 1})
+    print(await comm.read())
+    await comm.close()
+    listener.stop()
+import asyncio
+from distributed.comm import connect, listen
+from hpcdask import ucx
+for _ in range(3):
+    asyncio.run(talk())
+assert len(ucx._progress) == 1
+"""
+    env = {**clean_environment(), "UCXPY_PROGRESS_MODE": "blocking"}
+    env["UCX_WARN_UNUSED_ENV_VARS"] = "n"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert (ended.returncode, ended.stdout) == (0, "{'x': 1}\n" * 3)
+    assert ended.stderr == ""
+
+
+# Workers
+
+SCHEDULE = """
+from distributed import Client, Scheduler
+me.scheduler = await Scheduler(host="127.0.0.1", port=0, dashboard_address=":0")
+me.client = await Client(me.scheduler.address, asynchronous=True)
+return me.scheduler.address
+"""
+WORK = """
+global PeerWorker, peers, send_recv
+from distributed.core import send_recv
+from hpcdask import peers
+from hpcdask.peers import PeerWorker
+peers.FIRST_NBYTES = peers.MEASURED_NBYTES = 2**16
+peers.WARM_DEADLINE_S = peers.ASK_DEADLINE_S = peers.UCX_DEADLINE_S = 3
+async def start(exchange="ucx", **kwargs):
+    return await PeerWorker(
+        SCHEDULER, exchange=exchange, host="127.0.0.1", nthreads=1, dashboard=False, **kwargs
+    )
+async def fetch(address):
+    comm = await me.worker.rpc.connect(address)
+    try:
+        await send_recv(comm, op=peers.BLOCK, count=1000)
+    finally:
+        me.worker.rpc.reuse(address, comm)
+    me.worker.rpc._validate()
+    return comm.peer_address.partition("://")[0]
+space = globals()
+me.start, me.fetch = start, fetch
+me.worker = await start(name=NAME)
+return me.worker.address
+"""
+
+
+def work(scheduler: str, name: str) -> str:
+    return WORK.replace("SCHEDULER", repr(scheduler)).replace("NAME", repr(name))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[Puppet, Puppet, Puppet]]:
+    """A scheduler with a client, and two workers that came at the same time."""
+    puppets = [Puppet(PRELUDE.replace("ucx.register()\nucx.progress()", ""), SCHEDULE)]
+    puppets += [Puppet(PRELUDE), Puppet(PRELUDE)]
+    try:
+        address = puppets[0].ready().value
+        for name, puppet in zip("ab", puppets[1:], strict=True):
+            puppet.ready().do(f"me.scheduler = {address!r}")
+            puppet.begin(work(address, name))
+        for puppet in puppets[1:]:
+            puppet.address = puppet.result(30)
+        yield tuple(puppets)
+        for puppet in puppets:
+            noise = [line for line in puppet.logged() if line.startswith("loop: ")]
+            assert not noise
+    finally:
+        for puppet in puppets:
+            puppet.close()
+
+
+def warm(scheduler: Puppet, name: str) -> dict:
+    """What a worker found when it got warm."""
+    events = "[e for _, e in me.scheduler.get_events('hpcdask-warm') if e['name'] == NAME]"
+    events = events.replace("NAME", repr(name))
+    scheduler.wait_for(events, 15)
+    (event,) = scheduler.do(f"return {events}")
+    return event
+
+
+def test_workers_that_come_together_get_warm_and_say_so(cluster):
+    scheduler, a, b = cluster
+    links = [link for name in "ab" for link in warm(scheduler, name)["links"]]
+    assert {(link["to"], link["source"]) for link in links} == {("a", "b"), ("b", "a")}
+    assert {link["transport"] for link in links} == {"ucx"}
+    assert not [link for link in links if link["problem"]]
+    assert a.do("return me.worker.peer_transports") == {b.address: "ucx"}
+    assert a.do("return me.worker.rpc._validate()") is None
+    assert "ucx" not in scheduler.do("return sorted(c.peer_address for c in Comm._instances)")
+
+
+def test_client_without_ucx_runs_scatters_and_gathers(cluster):
+    scheduler, a, b = cluster
+    assert scheduler.do(
+        """
+        import dask.array as da
+        x = da.random.random((1500, 1500), chunks=500)
+        total = await me.client.compute((x + x.T).sum())
+        (y,) = await me.client.scatter([np.arange(10**5)], broadcast=True)
+        back = await me.client.gather(y)
+        names = await me.client.run(lambda dask_worker: dask_worker.name)
+        z = me.client.submit(lambda x: x + 1, y, workers=["b"])
+        assert np.array_equal(await z, np.arange(10**5) + 1)
+        ones = da.ones((1500, 1500), chunks=500)
+        assert await me.client.compute((ones + ones.T).sum()) == 2 * 1500**2
+        return [len(back), sorted(names.values()), bool(0 < total < 2 * 1500**2)]
+        """
+    ) == [10**5, ["a", "b"], True]
+    schemes = a.do("return [c.peer_address for c in me.worker.rpc._created]")
+    assert not [s for s in schemes if s.startswith("tcp") and s == b.address]
+
+
+def test_many_connections_at_once_ask_once(cluster):
+    _, a, b = cluster
+    b.do(
+        """
+        me.asked = []
+        tell = me.worker.handlers[peers.CONTACT]
+        async def counted():
+            me.asked.append(1)
+            return await tell()
+        me.worker.handlers[peers.CONTACT] = counted
+        """
+    )
+    kinds = a.do(
+        f"""
+        me.worker.rpc.remove({b.address!r})
+        await asyncio.sleep(0)
+        return await asyncio.gather(*(me.fetch({b.address!r}) for _ in range(8)))
+        """
+    )
+    assert kinds == ["ucx"] * 8
+    assert b.do("return len(me.asked)") == 1
+
+
+def test_a_worker_of_plain_distributed_is_served_over_tcp(cluster):
+    _scheduler, a, b = cluster
+    plain = b.do(
+        """
+        from distributed import Worker
+        me.plain = await Worker(
+            me.scheduler, host="127.0.0.1", nthreads=1, name="plain", dashboard=False
+        )
+        return me.plain.address
+        """
+    )
+    assert a.do(
+        f"""
+        comm = await me.worker.rpc.connect({plain!r})
+        answer = await send_recv(comm, op="identity")
+        me.worker.rpc.reuse({plain!r}, comm)
+        me.worker.rpc._validate()
+        return [answer["type"], comm.peer_address, me.worker.peer_transports[{plain!r}]]
+        """
+    ) == ["Worker", plain, "tcp"]
+    b.do("await me.plain.close()")
+    wait_for(lambda: plain not in a.do("return me.worker.peer_transports"), 5)
+
+
+def test_the_worker_s_own_node_only(cluster):
+    _, a, _b = cluster
+    assert a.do(
+        """
+        me.worker.reach = "node"
+        host = me.worker.address
+        try:
+            return [me.worker.may_use_ucx_to(host), me.worker.may_use_ucx_to("tcp://10.9.8.7:1")]
+        finally:
+            me.worker.reach = "all"
+        """
+    ) == [True, False]
+
+
+def test_scheduler_and_nanny_are_never_asked(cluster):
+    scheduler, a, _b = cluster
+    a.do("await me.worker.scheduler.identity()")
+    contacts = a.do("return sorted(me.worker.rpc.contacts)")
+    assert a.do("return me.scheduler") not in contacts
+    assert not [line for line in scheduler.logged() if "No handler" in line]
+
+
+def test_tcp_takes_the_place_of_ucx_that_fails_and_the_user_is_told_once(cluster):
+    _, a, b = cluster
+    a.logged()
+    b.do("me.worker._ucx.secret, me.secret = b'y' * 32, me.worker._ucx.secret")
+    a.do(f"me.worker.rpc.remove({b.address!r})\nawait asyncio.sleep(0.05)")
+    b.do("me.told = me.worker._ucx\nme.worker._ucx = mock.Mock(secret=b'z' * 32)")
+    kinds = a.do(f"return [await me.fetch({b.address!r}) for _ in range(3)]")
+    assert kinds == ["tcp"] * 3
+    lines = [line for line in a.logged() if line.startswith(f"no ucx to {b.address}: ")]
+    assert len(lines) == 1, lines
+    assert "goes over tcp" in lines[0] or "comes over tcp" in lines[0]
+    b.do("me.worker._ucx = me.told\nme.worker._ucx.secret = me.secret")
+    a.do(f"me.worker.rpc.remove({b.address!r})\nawait asyncio.sleep(0.05)")
+    assert a.do(f"return await me.fetch({b.address!r})") == "ucx"
+
+
+def test_a_new_worker_at_the_address_of_another_is_asked_again(cluster):
+    _, a, b = cluster
+    kinds = a.do(
+        f"""
+        addr = {b.address!r}
+        kinds = [await me.fetch(addr)]
+        contact = me.worker.rpc.contacts[addr]
+        for comm in me.worker.rpc.available.pop(addr):
+            comm.abort()
+            me.worker.rpc.semaphore.release()
+        me.worker.rpc.contacts[addr] = "ucx://127.0.0.1:9"
+        ucx.known_secrets["127.0.0.1:9"] = b"x" * 32
+        peers.UCX_DEADLINE_S = 0.5
+        kinds.append(await me.fetch(addr))
+        return [*kinds, me.worker.rpc.contacts[addr] == contact]
+        """
+    )
+    assert kinds == ["ucx", "ucx", True]
+
+
+def test_a_worker_that_goes_while_it_is_asked(cluster):
+    _, a, _b = cluster
+    text = a.do(
+        """
+        async def silent(reader, writer):
+            await asyncio.sleep(30)
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        addr = "tcp://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        tasks = [asyncio.create_task(me.worker.rpc.connect(addr)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        me.worker.rpc.remove(addr)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        server.close()
+        me.worker.rpc._validate()
+        return [repr(end) for end in ends] + [addr in me.worker.rpc.contacts]
+        """
+    )
+    assert text == ["CommClosedError('Address removed.')"] * 3 + [False]
+
+
+def test_a_worker_that_dies_or_closes_while_others_get_warm(cluster):
+    scheduler, a, b = cluster
+    address = a.do("return me.scheduler")
+    mortal = Puppet(PRELUDE)
+    try:
+        mortal.ready().do(f"me.scheduler = {address!r}")
+        mortal.do(work(address, "mortal"))
+        warm(scheduler, "mortal")
+        mortal.do("me.worker.handlers[peers.BLOCK] = lambda count: asyncio.sleep(100)")
+        b.do("me.more = await me.start(name='more')")
+        b.do("me.gone = await me.start(name='gone')\nawait me.gone.close()")
+        mortal.wait_for("len(me.worker._comms) > 2", 5)
+        mortal.process.kill()
+        links = warm(scheduler, "more")["links"]
+        broken = {(link["to"], link["source"]) for link in links if link["problem"]}
+        assert ("more", "mortal") in broken
+        assert not broken - {("more", "mortal"), ("mortal", "more")}
+        assert {link["source"] for link in links if not link["problem"]} >= {"a", "b", "more"}
+        b.do("await me.more.close()")
+    finally:
+        mortal.close()
+    a.wait_for("set(me.worker.peer_transports.values()) == {'ucx'}")
+
+
+def test_a_worker_over_tcp_or_whose_ucx_does_not_start_is_warm_too(cluster):
+    scheduler, _a, b = cluster
+    b.do("me.more = await me.start('tcp', name='over tcp')\nawait asyncio.sleep(0.1)")
+    assert warm(scheduler, "over tcp")["links"] == []
+    b.do("await me.more.close()")
+    transports = b.do(
+        """
+        with mock.patch.object(PeerWorker, "_listen_on_ucx", side_effect=RuntimeError("no")):
+            me.more = await me.start("auto", name="failed")
+        return me.more.exchange
+        """
+    )
+    assert transports == "tcp"
+    assert warm(scheduler, "failed")["links"] == []
+    assert [line for line in b.logged() if "ucx does not start in worker failed" in line]
+    b.do("await me.more.close()")
+
+
+# A whole run
+
+
+PROGRAM = """
+import time
+import dask.array as da
+import numpy as np
+from distributed import Client, wait
+
+
+def transports(dask_worker):
+    return sorted(dask_worker.peer_transports.values())
+
+
+def warm(dask_worker):
+    return dask_worker.is_warm
+
+
+def add():
+    x = da.from_array(np.arange(10**6).reshape(1000, 1000), chunks=250).persist()
+    assert int((x + x.T).sum().compute()) == 10**6 * (10**6 - 1)
+
+
+client = Client()
+deadline = time.monotonic() + 20
+while not all(client.run(warm).values()) and time.monotonic() < deadline:
+    time.sleep(0.05)
+add()
+print("before", *client.run(transports).values(), flush=True)
+client.restart()
+client.wait_for_workers(2)
+add()
+(y,) = client.scatter([np.ones(10**6)], broadcast=True)
+assert client.submit(np.sum, y).result() == client.gather(y).sum() == 10**6
+print("after", *client.run(transports).values(), flush=True)
+"""
+
+
+def test_a_run_under_mpirun_exchanges_over_ucx_and_ends_in_silence(site: Site):
+    (site.folder / "add.py").write_text(PROGRAM)
+    ended = site.run("--protocol", "ucx", "add.py", find=False, n=2)
+    assert ended.code == 0, str(ended)
+    assert ended.out.splitlines() == ["before ['ucx'] ['ucx']", "after ['ucx'] ['ucx']"]
+    noise = [line for line in ended.foreign_lines if "WARNING - Restarting worker" not in line]
+    assert not noise, str(ended)
+    assert "ucx between 1 pair of workers (" in ended.err
+    assert "goes over tcp" not in ended.err

@@ -1,0 +1,201 @@
+"""What is decided about exchanges between workers, without any."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+import pytest
+
+from hpcdask.peers import FAR_PEERS, SLOW_RATE, Link, choose_peers, environment, judge
+
+
+def link(to: str = "a", source: str = "b", **values) -> Link:
+    return Link(to, source, **{"transport": "ucx", "first_s": 0.1, "rate": 1e11, **values})
+
+
+# What workers found, in words
+
+
+def test_fast_links_between_gpus_say_that_cuda_ipc_is_active():
+    found = judge([link(), link("b", "a", rate=2e11), link("a", "c")], on_device=True)
+    expected = "ucx between 2 pairs of workers, CUDA IPC is active (100.0 GB/s or more)"
+    assert found.line == expected
+    assert found.warnings == ()
+
+
+def test_host_memory_has_no_cuda_ipc_and_is_never_called_slow():
+    found = judge([link(rate=1e8)], on_device=False)
+    assert found.line == "ucx between 1 pair of workers (0.1 GB/s or more)"
+    assert found.warnings == ()
+
+
+def test_a_slow_pair_on_one_node_is_named():
+    found = judge([link(), link("c", "d", rate=SLOW_RATE - 1)], on_device=True)
+    assert "CUDA IPC is active" not in found.line
+    (warning,) = found.warnings
+    assert "from worker d to c" in warning
+    assert "10.0 GB/s" in warning
+    assert "CUDA IPC (NVLink) is not in use" in warning
+
+
+def test_between_nodes_less_is_expected_and_cuda_ipc_is_not_claimed():
+    found = judge([link(same_host=False, rate=5e9)], on_device=True)
+    assert found.line == "ucx between 1 pair of workers (5.0 GB/s or more)"
+    assert found.warnings == ()
+
+
+def test_data_over_tcp_is_a_warning():
+    found = judge([link(transport="tcp")], on_device=True)
+    assert found.line == "no data over ucx"
+    assert found.warnings == ("data from worker b to a goes over tcp, not ucx",)
+
+
+def test_a_problem_is_told_and_counts_as_nothing_else():
+    found = judge([link(problem="TimeoutError: x", transport="", rate=0.0), link()], on_device=True)
+    assert found.warnings == ("no data came from worker b to a: TimeoutError: x",)
+    assert found.line.startswith("ucx between 1 pair of workers, CUDA IPC is active")
+
+
+def test_nothing_found_is_said():
+    assert judge([], on_device=True).line == "no data over ucx"
+
+
+# Whom a new worker gets warm with
+
+
+def test_all_on_its_node_and_the_last_few_elsewhere():
+    near = [f"tls://10.0.0.1:{port}" for port in range(1, 9)]
+    far = [f"tls://10.0.0.{host}:1" for host in range(2, 40)]
+    chosen = choose_peers(near[3], [*near[:4], *far, *near[4:]])
+    assert sorted(chosen[:7]) == sorted(set(near) - {near[3]})
+    assert chosen[7:] == far[-FAR_PEERS:]
+
+
+def test_not_all_begin_with_the_same_one():
+    near = [f"tcp://10.0.0.1:{port}" for port in range(1, 30)]
+    assert len({choose_peers(me, near)[0] for me in near}) > 5
+
+
+def test_the_first_worker_has_nobody():
+    assert choose_peers("tcp://10.0.0.1:1", ["tcp://10.0.0.1:1"]) == []
+    assert choose_peers("tcp://10.0.0.1:1", []) == []
+
+
+def test_addresses_of_ipv6():
+    here, there = "tcp://[::1]:1", "tcp://[::2]:1"
+    assert choose_peers(here, [here, there, "tcp://[::1]:2"]) == ["tcp://[::1]:2", there]
+
+
+# The environment
+
+
+@pytest.mark.parametrize("infiniband", [True, False])
+def test_the_user_s_settings_of_ucx_win(infiniband: bool):
+    wanted = environment({}, infiniband=infiniband)
+    assert wanted["UCX_WARN_UNUSED_ENV_VARS"] == "n"
+    mine = dict.fromkeys(wanted, "mine")
+    given = environment({**mine, "UCX_TLS": "tcp"}, infiniband=infiniband)
+    assert "UCX_TLS" not in given
+    assert {name for name, value in given.items() if value != "mine"} == {"UCXPY_PROGRESS_MODE"}
+
+
+def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
+    given = environment({"UCXPY_PROGRESS_MODE": "thread"}, infiniband=False)
+    assert given["UCXPY_PROGRESS_MODE"] == "blocking"
+
+
+# Messages
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1006, 1007, 1008, 5000])
+def test_the_first_block_has_one_size_and_loses_nothing(nbytes: int):
+    from hpcdask import ucx
+
+    header = bytes(range(256)) * 20
+    first, rest = ucx._first_block(0, header[:nbytes], 3)
+    assert len(first) == ucx.BLOCK_NBYTES
+    flag, size, count = ucx._PREFIX.unpack_from(first)
+    assert (flag, size, count) == (0, nbytes, 3)
+    assert (first[ucx._PREFIX.size :] + rest)[:nbytes] == header[:nbytes]
+    assert bool(rest) == (nbytes > ucx.BLOCK_NBYTES - ucx._PREFIX.size)
+
+
+# The proof
+
+
+class Wire:
+    """One end of a pair of queues, in the place of an `Endpoint`."""
+
+    def __init__(self, out: asyncio.Queue[bytes], into: asyncio.Queue[bytes]) -> None:
+        self.out, self.into = out, into
+        self.sent: list[bytes] = []
+
+    def send(self, buffer: bytes):
+        self.sent.append(bytes(buffer))
+        self.out.put_nowait(bytes(buffer))
+        return asyncio.sleep(0)
+
+    async def receive(self, buffer: bytearray) -> None:
+        buffer[:] = await self.into.get()
+
+    async def wait(self, *requests) -> None:
+        for request in requests:
+            await request
+
+
+def meet(theirs: bytes, mine: bytes) -> tuple[list[object], Wire, Wire]:
+    from hpcdask.ucx import authenticate
+
+    async def both():
+        one, other = asyncio.Queue(), asyncio.Queue()
+        listener, connector = Wire(one, other), Wire(other, one)
+
+        async def prove(wire, secret, listens):
+            try:
+                async with asyncio.timeout(0.1):
+                    return await authenticate(wire, secret, listens=listens)
+            except (PermissionError, TimeoutError) as error:
+                return error
+
+        ends = await asyncio.gather(prove(listener, theirs, True), prove(connector, mine, False))
+        return ends, listener, connector
+
+    return asyncio.run(both())
+
+
+def test_both_know_the_secret():
+    ends, listener, connector = meet(b"s" * 32, b"s" * 32)
+    assert ends == [None, None]
+    assert [len(part) for part in listener.sent + connector.sent] == [32] * 4
+    assert len({*listener.sent, *connector.sent}) == 4
+    assert not any(b"s" * 8 in part for part in listener.sent + connector.sent)
+
+
+def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
+    ends, listener, _ = meet(b"s" * 32, b"x" * 32)
+    assert isinstance(ends[0], PermissionError)
+    assert isinstance(ends[1], TimeoutError)
+    assert len(listener.sent) == 1
+
+
+def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
+    from hpcdask.ucx import authenticate
+
+    class Mirror(Wire):
+        def send(self, buffer: bytes):
+            self.into.put_nowait(bytes(buffer))
+            return super().send(buffer)
+
+    async def dial():
+        await authenticate(Mirror(asyncio.Queue(), asyncio.Queue()), b"s" * 32, listens=False)
+
+    with pytest.raises(PermissionError):
+        asyncio.run(dial())
+
+
+def test_every_challenge_is_new():
+    _, one, _ = meet(b"s" * 32, b"s" * 32)
+    _, two, _ = meet(b"s" * 32, b"s" * 32)
+    assert not {*one.sent} & {*two.sent}
+    assert hmac.digest(b"s" * 32, b"listens" + one.sent[0], "sha256") not in one.sent
