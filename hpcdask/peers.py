@@ -8,6 +8,7 @@ that is and by which secret it lets others in; from then on the two talk ucx.
 from __future__ import annotations
 
 import asyncio
+import glob
 import logging
 import sys
 import time
@@ -36,6 +37,8 @@ FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 SLOW_RATE = 10e9
 #: While a worker is of use.
 WORKING = (Status.running, Status.paused)
+#: What NVIDIA's driver shows where NVLink also joins nodes.
+NVLINK_BETWEEN_NODES = "/dev/nvidia-caps-imex-channels/*"
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
 
@@ -91,7 +94,9 @@ class PeerPool(ConnectionPool):
                 try:
                     async with asyncio.timeout(ASK_DEADLINE_S):
                         # closed, or it would be taken for one that carries data
-                        answer = await send_recv(comm, op=CONTACT, close=True)
+                        answer = await send_recv(
+                            comm, op=CONTACT, asker=self.me.address, close=True
+                        )
                 finally:
                     self.reuse(addr, comm)
                 if answer is None:
@@ -233,8 +238,8 @@ class PeerWorker(Worker):
             self._warming.cancel()
         return await super().close(*args, **kwargs)
 
-    async def _tell_contact(self) -> dict[str, Any] | None:
-        if self._ucx_address is None:
+    async def _tell_contact(self, asker: str) -> dict[str, Any] | None:
+        if not self.may_use_ucx_to(asker):
             return None
         return {"address": self._ucx_address, "secret": self._ucx.secret}
 
@@ -359,7 +364,7 @@ def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
     what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
     if on_device and near and not slow:
         what += ", CUDA IPC is active"
-    return Warmth(f"{what} ({least:.1f} GB/s or more)", tuple(warnings))
+    return Warmth(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
 
 
 def choose_peers(me: str, addresses: list[str]) -> list[str]:
@@ -410,7 +415,10 @@ def environment(environ: Mapping[str, str], *, infiniband: bool) -> dict[str, st
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
     if not infiniband:
-        # to watch the memory that it has registered UCX takes 0.75 s at start; only RDMA needs it
-        wanted["UCX_RCACHE_ENABLE"] = "n"
+        # Only RDMA needs UCX to watch the process's memory, and each of these takes it 0.25 to
+        # 0.75 s, at start or in the first transfer
+        wanted |= {"UCX_RCACHE_ENABLE": "n", "UCX_MEMTYPE_CACHE": "n", "UCX_MEM_EVENTS": "n"}
+    if not glob.glob(NVLINK_BETWEEN_NODES):
+        wanted["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"  # 0.2 s for each peer
     given = {name: environ.get(name, value) for name, value in wanted.items()}
     return {**given, "UCXPY_PROGRESS_MODE": "blocking"}

@@ -767,9 +767,9 @@ def test_many_connections_at_once_ask_once(cluster):
         """
         me.asked = []
         tell = me.worker.handlers[peers.CONTACT]
-        async def counted():
+        async def counted(**asked):
             me.asked.append(1)
-            return await tell()
+            return await tell(**asked)
         me.worker.handlers[peers.CONTACT] = counted
         """
     )

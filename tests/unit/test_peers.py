@@ -19,7 +19,7 @@ def link(to: str = "a", source: str = "b", **values) -> Link:
 
 def test_fast_links_between_gpus_say_that_cuda_ipc_is_active():
     found = judge([link(), link("b", "a", rate=2e11), link("a", "c")], on_device=True)
-    expected = "ucx between 2 pairs of workers, CUDA IPC is active (100.0 GB/s or more)"
+    expected = "ucx between 2 pairs of workers, CUDA IPC is active (100 GB/s or more)"
     assert found.line == expected
     assert found.warnings == ()
 
@@ -41,7 +41,7 @@ def test_a_slow_pair_on_one_node_is_named():
 
 def test_between_nodes_less_is_expected_and_cuda_ipc_is_not_claimed():
     found = judge([link(same_host=False, rate=5e9)], on_device=True)
-    assert found.line == "ucx between 1 pair of workers (5.0 GB/s or more)"
+    assert found.line == "ucx between 1 pair of workers (5 GB/s or more)"
     assert found.warnings == ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -770,14 +769,19 @@ def test_a_site_where_nothing_starts_gets_few_submissions(seed, wanted):
 # Speed
 
 
-def process_ms(function, limit: float) -> float:
-    """Best of several, at most until it is below the limit: other programs must not count."""
-    best, deadline = math.inf, time.monotonic() + 20
-    while best >= limit and time.monotonic() < deadline:
+def process_ms(function, times: int = 7) -> float:
+    """Best of several: what else runs on this machine must not count."""
+    taken = []
+    for _ in range(times):
         start = time.process_time()
         function()
-        best = min(best, 1e3 * (time.process_time() - start))
-    return best
+        taken.append(1e3 * (time.process_time() - start))
+    return min(taken)
+
+
+def limit_ms() -> float:
+    """50 ms on a machine that does this in 4 ms, and in proportion on a slower or busier one."""
+    return 50 / 4 * process_ms(lambda: {number: str(number) for number in range(50_000)})
 
 
 @pytest.mark.parametrize("moment", ["submitted", "running", "too many", "near the walltime"])
@@ -803,10 +807,11 @@ def test_two_thousand_jobs_are_decided_within_50_ms(moment, record_property):
 
     if moment != "submitted":
         jobs, _ = interval(jobs, T + 5, 7)
-    taken = process_ms(lambda: interval(jobs, now, 8), limit=50)
-    print(f"{moment}: {taken:.1f} ms")
+    limit = limit_ms()
+    taken = process_ms(lambda: interval(jobs, now, 8))
+    print(f"{moment}: {taken:.1f} ms of {limit:.1f} ms")
     record_property("ms", taken)
     actions = interval(jobs, now, 8)[1]
     assert len(actions.retire) == (2000 if moment == "too many" else 0)
     assert (actions.submit > 1000) == (moment == "near the walltime")
-    assert taken < 50
+    assert taken < limit
