@@ -115,7 +115,9 @@ class BoundWorker(PeerWorker):
         if bind_cores:
             devices.widen(bind_cores)
         if bind_gpu is not None:
-            with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
+            exchange = kwargs.get("exchange", "tcp")
+            later = SENDING if exchange != "tcp" else ()
+            with loading(_needed(device_memory, exchange), later):
                 make_context()
                 mark("CUDA context made")
             mark("packages imported")
@@ -204,31 +206,47 @@ class BoundNanny(Nanny):
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
-    """What the worker will import sooner or later."""
+    """What the worker imports as it starts."""
     needed = list(plan.libraries)
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
-    if exchange != "tcp":
-        # distributed loads the way to send device memory, and numba with it, at the first such send
-        needed += ["hpcdask.ucx", "ucxx", "distributed.protocol.rmm", "distributed.protocol.cupy"]
-    return needed
+    return needed if exchange == "tcp" else [*needed, "ucxx", "hpcdask.ucx"]
+
+
+#: How distributed sends device memory; numba comes with it, and takes half a second to load.
+SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
 
 
 @contextlib.contextmanager
-def loading(modules: Sequence[str]) -> Iterator[None]:
-    """Import in a thread while the driver makes the context, which takes as long."""
+def loading(modules: Sequence[str], later: Sequence[str] = ()) -> Iterator[None]:
+    """Import in a thread while the driver makes the context, which takes as long.
 
-    def load() -> None:
-        for module in modules:
+    Parameters
+    ----------
+    modules
+        What must be there at the end of the block.
+    later
+        What the thread goes on with after that.
+    """
+    done = threading.Event()
+
+    def load(names: Sequence[str]) -> None:
+        for name in names:
             with contextlib.suppress(ImportError):  # whoever needs it says so
-                importlib.import_module(module)
+                importlib.import_module(name)
 
-    thread = threading.Thread(target=load)
-    thread.start()
+    def run() -> None:
+        try:
+            load(modules)
+        finally:
+            done.set()
+        load(later)
+
+    threading.Thread(target=run, name="imports", daemon=True).start()
     try:
         yield
     finally:
-        thread.join()
+        done.wait()
 
 
 def make_context() -> None:
