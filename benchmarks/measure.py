@@ -76,7 +76,10 @@ def make_client(kind: str, workers: int) -> Any:
         from dask_cuda import LocalCUDACluster
         from distributed import Client
 
-        return Client(LocalCUDACluster(protocol=os.environ.get("PEER_PROTOCOL")))
+        pool = os.environ.get("PEER_POOL")
+        return Client(
+            LocalCUDACluster(protocol=os.environ.get("PEER_PROTOCOL"), rmm_pool_size=pool)
+        )
     from distributed import Client, LocalCluster
 
     return Client(LocalCluster(n_workers=workers, threads_per_worker=1))

@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --json results.json          # what this machine can: GPUs or CPU
     python benchmarks/peers.py --cases jobs --virtual-slurm  # jobs, on a SLURM of the tests
-    python benchmarks/peers.py --write-docs results.json ... # docs/benchmarks.md from the results
+    python benchmarks/peers.py --write-docs benchmarks/results/*.json  # docs/benchmarks.md from them
 
 Each pair of runs is made one right after the other; the ratio is taken pair by pair, and its
 median, least and greatest are reported.
@@ -337,7 +337,7 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
     return results
 
 
-def job_cases(gpus: int, rounds: int, count: int = 8) -> list[dict[str, Any]]:
+def job_cases(gpus: int, rounds: int, count: int) -> list[dict[str, Any]]:
     """What runs where there is a SLURM."""
     if not shutil.which("sbatch"):
         raise SystemExit("--cases jobs needs a SLURM: run it on a login node, or --virtual-slurm")
@@ -386,6 +386,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def add_results(path: Path, results: dict[str, Any]) -> None:
+    """Write results, beside those of other cases that the file has of this machine and day."""
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        same = ("machine", "date", "versions")
+        if [earlier[name] for name in same] == [results[name] for name in same]:
+            new = {case["case"] for case in results["cases"]}
+            kept = [case for case in earlier["cases"] if case["case"] not in new]
+            results = {**results, "cases": kept + results["cases"]}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def write_docs(paths: list[str]) -> None:
     """Write docs/benchmarks.md from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
@@ -412,7 +424,7 @@ def write_docs(paths: list[str]) -> None:
 def main() -> None:
     """Measure, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="where the results go")
+    parser.add_argument("--json", help="where the results go, beside those already there")
     parser.add_argument(
         "--cases",
         default="startup,tasks,array",
@@ -445,14 +457,14 @@ def main() -> None:
         if options.virtual_slurm:
             results["machine"] += ", SLURM with four virtual nodes"
         with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
-            results["cases"] += job_cases(len(gpus), options.rounds)
+            results["cases"] += job_cases(len(gpus), options.rounds, len(gpus) or 8)
     for case in results["cases"]:
         print(
             f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
             f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})"
         )
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
+        add_results(Path(options.json), results)
 
 
 if __name__ == "__main__":
