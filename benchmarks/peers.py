@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --json results.json          # what this machine can: GPUs or CPU
     python benchmarks/peers.py --cases jobs --virtual-slurm  # jobs, on a SLURM of the tests
-    python benchmarks/peers.py --write-docs benchmarks/results/*.json  # docs/benchmarks.md from them
+    python benchmarks/peers.py --write-docs benchmarks/results/*.json  # docs/benchmarks.md
 
 Each pair of runs is made one right after the other; the ratio is taken pair by pair, and its
 median, least and greatest are reported.

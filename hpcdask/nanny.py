@@ -22,7 +22,6 @@ from . import devices, full, memory, template
 from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
-from .fabric import infiniband
 from .memory import ON_HOST, MemoryPlan
 from .peers import PeerWorker, environment
 from .spec import WorkerSpec
@@ -332,7 +331,7 @@ def make_nanny(
         # none where it computes on the CPU: the job may have GPUs all the same
         env={
             "CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else "",
-            **environment(os.environ, infiniband=any(port.usable for port in infiniband())),
+            **environment(os.environ),
             **ucx_environment(spec, os.environ),
         },
         # a transport that was not asked for by name may fail to start

@@ -58,7 +58,7 @@ class PeerPool(ConnectionPool):
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def _connect(self, addr: str, timeout: float | None = None) -> Comm:
-        if addr in self.apart or not self.me.may_use_ucx_to(addr):
+        if addr in self.apart or not await self.me.may_use_ucx_to(addr):
             return await super()._connect(addr, timeout)
         contact = await self._contact(addr)
         while contact is not None:
@@ -178,6 +178,7 @@ class PeerWorker(Worker):
         self.on_device = on_device
         self.tells = tells
         self._ucx_address: str | None = None
+        self._decided = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
         self.handlers |= {CONTACT: self._tell_contact, BLOCK: self._give_block, WARM: self._fetch}
         pool: Any = self.rpc
@@ -195,29 +196,18 @@ class PeerWorker(Worker):
         pool: Any = self.rpc
         return {addr: "ucx" if contact else "tcp" for addr, contact in pool.contacts.items()}
 
-    def may_use_ucx_to(self, address: str) -> bool:
-        """Whether ucx is worth trying to a worker."""
+    async def may_use_ucx_to(self, address: str) -> bool:
+        """Whether ucx is worth trying to a worker, once it is known whether it starts here."""
+        await self._decided.wait()
         if self._ucx_address is None:
             return False
         return self.reach == "all" or get_address_host(address) == get_address_host(self.address)
 
     async def listen(self, *args: Any, **kwargs: Any) -> None:
-        """Listen on tcp, and where it is wanted on ucx too."""
+        """Listen on tcp, and on ucx where that was asked for by name and has to work."""
         await super().listen(*args, **kwargs)
-        if self.exchange == "tcp" or self._ucx_address is not None:
-            return
-        try:
+        if self.exchange == "ucx" and self._ucx_address is None:
             await self._listen_on_ucx()
-        except Exception as error:
-            if self.exchange == "ucx":
-                raise
-            self.exchange = "tcp"
-            logger.warning(
-                "ucx does not start in worker %s, which exchanges data over tcp: %s: %s",
-                self.name,
-                type(error).__name__,
-                error,
-            )
 
     async def _listen_on_ucx(self) -> None:
         from . import ucx
@@ -226,6 +216,22 @@ class PeerWorker(Worker):
         await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
+
+    async def _decide(self) -> None:
+        """Start ucx where it is only the better way: with the worker up, since UCX takes 0.8 s."""
+        try:
+            if self.exchange == "auto":
+                await self._listen_on_ucx()
+        except Exception as error:
+            self.exchange = "tcp"
+            logger.warning(
+                "ucx does not start in worker %s, which exchanges data over tcp: %s: %s",
+                self.name,
+                type(error).__name__,
+                error,
+            )
+        finally:
+            self._decided.set()
 
     async def start_unsafe(self) -> Any:
         """Start, then get warm while the user's program starts."""
@@ -240,7 +246,7 @@ class PeerWorker(Worker):
         return await super().close(*args, **kwargs)
 
     async def _tell_contact(self, asker: str) -> dict[str, Any] | None:
-        if not self.may_use_ucx_to(asker):
+        if not await self.may_use_ucx_to(asker):
             return None
         return {"address": self._ucx_address, "secret": self._ucx.secret}
 
@@ -278,6 +284,7 @@ class PeerWorker(Worker):
         start = time.perf_counter()
         links: list[dict[str, Any]] = []
         try:
+            await self._decide()
             if self._ucx_address:
                 await self._exchange_blocks(links)
         except Exception as error:
@@ -295,7 +302,9 @@ class PeerWorker(Worker):
     async def _exchange_blocks(self, links: list[dict[str, Any]]) -> None:
         known = (await self.scheduler.identity())["workers"]
         names = {address: str(info["name"]) for address, info in known.items()}
-        for peer in choose_peers(self.address, [a for a in names if self.may_use_ucx_to(a)]):
+        for peer in choose_peers(
+            self.address, [address for address in names if await self.may_use_ucx_to(address)]
+        ):
             links.append(await self._fetch(peer, names[peer]))
             links.append(await self._have_fetched(peer, names[peer]))
 
@@ -405,7 +414,7 @@ def _block(count: int, on_device: bool) -> Any:
     return np.zeros(count, dtype=np.uint8)
 
 
-def environment(environ: Mapping[str, str], *, infiniband: bool) -> dict[str, str]:
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What ucxx and UCX are to find in a worker's environment, where the user did not set it.
 
     Only ucxx's own mode is not for the user to choose: in the others a thread or an endless loop
@@ -416,10 +425,6 @@ def environment(environ: Mapping[str, str], *, infiniband: bool) -> dict[str, st
         "UCXX_LOG_LEVEL": "fatal",  # a peer that closes is reported as an error
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
-    if not infiniband:
-        # Only RDMA needs UCX to watch the process's memory, and each of these takes it 0.25 to
-        # 0.75 s, at start or in the first transfer
-        wanted |= {"UCX_RCACHE_ENABLE": "n", "UCX_MEMTYPE_CACHE": "n", "UCX_MEM_EVENTS": "n"}
     if not glob.glob(NVLINK_BETWEEN_NODES):
         wanted["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"  # 0.2 s for each peer
     given = {name: environ.get(name, value) for name, value in wanted.items()}

@@ -815,7 +815,8 @@ def test_the_worker_s_own_node_only(cluster):
         me.worker.reach = "node"
         host = me.worker.address
         try:
-            return [me.worker.may_use_ucx_to(host), me.worker.may_use_ucx_to("tcp://10.9.8.7:1")]
+            allowed = me.worker.may_use_ucx_to
+            return [await allowed(host), await allowed("tcp://10.9.8.7:1")]
         finally:
             me.worker.reach = "all"
         """
@@ -919,12 +920,39 @@ def test_a_worker_over_tcp_or_whose_ucx_does_not_start_is_warm_too(cluster):
         """
         with mock.patch.object(PeerWorker, "_listen_on_ucx", side_effect=RuntimeError("no")):
             me.more = await me.start("auto", name="failed")
+            await me.more._warming
         return me.more.exchange
         """
     )
     assert transports == "tcp"
     assert warm(scheduler, "failed")["links"] == []
     assert [line for line in b.logged() if "ucx does not start in worker failed" in line]
+    b.do("await me.more.close()")
+
+
+def test_ucx_that_nobody_asked_for_by_name_starts_once_the_worker_is_up(cluster):
+    """Until then whoever dials it, and whom it dials, waits rather than take tcp for good."""
+    scheduler, _a, b = cluster
+    at_first, held, later = b.do(
+        """
+        go, listen = asyncio.Event(), PeerWorker._listen_on_ucx
+        async def late(worker):
+            await go.wait()
+            await listen(worker)
+        with mock.patch.object(PeerWorker, "_listen_on_ucx", late):
+            me.more = await me.start("auto", name="better")
+            at_first = me.more._ucx_address
+            asked = asyncio.create_task(me.fetch(me.more.address))
+            await asyncio.sleep(0.1)
+            held = asked.done()
+            go.set()
+            await me.more._warming
+        return [at_first, held, await asked]
+        """
+    )
+    assert [at_first, held, later] == [None, False, "ucx"]
+    links = warm(scheduler, "better")["links"]
+    assert {link["transport"] for link in links} == {"ucx"}, links
     b.do("await me.more.close()")
 
 

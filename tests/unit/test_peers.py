@@ -90,18 +90,17 @@ def test_addresses_of_ipv6():
 # The environment
 
 
-@pytest.mark.parametrize("infiniband", [True, False])
-def test_the_user_s_settings_of_ucx_win(infiniband: bool):
-    wanted = environment({}, infiniband=infiniband)
+def test_the_user_s_settings_of_ucx_win():
+    wanted = environment({})
     assert wanted["UCX_WARN_UNUSED_ENV_VARS"] == "n"
     mine = dict.fromkeys(wanted, "mine")
-    given = environment({**mine, "UCX_TLS": "tcp"}, infiniband=infiniband)
+    given = environment({**mine, "UCX_TLS": "tcp"})
     assert "UCX_TLS" not in given
     assert {name for name, value in given.items() if value != "mine"} == {"UCXPY_PROGRESS_MODE"}
 
 
 def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
-    given = environment({"UCXPY_PROGRESS_MODE": "thread"}, infiniband=False)
+    given = environment({"UCXPY_PROGRESS_MODE": "thread"})
     assert given["UCXPY_PROGRESS_MODE"] == "blocking"
 
 
