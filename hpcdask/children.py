@@ -18,6 +18,7 @@ from typing import Any
 
 from .bootstrap import Janitor, detach_standard_streams, restore_environment
 from .control import Channel
+from .scout import Scout
 
 #: Signals that mean something to the program only.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -67,16 +68,19 @@ class Nursery:
 
     Attributes
     ----------
-    janitor
-        Whose pipe only the rank may hold.
+    janitor, scout
+        Whose pipes only the rank may hold.
     """
 
     janitor: Janitor
+    scout: Scout | None = None
     _socks: list[socket.socket] = field(default_factory=list)
 
     def close_in_child(self) -> None:
         """Drop what belongs to the rank."""
         self.janitor.release_in_child()
+        if self.scout is not None:
+            self.scout.release_in_child()
         for sock in self._socks:
             sock.close()
 

@@ -147,7 +147,7 @@ def _launch(
     devices.widen(devices.launcher_cores())
     template.freeze()
 
-    nursery = children.Nursery(janitor)
+    nursery = children.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
     if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):

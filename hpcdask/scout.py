@@ -69,6 +69,10 @@ class Scout:
         os.close(write_end)
         return cls(pid, read_end)
 
+    def release_in_child(self) -> None:
+        """Drop what belongs to the rank, in a process that was forked from it."""
+        os.close(self._pipe)
+
     def report(self) -> Sighting:
         """What it saw. Call it once.
 

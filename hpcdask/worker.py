@@ -218,7 +218,7 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
     devices.widen(devices.launcher_cores())
     template.freeze()
     quiet()
-    start_template(asked.spec, scratch, children.Nursery(janitor))
+    start_template(asked.spec, scratch, children.Nursery(janitor, scout))
     bootstrap.mark("processes forked")
     return JobPart(asked, janitor, scratch, scout)
 
