@@ -241,6 +241,4 @@ def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
 
 def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
     """This rank's private folder, which the janitor knows of."""
-    folder = scratch_folder(spec)
-    janitor.remove_at_end(folder)
-    return folder
+    return scratch_folder(spec, janitor.remove_at_end)

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import importlib
 import os
+import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,8 +363,15 @@ def quiet(level: str = "WARNING") -> None:
             logging.getLogger(name).setLevel(level)
 
 
-def scratch_folder(spec: WorkerSpec) -> str:
+def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:
     """A new private folder on the node, 0700.
+
+    Parameters
+    ----------
+    spec
+        Names the folder to make it in.
+    announce
+        Called with the path before there is anything, so that nothing is left whatever happens.
 
     Raises
     ------
@@ -378,7 +386,9 @@ def scratch_folder(spec: WorkerSpec) -> str:
     try:
         os.makedirs(base, exist_ok=True)
         purge(base)
-        folder = tempfile.mkdtemp(prefix=f"hpcdask-{os.getuid()}-", dir=base)
+        folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
+        announce(folder)
+        os.mkdir(folder, 0o700)
         with open(os.path.join(folder, "owner"), "w") as file:
             file.write(f"{' '.join(_this_host())} {os.getpid()} {process_start(os.getpid())}")
         return folder

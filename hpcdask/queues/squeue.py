@@ -126,7 +126,8 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
             exit_code=_code(word, status),
             restarts=int(restarts),
             started=_time(started) if running or state in OVER else None,
-            ends=end if running else None,
+            # what completes has no walltime left to hand over before
+            ends=end if running and word != "COMPLETING" else None,
             nodes=nodes if nodes not in NO_REASON else "",
         )
     return seen

@@ -226,7 +226,7 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
         ),
         (
             row("COMPLETING", end="1999"),
-            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, ends=1999.0, nodes="n1"),
+            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
         ),
         (
             row("COMPLETING", 1),  # its end is still to come: it will run again
