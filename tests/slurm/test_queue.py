@@ -221,7 +221,8 @@ def test_requeued(door):
     stubborn = """case "$ID $RESTARTS" in *"_0 0") trap '' TERM ;; esac"""
     ids = door.submit(f"{stubborn}; echo $RESTARTS; while :; do sleep 0.5; done", 2)
     door.wait(ids, State.STARTING, what=lambda seen: seen.reason == "")
-    wait_for(lambda: door.log(ids[0]).read_text() == "0\n", 10, "its trap to be set")
+    log = door.log(ids[0])  # which comes a moment after the job starts
+    wait_for(lambda: log.exists() and log.read_text() == "0\n", 10, "its trap to be set")
     door.site.run("scontrol", "requeue", ids[0])
     seen = door.query(ids)[ids[0]]  # its first life still ends
     assert (seen.state, seen.reason, seen.restarts) == (State.REQUEUED, "COMPLETING", 1)
@@ -229,7 +230,7 @@ def test_requeued(door):
     assert (seen.restarts, seen.started, seen.ends) == (1, None, None)
     (seen,) = door.wait(ids[:1], State.STARTING)
     assert seen.restarts == 1
-    wait_for(lambda: "1\n" in door.log(ids[0]).read_text(), 10, "the second life's log")
+    wait_for(lambda: "1\n" in log.read_text(), 10, "the second life's log")
     assert door.query(ids)[ids[1]].restarts == 0
 
 
