@@ -127,3 +127,11 @@ class Refused(QueueError):
         super().__init__(text)
         self.for_now = for_now
         self.fewer = for_now if fewer is None else fewer
+
+
+def root_cause(error: BaseException) -> str:
+    """The first cause of an error, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

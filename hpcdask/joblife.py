@@ -17,7 +17,7 @@ from distributed.core import rpc
 from . import devices, memory, security, sharing
 from .bootstrap import Janitor, mark
 from .devices import Gpu, View
-from .errors import ClusterError, DeviceError, HpcdaskError
+from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from .member import Member, complain, say
 from .nanny import BoundNanny, Place
 from .places import settle, share
@@ -25,7 +25,7 @@ from .ranks import Rank, detect, job_id
 from .scout import Scout
 from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import choose_alone
+from .transport import choose_alone, choose_interface
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
@@ -163,7 +163,7 @@ class JobPart(Member):
             await self.start_workers(places, self.asked.scheduler)
         except Exception as error:
             await self._check_scheduler()
-            raise ClusterError(f"a worker did not start: {_root(error)}") from error
+            raise ClusterError(f"a worker did not start: {root_cause(error)}") from error
 
     def _places(self) -> list[Place]:
         view = self.view()
@@ -187,7 +187,8 @@ class JobPart(Member):
             say(f"warning: {lacks}")
         names = self.asked.names(self.rank.index)
         places = share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
-        return settle(self.spec, {0: places}, {0: seat}, choice)[0]
+        interfaces = choose_interface(self.spec, [seat])
+        return settle(self.spec, {0: places}, {0: seat}, choice, interfaces)[0]
 
     def _devices(self, view: View) -> list[Gpu | None]:
         """A device for each worker: as many distinct GPUs, or the CPU."""
@@ -226,8 +227,8 @@ class JobPart(Member):
         except OSError as error:
             waited = f" within {timeout:g} s" if timeout else ""
             raise ClusterError(
-                f"no answer from the scheduler at {address}{waited}: {_root(error)}. See whether "
-                f"the cluster still runs, and whether this node reaches that address"
+                f"no answer from the scheduler at {address}{waited}: {root_cause(error)}. See "
+                f"whether the cluster still runs, and whether this node reaches that address"
             ) from error
 
     # The life of the workers
@@ -309,7 +310,7 @@ class JobPart(Member):
                 async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
                     await _leave_behind(scheduler, names)
         except Exception as error:  # whatever the scheduler answers, this job ends
-            say(f"the scheduler does not take over what the workers hold: {_root(error)}")
+            say(f"the scheduler does not take over what the workers hold: {root_cause(error)}")
         return there
 
 
@@ -339,11 +340,3 @@ async def _addresses(scheduler: Any) -> dict[str, str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _root(error: BaseException) -> str:
-    """The first cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -29,7 +29,7 @@ from .nanny import Place
 from .peers import Link, judge
 from .places import owned_cores, plan, settle
 from .ranks import job_id
-from .rendezvous import Rendezvous
+from .rendezvous import Rendezvous, abort_launch
 from .site import Seat
 from .transport import Choice, choose, choose_interface
 
@@ -101,7 +101,6 @@ class Leader:
         self.wanted: set[str] = set()
         self.registered: set[str] = set()
         self.choice = Choice("tcp", "")
-        self._interface: str | None = None
         self.warm: dict[str, list[Link]] = {}
         self.told_warm = False
         self.on_device = False
@@ -133,10 +132,8 @@ class Leader:
             code = 128 + stop.number
         missing = self.rank.size - len(self.hellos)
         await self._take_down(code)
-        if missing and self.rank.launcher == "hydra" and "PMI_FD" in os.environ:
-            # A rank that never came would hold the launch for ever: PMI-1's abort ends it
-            with contextlib.suppress(OSError, ValueError):
-                os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        if missing:
+            abort_launch(self.rank, code)
         return code
 
     def _happened(self, what: str, value: Any = None) -> None:
@@ -159,8 +156,6 @@ class Leader:
         views = await self._meet()
         mark("ranks met")
         places = self._plan(views)
-        if self.spec.interface == AUTO:
-            self._start_scheduler(self._interface)
         if self.spec.device == "auto" and not any(view.gpus for view in views.values()):
             say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
         self._widen_scheduler(views)
@@ -189,7 +184,7 @@ class Leader:
         )
 
     def _plan(self, views: dict[int, View]) -> dict[int, list[Place]]:
-        """Who computes on what, and how they exchange data."""
+        """Who computes on what, how they exchange data, and where the scheduler listens."""
         places = plan(self.spec, self.rank, views, job=job_id())
         seats = {
             index: Seat(
@@ -199,14 +194,18 @@ class Leader:
             )
             for index, view in views.items()
         }
-        self._interface = choose_interface(self.spec, list(seats.values())).get(self.rank.host)
+        # also of ranks without workers: the scheduler's must be one that the workers reach
+        interfaces = choose_interface(self.spec, list(seats.values()))
         working = {index: seats[index] for index in places}
         self.choice = choose(self.spec, list(working.values()))
         for warning in self.choice.warnings:
             say(f"warning: {warning}")
         if any(seat.gpus for seat in working.values()) and (lacks := memory.missing(self.spec)):
             say(f"warning: {lacks}")
-        return settle(self.spec, places, working, self.choice)
+        places = settle(self.spec, places, working, self.choice, interfaces)
+        if self.spec.interface == AUTO:
+            self._start_scheduler(interfaces[self.rank.host])
+        return places
 
     def _host(self) -> str:
         """Address of rank 0: loopback where nobody elsewhere needs it."""

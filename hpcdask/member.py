@@ -113,7 +113,10 @@ class Member:
         if self.problem is not None:
             raise self.problem
         gpus: list[Gpu] = []
-        if self.scout is not None and self.spec.device != "cpu":
+        if self.scout is not None and self.spec.device == "cpu":
+            self.scout.dismiss()
+            self.scout = None
+        if self.scout is not None:
             gpus, self.fabric = self.scout.report()
         elif self.spec.protocol == "ucx" or self.spec.interface == AUTO:
             self.fabric = fabric.look(gpus=False)

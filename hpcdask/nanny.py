@@ -307,6 +307,9 @@ def make_nanny(
         host = unparse_host_port(get_ip(get_address_host(scheduler)))
     else:
         host = None
+    exchange = place.protocol
+    if exchange == "ucx" and spec.protocol == "auto":
+        exchange = "auto"  # what was not asked for by name may fail to start
     optional = {
         "host": host,
         "lifetime": spec.lifetime and f"{spec.lifetime} s",
@@ -335,8 +338,7 @@ def make_nanny(
             **environment(os.environ),
             **ucx_environment(spec, os.environ),
         },
-        # a transport that was not asked for by name may fail to start
-        exchange="auto" if place.protocol == "ucx" != spec.protocol else place.protocol,
+        exchange=exchange,
         reach=place.reach,
         tells=tells,
         bind_cores=place.cores,
@@ -358,7 +360,6 @@ def quiet(level: str = "WARNING") -> None:
             "distributed.nanny",
             "distributed.core",
             "tornado.application",
-            "ucx",
         ):
             logging.getLogger(name).setLevel(level)
 

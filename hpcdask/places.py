@@ -12,7 +12,7 @@ from .nanny import Place
 from .ranks import Rank
 from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import Choice, choose_interface
+from .transport import Choice
 
 
 def first_worker_rank(spec: RunSpec) -> int:
@@ -120,6 +120,7 @@ def settle(
     places: Mapping[int, Sequence[Place]],
     seats: Mapping[int, Seat],
     choice: Choice,
+    interfaces: Mapping[str, str],
 ) -> dict[int, list[Place]]:
     """Complete places with what depends on the transport.
 
@@ -133,13 +134,14 @@ def settle(
         What joins them, per rank.
     choice
         Of the transport.
+    interfaces
+        Host to network interface, for those that have one to listen on.
 
     Raises
     ------
     UsageError
         Options that the device or the transport does not allow.
     """
-    interfaces = choose_interface(spec, list(seats.values()))
     sharers = Counter(
         (seats[rank].host, place.gpu.uuid)
         for rank, group in places.items()

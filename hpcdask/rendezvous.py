@@ -216,6 +216,21 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
     return rank, MPIRendezvous(comm, deadline)
 
 
+def abort_launch(rank: Rank, code: int) -> None:
+    """End a launch in which some rank never came: MPICH's launcher would wait for it for ever.
+
+    Parameters
+    ----------
+    rank
+        This one.
+    code
+        Exit code of the launch.
+    """
+    if rank.launcher == "hydra" and "PMI_FD" in os.environ:
+        with contextlib.suppress(OSError, ValueError):  # PMI-1's abort
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
 def mismatch(expected: int, rank: Rank) -> LaunchError:
     """The error for ranks that each believe to be alone."""
     return LaunchError(

@@ -20,6 +20,8 @@ from .fabric import Fabric
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0
+#: Seconds that the scout gets to be gone.
+DISMISSAL_S = 0.5
 
 
 class Sighting(NamedTuple):
@@ -82,19 +84,23 @@ class Scout:
             What it raised, or that the driver hangs.
         """
         deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
-        wait = os.WNOHANG  # one that hangs in the driver may die much later
         try:
             while chunk := self._read_until(deadline):
                 text += chunk
-            wait = 0
         finally:
-            os.close(self._pipe)
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, wait)
+            self.dismiss()
         found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
         return Sighting(list(map(Gpu.from_json, found["gpus"])), Fabric.from_json(found["fabric"]))
+
+    def dismiss(self) -> None:
+        """End it, where it is no longer of use. One that hangs in the driver may die much later."""
+        os.close(self._pipe)
+        os.kill(self._pid, signal.SIGKILL)
+        deadline = time.monotonic() + DISMISSAL_S
+        while not os.waitpid(self._pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _read_until(self, deadline: float) -> bytes:
         if not select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import ssl
@@ -118,10 +117,8 @@ class _Leader:
         for channel in self.channels.values():
             channel.send(op="end", code=code)
         await self._until(lambda: not self.channels, LEAVE_DEADLINE_S)
-        if set(launch.hosts) < everyone and "PMI_FD" in os.environ:
-            # MPICH's launcher would wait for ever for a rank that never came: PMI-1's abort ends it
-            with contextlib.suppress(OSError, ValueError):
-                os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        if set(launch.hosts) < everyone:
+            rendezvous.abort_launch(self.rank, code)
         return code
 
     def _has_reported(self, rank: int) -> bool:

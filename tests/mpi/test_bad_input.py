@@ -366,17 +366,18 @@ def test_dashboard_on_an_address_of_another_machine(alone, script):
 
 
 def test_default_dashboard_port_in_use_takes_another(mpirun, script):
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(("", 8787))
-            taken.listen()
-        except OSError:
-            pass  # then somebody else's dashboard has it
+    with wait_for(lambda: server_on(8787), 60, "port 8787, which another test's dashboard has"):
         result = mpirun.run(2, *CPU, script)
     assert_works(result, 2)
     assert "dashboard http://" in result.err
     assert ":8787/" not in result.err
+
+
+def server_on(port: int) -> socket.socket | None:
+    try:
+        return socket.create_server(("", port))
+    except OSError:
+        return None
 
 
 # --- launchers ------------------------------------------------------------------------------------
