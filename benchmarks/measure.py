@@ -186,7 +186,7 @@ def main() -> None:
             wait(client.map(noop, range(count), pure=False))
             result["seconds"].append(time.perf_counter() - start)
     elif options.case in ("transfer", "transpose"):
-        from hpcdask.cluster_info import wait_until_warm
+        from hpcdask.bench.cluster import wait_until_warm
 
         wait_until_warm(client)
         result["warm_s"] = time.time() - float(os.environ["LAUNCHED"])
@@ -199,14 +199,15 @@ def main() -> None:
     elif options.case in ("array", "svd"):
         from dask.utils import parse_bytes
 
-        from hpcdask import bench
+        from hpcdask.bench.cluster import inspect
+        from hpcdask.bench.measurements import run_array, run_svd
 
-        cluster = bench.inspect(client, "auto")
+        cluster = inspect(client, "auto")
         nbytes = parse_bytes(options.size)
         if options.case == "array":
-            record = bench.run_array(cluster, nbytes, form=options.form, repeats=options.repeats)
+            record = run_array(cluster, nbytes, form=options.form, repeats=options.repeats)
         else:
-            record = bench.run_svd(cluster, nbytes, 10, form=options.form, repeats=options.repeats)
+            record = run_svd(cluster, nbytes, 10, form=options.form, repeats=options.repeats)
         result |= {
             "seconds": record["seconds"],
             "record": record,

@@ -118,6 +118,17 @@ def doctor(as_json: bool, timeout: float) -> None:
     sys.exit(run(as_json=as_json, timeout=timeout))
 
 
+@main.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True}, options_metavar=""
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="WORKLOAD [OPTIONS]")
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure what a cluster, or this machine, delivers against what its hardware allows."""
+    from hpcdask.bench.command import main
+
+    sys.exit(main(arguments))
+
+
 async def _end_all(clusters: list[Found]) -> list[str]:
     """End these clusters; what went wrong."""
     answers = await asyncio.gather(*map(_end, clusters))

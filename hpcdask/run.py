@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> Launch:
         ) from None
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
-        raise UsageError("-m needs the name of a module, such as -m hpcdask.workloads.array")
+        raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
     program = Program(target[0], list(target[1:]), module) if target else None
     return Launch(RunSpec(**values), program, attached)
 

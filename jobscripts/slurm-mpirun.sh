@@ -4,7 +4,7 @@
 #     sbatch slurm-mpirun.sh
 #
 # Adapt the lines below to the site, and the last one to your program: script.py [args] in place of
-# -m hpcdask.workloads.svd. A directive with two ## is off. --ntasks is the number of GPUs; some
+# -m hpcdask.bench svd. A directive with two ## is off. --ntasks is the number of GPUs; some
 # sites take --gpus-per-node=4 instead of --gres=gpu:4.
 ##SBATCH --partition=gpu
 ##SBATCH --account=abc
@@ -20,4 +20,4 @@ set -e
 # module load cuda openmpi; source ~/venv/bin/activate
 
 exec mpirun -n "$SLURM_NTASKS" ${MPIRUN_OPTIONS:-} python -m hpcdask.run ${HPCDASK_OPTIONS:-} \
-    -m hpcdask.workloads.svd ${1:+--size "$1"}
+    -m hpcdask.bench svd ${1:+--size "$1"}

@@ -4,7 +4,7 @@
 #     sbatch slurm-srun.sh
 #
 # Adapt the lines below to the site, and the last one to your program: script.py [args] in place of
-# -m hpcdask.workloads.array. A directive with two ## is off. --ntasks-per-node is the number of
+# -m hpcdask.bench array. A directive with two ## is off. --ntasks-per-node is the number of
 # GPUs per node; some sites take --gpus-per-node=4 instead of --gres=gpu:4.
 ##SBATCH --partition=gpu
 ##SBATCH --account=abc
@@ -24,4 +24,4 @@ set -e
 # sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # -K: when one rank is lost, the others end as well
-exec srun -K python -m hpcdask.run ${HPCDASK_OPTIONS:-} -m hpcdask.workloads.array ${1:+--size "$1"}
+exec srun -K python -m hpcdask.run ${HPCDASK_OPTIONS:-} -m hpcdask.bench array ${1:+--size "$1"}

@@ -228,9 +228,3 @@ def check(total: float, count: int, shape: tuple[int, int]) -> list[Check]:
         Check("count", count, expected, 0),
         Check("mean", float(total) / expected, LOC + STEP, 6 * SCALE / math.sqrt(expected)),
     ]
-
-
-if __name__ == "__main__":
-    from hpcdask.bench import main
-
-    raise SystemExit(main("array"))

@@ -330,9 +330,3 @@ def check_sum(found: np.ndarray[Any, Any], n: int, seed: int) -> list[Check]:
         Check("x + x.T, sum", float(found[:, 0::2].sum()), total, abs(total) * 1e-12),
         Check("x + x.T, largest deviation", float(found[:, 1::2].max()), 0.0, 0.0),
     ]
-
-
-if __name__ == "__main__":
-    from hpcdask.bench import main
-
-    raise SystemExit(main("exchange"))

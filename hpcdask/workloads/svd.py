@@ -314,9 +314,3 @@ def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da
     if device == "cuda":
         seed = da.random.RandomState(RandomState=client_cupy().random.RandomState)
     return cast("tuple[da.Array, da.Array, da.Array]", da.linalg.svd_compressed(x, k, seed=seed))
-
-
-if __name__ == "__main__":
-    from hpcdask.bench import main
-
-    raise SystemExit(main("svd"))

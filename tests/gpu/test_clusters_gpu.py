@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hpcdask
-from hpcdask.cluster_info import wait_until_warm
+from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.devices import Gpu
 from hpcdask.reconcile import OVER, State

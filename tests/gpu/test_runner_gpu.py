@@ -152,7 +152,7 @@ def nvlink_joins(gpus: list[Gpu]) -> bool:
 
 WARM = """
 from distributed import Client
-from hpcdask.cluster_info import wait_until_warm
+from hpcdask.bench.cluster import wait_until_warm
 wait_until_warm(Client())
 """
 
@@ -198,7 +198,7 @@ def test_all_pairs_are_measured(gpus: list[Gpu], tmp_path: Path) -> None:
         pytest.skip("a single GPU")
     picture = tmp_path / "pairs.svg"
     done = launch(
-        len(gpus), "-m", "hpcdask.workloads.exchange", "--repeats", "1", "--picture", str(picture)
+        len(gpus), "-m", "hpcdask.bench", "exchange", "--repeats", "1", "--picture", str(picture)
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)

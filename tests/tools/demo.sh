@@ -17,5 +17,5 @@ demo() {
     printf '\n$ %s\n' "${command[*]}"
     "${command[@]}"
 }
-demo -m hpcdask.workloads.array --size "$array"
-demo -m hpcdask.workloads.svd --size "$svd"
+demo -m hpcdask.bench array --size "$array"
+demo -m hpcdask.bench svd --size "$svd"

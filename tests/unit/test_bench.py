@@ -13,9 +13,11 @@ import pytest
 from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_limits
 
-from hpcdask import bench, cluster_info, timing
+from hpcdask.bench import cluster as bench_cluster
+from hpcdask.bench import command, timing
+from hpcdask.bench.measurements import run_array
+from hpcdask.bench.records import Case, record
 from hpcdask.errors import UsageError
-from hpcdask.records import Case, record
 from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import array as array_workload
 
@@ -62,7 +64,7 @@ def client():
     ],
 )
 def test_device(found, wanted, chosen):
-    assert cluster_info.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted) == chosen
+    assert bench_cluster.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted) == chosen
 
 
 @pytest.mark.parametrize(
@@ -76,19 +78,19 @@ def test_device(found, wanted, chosen):
 )
 def test_device_errors(found, wanted, message):
     with pytest.raises(UsageError, match=message):
-        cluster_info.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted)
+        bench_cluster.choose_device({f"w{i}": f for i, f in enumerate(found)}, wanted)
 
 
 def test_a_worker_whose_gpu_has_no_cupy_is_an_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UsageError, match=r'pip install "hpcdask\[cuda13\]"'):
-        cluster_info.choose_device({"w0": cluster_info.probe()}, "auto")
+        bench_cluster.choose_device({"w0": bench_cluster.probe()}, "auto")
 
 
 def test_a_worker_that_hides_its_gpus_has_none(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not cluster_info.probe()["gpu"]
+    assert not bench_cluster.probe()["gpu"]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -110,8 +112,8 @@ def test_command_reports_one_json_line(
         *("--size", size, "--form", form, "--device", "cpu", "--repeats", "2", *options),
         *("--json", str(file)),
     ]
-    assert bench.main(workload, argv) == 0
-    assert bench.main(workload, argv) == 0
+    assert command.main([workload, *argv]) == 0
+    assert command.main([workload, *argv]) == 0
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines
@@ -131,15 +133,15 @@ def test_command_reports_one_json_line(
 
 
 def test_chunk_size_bounds_the_chunks(client, capsys):
-    assert bench.main("array", ["--size", "8MB", "--device", "cpu", "--chunk-size", "100kB"]) == 0
+    assert command.main(["array", "--size", "8MB", "--device", "cpu", "--chunk-size", "100kB"]) == 0
     chunks = json.loads(capsys.readouterr().out)["chunks"]
     assert chunks == {"count": 84, "largest": [12, 1000]}
 
 
 def test_a_wrong_result_is_exit_code_1(client, capsys, monkeypatch):
     monkeypatch.setattr(array_workload, "LOC", 9.0)
-    monkeypatch.setattr(bench, "run_array", lambda cluster, *_, **__: _wrong(cluster))
-    assert bench.main("array", ["--size", "8MB", "--device", "cpu"]) == 1
+    monkeypatch.setattr(command, "run_array", lambda cluster, *_, **__: _wrong(cluster))
+    assert command.main(["array", "--size", "8MB", "--device", "cpu"]) == 1
     assert "check failed: mean is 11.0, expected 10.0 within" in capsys.readouterr().err
 
 
@@ -152,8 +154,8 @@ def _wrong(cluster):
 def test_progress_follows_the_scheduler(client, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(timing, "PROGRESS_INTERVAL_S", 0.01)
-    cluster = bench.inspect(client, "cpu")
-    assert bench.run_array(cluster, 8_000_000, repeats=1)["checks"][0]["ok"]
+    cluster = bench_cluster.inspect(client, "cpu")
+    assert run_array(cluster, 8_000_000, repeats=1)["checks"][0]["ok"]
 
 
 # --- refusing -------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def test_progress_follows_the_scheduler(client, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(client, capsys, workload, argv, message):
-    assert bench.main(workload, [*argv, "--device", "cpu"]) == 2
+    assert command.main([workload, *argv, "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert not out
     last = err.splitlines()[-1]
@@ -191,24 +193,32 @@ def test_an_error_of_a_worker_is_one_line(client, capsys, monkeypatch):
     def refuse(*_, **__):
         raise WorkloadError("a CUDA worker needs CuPy")
 
-    monkeypatch.setattr(bench, "run_array", refuse)
-    assert bench.main("array", ["--size", "8MB", "--device", "cpu"]) == 2
+    monkeypatch.setattr(command, "run_array", refuse)
+    assert command.main(["array", "--size", "8MB", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == "hpcdask: error: a CUDA worker needs CuPy\n"
 
 
-@pytest.mark.parametrize("workload", ["array", "svd"])
-def test_without_a_cluster_it_says_how_to_start_one(workload, tmp_path):
-    root = Path(bench.__file__).parents[1]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("DASK_")}
+@pytest.mark.parametrize(("argv", "runner"), [([], []), (["--device", "cpu"], ["--device", "cpu"])])
+def test_without_a_cluster_it_becomes_the_program_of_a_runner(argv, runner, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command) or sys.exit(7))
+    monkeypatch.delitem(dask.config.config, "scheduler-address", raising=False)
+    assert command.main(["array", "--size", "1MB", *argv]) == 7
+    again = ["array", "--size", "1MB", *argv]
+    whole = [sys.executable, "-m", "hpcdask.run", *runner, "-m", "hpcdask.bench", *again]
+    assert started == [(sys.executable, whole)]
+
+
+def test_hpcdask_bench_on_this_machine(tmp_path):
+    """Alone: a cluster of its own around it; one JSON line, nothing else on stdout."""
+    root = Path(command.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-m", f"hpcdask.workloads.{workload}"],
-        env={**environment, "PYTHONPATH": str(root), "DASK_CONFIG": str(tmp_path)},
+        [sys.executable, "-m", "hpcdask.bench", "array", "--size", "8MB", "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("hpcdask: error: no cluster")
-    assert f"python -m hpcdask.run -m hpcdask.workloads.{workload}" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout)["devices"]) == ["cpu"]
+    assert "ready" in done.stderr

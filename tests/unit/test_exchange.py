@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
-from hpcdask import bench, exchange_measurements, exchange_pairs, exchange_report, heatmap
-from hpcdask.cluster_info import Cluster, inspect
+from hpcdask.bench import command, exchange_pairs, exchange_report, heatmap
+from hpcdask.bench import exchange as exchange_measurements
+from hpcdask.bench.cluster import Cluster, inspect
 from hpcdask.errors import UsageError
 from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import exchange as workload
@@ -246,7 +247,7 @@ async def nothing_left(dask_scheduler):
 def test_command_measures_a_cluster_of_three(client, tmp_path, capsys):
     picture = tmp_path / "p.svg"
     argv = ["--size", "1MB", "--transpose-size", "4MB", "--repeats", "2", "--device", "cpu"]
-    assert bench.main("exchange", [*argv, "--picture", str(picture)]) == 0
+    assert command.main(["exchange", *argv, "--picture", str(picture)]) == 0
     out, err = capsys.readouterr()
     (line,) = map(json.loads, out.splitlines())
     result = line["result"]
@@ -272,13 +273,13 @@ def test_a_block_that_arrives_wrong_is_exit_code_1(client, capsys, monkeypatch):
     """The client expects blocks that no worker has."""
     monkeypatch.setattr(workload, "first_item", lambda i, j, n: -1)
     argv = ["--size", "8kB", "--transpose-size", "10kB", "--repeats", "1", "--device", "cpu"]
-    assert bench.main("exchange", [*argv, "--alone"]) == 1
+    assert command.main(["exchange", *argv, "--alone"]) == 1
     assert "check failed: blocks that arrived wrong is 30, expected 0" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_end_is_an_error(client, capsys, monkeypatch):
     monkeypatch.setattr(exchange_pairs, "STEP_DEADLINE_S", 1e-4)
-    assert bench.main("exchange", ["--size", "8kB", "--device", "cpu"]) == 1
+    assert command.main(["exchange", "--size", "8kB", "--device", "cpu"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "the buffers: not complete after 0 s; all workers are there" in last
 
@@ -305,7 +306,7 @@ def test_a_worker_that_left_is_named(client, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(client, capsys, argv, message):
-    assert bench.main("exchange", [*argv, "--device", "cpu"]) == 2
+    assert command.main(["exchange", *argv, "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("hpcdask: error: ")

@@ -287,7 +287,7 @@ def table(result: Mapping[str, Any]) -> str:
     Parameters
     ----------
     result
-        The ``result`` of the record that `hpcdask.exchange_measurements.run_exchange` returns.
+        The ``result`` of the record that `hpcdask.bench.exchange.run_exchange` returns.
     """
     names, hosts = result["names"], result["hosts"]
     parts = []

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from hpcdask.cluster_info import Cluster
+from hpcdask.bench.cluster import Cluster
 from hpcdask.workloads import Check, Form
 
 __all__ = ["Case", "announce", "decimal_bytes", "record", "report", "say"]

@@ -15,10 +15,10 @@ import dask.array as da
 import distributed
 import numpy as np
 
-from hpcdask.cluster_info import Cluster
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.records import Case, announce, decimal_bytes, record
+from hpcdask.bench.timing import measure, progress
 from hpcdask.errors import UsageError
-from hpcdask.records import Case, announce, decimal_bytes, record
-from hpcdask.timing import measure, progress
 from hpcdask.workloads import Check, Form, planted, to_host
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads import svd as svd_workload
@@ -42,7 +42,7 @@ def run_array(
     Parameters
     ----------
     cluster
-        From :func:`hpcdask.cluster_info.inspect`.
+        From :func:`hpcdask.bench.cluster.inspect`.
     nbytes
         Size of the float64 array in bytes; it is streamed, so it need not fit in memory.
     form
@@ -112,7 +112,7 @@ def run_svd(
     Parameters
     ----------
     cluster
-        From :func:`hpcdask.cluster_info.inspect`.
+        From :func:`hpcdask.bench.cluster.inspect`.
     nbytes
         Size of the matrix in bytes; it has to fit the memory of the devices.
     k

@@ -17,11 +17,11 @@ import dask.array as da
 import distributed
 import numpy as np
 
-from hpcdask import exchange_report, heatmap
-from hpcdask.cluster_info import Cluster
+from hpcdask.bench import exchange_report, heatmap
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.exchange_pairs import Members, Pairs, wait
+from hpcdask.bench.records import Case, decimal_bytes, record, say
 from hpcdask.errors import UsageError
-from hpcdask.exchange_pairs import Members, Pairs, wait
-from hpcdask.records import Case, decimal_bytes, record, say
 from hpcdask.workloads import Check, count_tasks
 from hpcdask.workloads import exchange as workload
 
@@ -48,7 +48,7 @@ def run_exchange(
     Parameters
     ----------
     cluster
-        From :func:`hpcdask.cluster_info.inspect`.
+        From :func:`hpcdask.bench.cluster.inspect`.
     nbytes
         Size of a block from one worker to another, in bytes. Default: 256 MB on GPUs, 16 MB
         without, and less where memory is short.

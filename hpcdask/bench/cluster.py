@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import dask
 import distributed
 import numpy as np
 
@@ -185,19 +184,14 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     return Cluster(client, device, {"cpu": len(found)}, n_slots, memory, None)
 
 
-def connect(workload: str, scheduler_file: str | None) -> distributed.Client:
+def connect(scheduler_file: str | None) -> distributed.Client:
     """Connect to the cluster of a scheduler file, or to the one that surrounds this program.
 
     Raises
     ------
     UsageError
-        Neither is there, or the file is stale or foreign.
+        The file is stale or foreign.
     """
     if scheduler_file is not None:
         return schedulerfile.connect(scheduler_file)
-    if dask.config.get("scheduler-address", None) is None:
-        raise UsageError(
-            f"no cluster: start this with `python -m hpcdask.run -m hpcdask.workloads.{workload}`, "
-            "or pass --scheduler-file"
-        )
     return distributed.Client()

@@ -1,40 +1,33 @@
-"""The commands that measure the bundled workloads on the cluster that surrounds the program.
+"""``hpcdask bench``: measure the bundled workloads on this machine or on a cluster.
 
-Started by ``python -m hpcdask.workloads.array``, and ``svd`` and ``exchange`` likewise, usually
-inside ``python -m hpcdask.run -m …``. One JSON line per measurement goes to stdout, everything
-else to stderr.
+Where no cluster is given or surrounds the program, the command starts itself again as the program
+of the runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and ``srun``.
+One JSON line per measurement goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import dask
 from dask.utils import parse_bytes
 
-from hpcdask.cluster_info import Cluster, connect, inspect
+from hpcdask import ranks
+from hpcdask.bench.cluster import Cluster, connect, inspect
+from hpcdask.bench.exchange import heat_map, run_exchange
+from hpcdask.bench.exchange_report import MAX_LINES, table
+from hpcdask.bench.measurements import run_array, run_svd
+from hpcdask.bench.records import decimal_bytes, report, say
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.exchange_measurements import heat_map, run_exchange
-from hpcdask.exchange_report import MAX_LINES, table
-from hpcdask.measurements import run_array, run_svd
-from hpcdask.records import decimal_bytes, report, say
 from hpcdask.workloads import WorkloadError
 
-__all__ = [
-    "array_command",
-    "exchange_command",
-    "inspect",
-    "main",
-    "report",
-    "run_array",
-    "run_exchange",
-    "run_svd",
-    "svd_command",
-]
+__all__ = ["bench", "main"]
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -107,7 +100,6 @@ def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _execute(
-    workload: str,
     run: Callable[..., dict[str, Any]],
     *,
     scheduler_file: str | None,
@@ -116,8 +108,10 @@ def _execute(
     finish: Callable[[dict[str, Any]], None] | None = None,
     **how: Any,
 ) -> None:
+    if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
+        _surround(click.get_current_context().find_root().obj, device)
     try:
-        with connect(workload, scheduler_file) as client:
+        with connect(scheduler_file) as client:
             line = run(inspect(client, device), **how)
         code = report(line, json_file)  # before a picture can fail
         if finish is not None:
@@ -130,26 +124,35 @@ def _execute(
         raise SystemExit(code)
 
 
-@click.command("array")
+@click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
+def bench() -> None:
+    """Measure what a cluster delivers, and how far it is from what its hardware allows.
+
+    Alone, on all devices of this machine; under mpirun or srun, on theirs; with --scheduler-file,
+    on that cluster.
+    """
+
+
+@bench.command("array")
 @click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes of float64.")
 @form_options
 @common_options
 def array_command(size: int, **options: Any) -> None:
     """Time (normal(10, 1) + 1)[::2, ::2].sum() of a square float64 array."""
-    _execute("array", functools.partial(run_array, nbytes=size), **options)
+    _execute(functools.partial(run_array, nbytes=size), **options)
 
 
-@click.command("svd")
+@bench.command("svd")
 @click.option("--size", type=Size(), default="200GB", show_default=True, help="Bytes of uint8.")
 @click.option("--k", type=int, default=10, show_default=True, help="Singular values wanted.")
 @form_options
 @common_options
 def svd_command(size: int, k: int, **options: Any) -> None:
     """Time the truncated SVD of a tall uint8 matrix held by the workers."""
-    _execute("svd", functools.partial(run_svd, nbytes=size, k=k), **options)
+    _execute(functools.partial(run_svd, nbytes=size, k=k), **options)
 
 
-@click.command("exchange")
+@bench.command("exchange")
 @click.option(
     "--size",
     type=Size(),
@@ -184,7 +187,7 @@ def exchange_command(
         if picture is not None:
             picture.write_text(heat_map(line), encoding="utf-8")
 
-    _execute("exchange", run, finish=draw, **options)
+    _execute(run, finish=draw, **options)
 
 
 def _tell_exchange(result: dict[str, Any]) -> None:
@@ -199,13 +202,19 @@ def _tell_exchange(result: dict[str, Any]) -> None:
     say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
 
 
-def main(workload: str, argv: Sequence[str] | None = None) -> int:
-    """Run the command of a workload.
+def _surround(argv: Sequence[str], device: str) -> None:
+    """Become the program of the runner, which makes a cluster of this machine or these ranks."""
+    options = [] if device == "auto" else ["--device", device]
+    command = [sys.executable, "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hpcdask bench``.
 
     Parameters
     ----------
-    workload
-        ``"array"``, ``"svd"`` or ``"exchange"``.
     argv
         Arguments; those of the process by default.
 
@@ -214,19 +223,21 @@ def main(workload: str, argv: Sequence[str] | None = None) -> int:
     int
         Exit code: 0, 1 for a wrong result or a cluster that lost a part, 2 for bad input.
     """
-    command = {"array": array_command, "svd": svd_command, "exchange": exchange_command}[workload]
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        command.main(
-            list(argv) if argv is not None else None,
-            prog_name=f"python -m hpcdask.workloads.{workload}",
-            standalone_mode=False,
-        )
+        bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)
     except click.ClickException as exc:
-        say(f"error: {exc.format_message()}")
-        return 2
+        return _refuse(exc.format_message(), 2)
     except HpcdaskError as exc:
-        say(f"error: {exc}")
-        return exc.exit_code
+        return _refuse(str(exc), exc.exit_code)
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else 1
     return 0
+
+
+def _refuse(text: str, code: int) -> int:
+    rank = ranks.detect()
+    if rank is not None and rank.index:
+        return 0  # mpirun would kill rank 0 before it has said so
+    say(f"error: {text}")
+    return code

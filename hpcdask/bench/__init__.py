@@ -1,0 +1,1 @@
+"""Measuring what a cluster delivers: the workloads, the limits of the hardware, the report."""
