@@ -1,58 +1,69 @@
-"""The reference truncated SVD of a tall matrix: ten singular triplets of 200 GB of uint8.
+"""Singular value decompositions of matrices cut into row chunks.
 
-It first appeared in the Dask blog in May 2020 (https://blog.dask.org/2020/05/13/large-svds), with
-``dask.array.linalg.svd_compressed``; ``stock`` is that program. :func:`svd_rows` is the tuned
-form.
+The reference is ten singular triplets of 200 GB of uint8, from the Dask blog of May 2020
+(https://blog.dask.org/2020/05/13/large-svds), with ``dask.array.linalg.svd_compressed``: that is
+`stock`, and `svd_rows` is the tuned form. `svd_exact` is that of ``dask.array.linalg.svd``.
 
 Notes
 -----
-The method is the randomised range finder of Halko, Martinsson and Tropp, SIAM Review 53 (2011),
-217-288: with a random Ω of k + oversample columns, Y = AΩ, Q an orthonormal basis of Y, B = QᵀA,
-and the SVD of the small B. As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa,
-Fukaya, ETNA 44 (2015), 306-326) Q comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1. Here
-B is not computed from Q in a second pass but as B = TᵀZᵀ with Z = AᵀY, which is the same by
-linearity, so both sums, G and Z, come from one reading of A and one Dask task per chunk. The price
-is an error of eps (σ₁/σₖ)², where a second pass (the "2" of CholeskyQR2) has eps σ₁/σₖ: in float64,
-singular values down to 1e-6 σ₁ are resolved, and with one power iteration those below 1e-8 σ₁.
+The method of `svd_rows` is the randomised range finder of Halko, Martinsson and Tropp, SIAM Review
+53 (2011), 217-288: with a random Ω of k + oversample columns, Y = AΩ, Q an orthonormal basis of Y,
+B = QᵀA, and the SVD of the small B. `svd_exact` is the same with Ω = 1.
+
+As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya, ETNA 44 (2015), 306-326) Q
+comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1, and B = TᵀZᵀ with Z = AᵀY. Both sums,
+G and Z, come from one reading of A and one Dask task per chunk.
+
+- One pass (streaming): the error is eps (σ₁/σₖ)². In float64, singular values down to 1e-6 σ₁ are
+  resolved.
+- Two passes: the second has the basis ΩT instead of Ω, which repairs what rounding left of the
+  orthogonality of Q (CholeskyQR2). Where G is ill-conditioned, the second pass takes Householder
+  QRs of the chunks of Y instead, and the QR of their stacked triangles (Demmel, Grigori, Hoemmen,
+  Langou, SIAM J. Sci. Comput. 34 (2012), A206-A239). Which of the two it is, the first pass tells,
+  on the workers. Either way the error is eps σ₁.
+
 T comes from the eigenvectors of G scaled to unit diagonal rather than from a Cholesky factor,
-because A may have a rank below the number of columns of Ω, where Cholesky breaks down.
+because they tell how well G is conditioned, and of one pass leave what can be resolved.
 
 Z is also what a power iteration needs next: Ω ← orth(Z), one more pass for each.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import dask.array as da
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from hpcdask.workloads import (
-    Device,
-    WorkloadError,
-    array_module,
-    client_cupy,
-    slab_rows,
-    to_host,
+from hpcdask.workloads import Device, WorkloadError, client_cupy, slab_rows
+from hpcdask.workloads.tall import (
+    Prepare,
+    Rows,
+    combine,
+    left,
+    only,
+    orthonormal,
+    precondition,
+    products,
+    solve,
 )
 
-__all__ = ["chunk_rows", "shape_for", "stock", "svd_rows"]
+__all__ = ["chunk_rows", "exact_shape_for", "shape_for", "stock", "svd_exact", "svd_rows"]
 
 ASPECT = 500  # rows per column of the reference matrix
+EXACT_COLUMNS = 20
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-# Integers are cast to floats tile by tile: this bounds the scratch memory, and keeps the CPU in
-# its cache.
-TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 22}
-# Each tile updates n x l sums, which takes as long as reading about l rows.
-MIN_TILE_ROWS = 64
 # Partial sums are (n + l) x l float64, 3.2 MB at the reference size.
 SPLIT_EVERY = 8
-
-Floats = NDArray[np.floating[Any]]
+# Blocks are tuples, of which dask needs to know no more than that they are not CuPy arrays
+FREE_FORM: dict[str, Any] = {
+    "align_arrays": False,
+    "dtype": np.float64,
+    "meta": np.empty((0, 0)),
+}
 
 
 def shape_for(nbytes: int) -> tuple[int, int]:
@@ -69,12 +80,48 @@ def shape_for(nbytes: int) -> tuple[int, int]:
     return ASPECT * n, n
 
 
+def exact_shape_for(nbytes: int) -> tuple[int, int]:
+    """Return the shape of a float64 matrix of 20 columns within ``nbytes`` bytes.
+
+    Raises
+    ------
+    WorkloadError
+        It would not be tall.
+    """
+    m = nbytes // (8 * EXACT_COLUMNS)
+    if m < EXACT_COLUMNS:
+        raise WorkloadError(
+            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
+            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
+        )
+    return m, EXACT_COLUMNS
+
+
 def chunk_rows(
-    shape: tuple[int, int], *, device: Device, n_slots: int, max_nbytes: int | None = None
+    shape: tuple[int, int],
+    *,
+    device: Device,
+    n_slots: int,
+    itemsize: int = 1,
+    max_nbytes: int | None = None,
 ) -> tuple[int, ...]:
-    """Choose row chunks of full width for a uint8 matrix (at most 4 GB on GPUs, 128 MB on CPUs)."""
+    """Choose row chunks of full width (by default at most 4 GB on GPUs, 128 MB on CPUs).
+
+    Parameters
+    ----------
+    shape
+        Of the matrix.
+    device
+        Where it is computed with.
+    n_slots
+        Worker threads of the cluster.
+    itemsize
+        Bytes of an element.
+    max_nbytes
+        Bound of a chunk, in bytes.
+    """
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
-    return slab_rows(shape[0], shape[1], n_slots=n_slots, max_nbytes=limit)
+    return slab_rows(shape[0], shape[1] * itemsize, n_slots=n_slots, max_nbytes=limit)
 
 
 def svd_rows(
@@ -83,6 +130,9 @@ def svd_rows(
     *,
     oversample: int = 10,
     n_power_iter: int = 0,
+    passes: Literal[1, 2] = 1,
+    prepare: Prepare | None = None,
+    packed_columns: int | None = None,
     dtype: DTypeLike = np.float64,
     seed: int = 0,
     device: Device = "cuda",
@@ -100,8 +150,17 @@ def svd_rows(
     oversample
         Additional columns of the range finder.
     n_power_iter
-        Additional passes, for spectra that decay slowly or span more than six orders of
-        magnitude.
+        Additional passes, for spectra that decay slowly.
+    passes
+        1 reads ``x`` once for ``s`` and ``v``, which may be a stream that would not fit in memory,
+        and resolves singular values down to 1e-6 σ₁; 2 resolves them down to eps σ₁.
+    prepare
+        Turns a tile of rows of ``x`` into floats of the same shape, row by row, whenever it is
+        read: for scaling that would not fit in memory. It has to be picklable, and gets NumPy or
+        CuPy arrays as ``device`` says.
+    packed_columns
+        ``x`` holds this many columns of 2-bit values as `hpcdask.workloads.packing.pack` makes
+        them: shape (m, ceil(n / 4)), uint8.
     dtype
         float64 or float32, in which chunks are multiplied; sums over tiles and chunks are always
         float64. float64 is no slower on GPUs made for HPC. float32 resolves only σₖ > 1e-2 σ₁.
@@ -114,181 +173,193 @@ def svd_rows(
     -------
     u, s, v : dask.array.Array
         Shapes (m, k), (k,), (k, n), float64, NumPy, as from ``numpy.linalg.svd``: ``u * s @ v``
-        is the best approximation found. They are zero past the rank of ``x`` as far as it is
-        resolved, which is to 1e-6 σ₁ without power iterations. For ``s`` and ``v`` there is one
-        Dask task per chunk, and one more for ``u``, which reads ``x`` a second time.
+        is the best approximation found. No row of ``v`` has a negative sum, as from
+        ``dask.array.linalg``. With one pass, they are zero past the rank of ``x`` as far as it is
+        resolved. For ``s`` and ``v`` there is one Dask task per chunk and pass, and one more for
+        ``u``, which reads ``x`` another time.
 
     Raises
     ------
     WorkloadError
         Not a matrix, not real, unknown chunk sizes, columns that are split, or ``k`` out of
-        range; before anything is computed.
+        range; before anything is computed. NaN or infinite values; in the first pass.
     """
     work = np.dtype(dtype)
-    _validate(x, k, oversample, n_power_iter, work)
-    m, n = x.shape
-    width = min(k + oversample, m, n)
-    common = {"width": width, "work": work.name, "seed": seed, "device": device}
-    sums = _sums(x, None, common)
-    basis = None
-    for _ in range(n_power_iter):
-        basis = da.map_blocks(
-            _orthonormal,
-            sums,
-            n=n,
-            chunks=((n,), (width,)),
-            dtype=np.float64,
-            meta=np.empty((0, 0)),
+    n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
+    m = x.shape[0]
+    if not 1 <= k <= min(m, n):
+        raise WorkloadError(
+            f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
+            f"so k is 1 to {min(m, n)}"
         )
-        sums = _sums(x, basis, common)
-    triplets = da.blockwise(
-        _solve,
-        "kc",
-        sums,
-        "nl",
-        *(() if basis is None else (basis, "nl")),
-        new_axes={"k": k, "c": 1 + 2 * n},
-        align_arrays=False,
-        concatenate=False,
-        k=k,
-        n=n,
-        work=work.name,
-        seed=seed,
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
-    )
-    s, v, loadings = triplets[:, 0], triplets[:, 1 : 1 + n], triplets[:, 1 + n :]
-    u = da.blockwise(
-        _left,
-        "ik",
-        x,
-        "in",
-        loadings,
-        "kn",
-        align_arrays=False,
-        concatenate=False,
-        work=work.name,
-        device=device,
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
-    )
-    return u, s, v
+    if oversample < 0 or n_power_iter < 0:
+        raise WorkloadError("oversample and n_power_iter cannot be negative")
+    if passes not in (1, 2):
+        raise WorkloadError(f"passes={passes} is not accepted: 1 or 2")
+    if work not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
+    width = min(k + oversample, m, n)
+    rows = Rows(n, work.name, device, prepare, packed_columns is not None)
+    return _decompose(x, rows, k, width, seed, n_power_iter=n_power_iter, passes=passes)
 
 
-def _validate(x: da.Array, k: int, oversample: int, n_power_iter: int, work: Any) -> None:
+def svd_exact(x: da.Array, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:
+    """All singular triplets of a tall matrix cut into rows, or a wide one cut into columns.
+
+    Parameters
+    ----------
+    x
+        Shape (m, n), real; chunks of full width if it is tall, of full height if it is wide. It
+        is read twice for ``s`` and the short side's vectors, and once more for the long side's.
+    device
+        What the chunks of ``x`` are on.
+
+    Returns
+    -------
+    u, s, v : dask.array.Array
+        Shapes (m, r), (r,), (r, n) with r = min(m, n), float64, NumPy, in the conventions and signs
+        of ``dask.array.linalg.svd``. The error of ``s`` is of the order of eps σ₁, and ``u`` and
+        ``v`` are orthonormal to eps, for any condition number and rank.
+
+    Raises
+    ------
+    WorkloadError
+        Not a matrix, not real, unknown chunk sizes, a short side that is split, before anything
+        is computed; NaN or infinite values, in the first pass.
+    """
+    if x.ndim == 2 and x.shape[0] < x.shape[1]:
+        _check_matrix(x, axis=0)
+        v, s, u = _exact(x.T, device, sign_of_left=True)
+        return u.T, s, v.T
+    _check_matrix(x)
+    return _exact(x, device, sign_of_left=False)
+
+
+def _exact(
+    x: da.Array, device: Device, *, sign_of_left: bool
+) -> tuple[da.Array, da.Array, da.Array]:
+    n = x.shape[1]
+    rows = Rows(n, "float64", device)
+    return _decompose(x, rows, n, n, None, passes=2, sign_of_left=sign_of_left)
+
+
+def _check_matrix(x: da.Array, axis: int = 1) -> int:
     if x.ndim != 2:
         raise WorkloadError(f"x has {x.ndim} dimensions; an SVD wants a matrix")
     if any(math.isnan(size) for sizes in x.chunks for size in sizes):
         raise WorkloadError("x has chunks of unknown size; call x.compute_chunk_sizes() first")
     if x.dtype.kind not in "buif":
         raise WorkloadError(f"x is {x.dtype}; integers, booleans and real floats are accepted")
-    if not 1 <= k <= min(x.shape):
+    if min(x.shape) < 1:
+        raise WorkloadError(f"a matrix of {x.shape[0]} x {x.shape[1]} has no singular values")
+    if len(x.chunks[axis]) != 1:
+        sides = ("rows", "columns", "height", "width")
         raise WorkloadError(
-            f"k={k} is out of range: a {x.shape[0]} x {x.shape[1]} matrix has "
-            f"{min(x.shape)} singular values, so k is 1 to {min(x.shape)}"
+            f"the {sides[axis]} of x are split into {len(x.chunks[axis])} chunks; "
+            f"they have to be of full {sides[axis + 2]}: x = x.rechunk({{{axis}: -1}})"
         )
-    if len(x.chunks[1]) != 1:
-        raise WorkloadError(
-            f"the columns of x are split into {len(x.chunks[1])} chunks; "
-            "svd_rows needs rows of full width: x = x.rechunk({1: -1})"
-        )
-    if oversample < 0 or n_power_iter < 0:
-        raise WorkloadError("oversample and n_power_iter cannot be negative")
-    if work not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
+    return cast("int", x.shape[1])
 
 
-def _sums(x: da.Array, basis: da.Array | None, common: dict[str, Any]) -> da.Array:
-    """Z = AᵀAΩ over G = (AΩ)ᵀAΩ, summed over the chunks: (n + width, width), on the device."""
-    n, width = x.shape[1], common["width"]
+def _check_packed(x: da.Array, n: int) -> int:
+    _check_matrix(x)
+    if x.dtype != np.uint8 or n < 1 or x.shape[1] != -(-n // 4):
+        raise WorkloadError(
+            f"{n} packed columns are {-(-n // 4)} columns of uint8; x is {x.shape[1]} of {x.dtype}"
+        )
+    return n
+
+
+def _decompose(
+    x: da.Array,
+    rows: Rows,
+    k: int,
+    width: int,
+    seed: int | None,
+    *,
+    n_power_iter: int = 0,
+    passes: int = 1,
+    sign_of_left: bool = False,
+) -> tuple[da.Array, da.Array, da.Array]:
+    how = {"rows": rows, "width": width, "seed": seed}
+    sums, basis = _sums(x, None, how, "0"), None
+    for number in range(n_power_iter + passes - 1):
+        if number < n_power_iter:
+            basis = _small(orthonormal, "nl", sums, "nl")
+        else:
+            bases = () if basis is None else (basis, "nl")
+            basis = _small(precondition, "nl", sums, "nl", *bases, **how)
+        sums = _sums(x, basis, how, str(number + 1))
+    bases = () if basis is None else (basis, "nl")
+    solution = _small(solve, "n", sums, "nl", *bases, k=k, sign_of_left=sign_of_left, **how)
+    s = _small(_part, "k", solution, "n", part=0, new_axes={"k": k})
+    v = _small(_part, "kv", solution, "n", part=1, new_axes={"k": k, "v": rows.n})
+    u = da.blockwise(
+        left, "in", x, "in", _starts(x, "left"), "i", solution, "n",
+        adjust_chunks={"n": lambda _: k}, rows=rows, **FREE_FORM,
+    )  # fmt: skip
+    return u, s, v
+
+
+def _sums(x: da.Array, basis: da.Array | None, how: dict[str, Any], reader: str) -> da.Array:
+    """Sums of `tall.products` over the chunks, as one block.
+
+    All indices are in the result, or dask would not fuse this with what makes x and the starts.
+    """
+    bases = () if basis is None else (basis, "nl")
     partial = da.blockwise(
-        _products,
-        "inl",
-        x,
-        "in",
-        *(() if basis is None else (basis, "nl")),
-        new_axes={"l": width} if basis is None else {},
-        adjust_chunks={"i": lambda _: 1, "n": lambda _: n + width},
-        align_arrays=False,
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0)),
-        **common,
+        products, "inl", x, "in", _starts(x, reader), "i", *bases,
+        new_axes={} if bases else {"l": how["width"]},
+        adjust_chunks={"i": lambda _: 1},
+        **FREE_FORM, **how,
+    )  # fmt: skip
+    return cast(
+        "da.Array",
+        da.reduction(
+            partial,
+            chunk=_as_it_is,
+            combine=combine,
+            aggregate=combine,
+            axis=0,
+            concatenate=False,
+            split_every=SPLIT_EVERY,
+            dtype=np.float64,
+            meta=np.empty((0, 0)),
+        ),
     )
-    return cast("da.Array", partial.sum(axis=0, split_every=SPLIT_EVERY))
 
 
-def _products(
-    block: Any, basis: Any = None, *, width: int, work: str, seed: int, device: Device
-) -> Any:
-    xp = array_module(device)
-    n = block.shape[1]
-    omega = _omega(n, width, seed, work, device) if basis is None else xp.asarray(basis, work)
-    zt, gram = xp.zeros((width, n)), xp.zeros((width, width))
-    for tile in _tiles(block, work, device):
-        y = tile @ omega
-        zt += y.T @ tile  # on a CPU, tile.T @ y takes up to twice as long
-        y = y.astype(np.float64, copy=False)
-        gram += y.T @ y
-    return xp.concatenate([zt.T, gram])[None]
+def _starts(x: da.Array, reader: str) -> da.Array:
+    """First row of each chunk, for one reader: shared by two, it would be Dask tasks of its own."""
+    starts = tuple(int(start) for start in np.cumsum([0, *x.chunks[0][:-1]]))
+    return cast(
+        "da.Array",
+        da.map_blocks(
+            _start,
+            starts=starts,
+            name=f"start-{reader}-{x.name}",
+            chunks=((1,) * len(starts),),
+            dtype=np.int64,
+            meta=np.empty(0, np.int64),
+        ),
+    )
 
 
-def _tiles(block: Any, work: str, device: Device) -> Any:
-    step = max(MIN_TILE_ROWS, TILE_NBYTES[device] // (block.shape[1] * np.dtype(work).itemsize))
-    for start in range(0, block.shape[0], step):
-        yield block[start : start + step].astype(work, copy=False)
+def _start(*, starts: tuple[int, ...], block_id: tuple[int]) -> Any:
+    return np.array([starts[block_id[0]]])
 
 
-@functools.lru_cache(maxsize=4)
-def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
-    # Drawn on the host from the seed: the same on every worker, and nothing to send with the
-    # graph.
-    omega = np.random.default_rng(seed).standard_normal((n, width))
-    return array_module(device).asarray(omega, work)
+def _small(function: Any, index: str, *pairs: Any, **how: Any) -> da.Array:
+    """One Dask task on blocks that are small."""
+    return cast("da.Array", da.blockwise(function, index, *pairs, **FREE_FORM, **how))
 
 
-def _orthonormal(sums: Any, *, n: int) -> Floats:
-    return cast("Floats", np.linalg.qr(to_host(sums)[:n])[0])
+def _as_it_is(block: Any, **_: Any) -> Any:
+    return block
 
 
-def _solve(sums: Any, basis: Any = None, *, k: int, n: int, work: str, seed: int) -> Floats:
-    """Rows of [s | v | (ΩW)ᵀ], with u = AΩW; small matrices, so on the host."""
-    z_gram = to_host(_only(sums))
-    z, gram = z_gram[:n], z_gram[n:]
-    width = gram.shape[0]
-    if basis is None:
-        omega = _omega(n, width, seed, work, "cpu")
-    else:
-        omega = _only(basis).astype(work)
-    norms = np.sqrt(np.diag(gram))
-    # What lies below is rounding of the products, not part of the range of A: a column that Ω has
-    # outside the rows' space of A, or a direction in which the columns of Y depend on each other.
-    noise = 64 * width * np.finfo(work).eps
-    scale = np.divide(1, norms, where=norms > noise * norms.max(), out=np.zeros_like(norms))
-    values, vectors = np.linalg.eigh(gram * scale * scale[:, None])
-    keep = values > max(noise * values[-1], np.finfo(np.float64).tiny)
-    whiten = vectors[:, keep] / np.sqrt(values[keep]) * scale[:, None]
-    left, s, v = np.linalg.svd((z @ whiten).T, full_matrices=False)
-    rank = min(k, s.size)
-    out = np.zeros((k, 1 + 2 * n))
-    out[:rank, 0] = s[:rank]
-    out[:rank, 1 : 1 + n] = v[:rank]
-    out[:rank, 1 + n :] = (omega @ (whiten @ left[:, :rank])).T
-    return out
-
-
-def _only(nested: Any) -> Any:
-    # blockwise hands over summed indices as nested lists, here of the single block along them.
-    while isinstance(nested, list):
-        (nested,) = nested
-    return nested
-
-
-def _left(blocks: Any, loadings: Any, *, work: str, device: Device) -> Floats:
-    xp = array_module(device)
-    block, weights = _only(blocks), xp.asarray(_only(loadings).T)
-    # The loadings undo the scale of Ω with opposite signs: in float32 they would cancel.
-    parts = [tile @ weights for tile in _tiles(block, "float64", device)]
-    return to_host(xp.concatenate(parts))
+def _part(solution: Any, *, part: int) -> Any:
+    return only(solution)[part]
 
 
 def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:

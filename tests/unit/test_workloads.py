@@ -22,6 +22,7 @@ from hpcdask.workloads import (
     count_tasks,
     planted,
     slab_rows,
+    tall,
 )
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads import svd as svd_workload
@@ -211,19 +212,29 @@ RESULTS = 1 + 2 * 2
 
 
 @pytest.mark.parametrize("n_chunks", [8, 20, 56, 100])
-@pytest.mark.parametrize("n_power_iter", [0, 1, 2])
-def test_svd_has_one_task_for_each_chunk_and_pass(n_chunks, n_power_iter):
+@pytest.mark.parametrize(("n_power_iter", "passes"), [(0, 1), (1, 1), (2, 1), (0, 2)])
+def test_svd_has_one_task_for_each_chunk_and_pass(n_chunks, n_power_iter, passes):
     x, _ = planted.matrix((9 * n_chunks, 30), 2, chunks=((9,) * n_chunks, (30,)))
-    u, s, v = svd_workload.svd_rows(x, 2, n_power_iter=n_power_iter)
-    passes = (1 + n_power_iter) * (n_chunks + tree(n_chunks, 8)) + RESULTS
-    if not n_power_iter:
+    u, s, v = svd_workload.svd_rows(x, 2, n_power_iter=n_power_iter, passes=passes)
+    n_readings = n_power_iter + passes
+    expected = n_readings * (n_chunks + tree(n_chunks, 8)) + RESULTS
+    if n_readings == 1:
         # x is not persisted here; read once, it is made in the task that reads it.
-        assert count_tasks(s, v) == passes
+        assert count_tasks(s, v) == expected
     else:
         # Read again, it is a task of its own, as is the basis that the solver needs too.
-        assert count_tasks(s, v) == passes + n_chunks + 1
-    # u: its loadings, a task for each chunk, and the client's concatenation.
-    assert count_tasks(u, s, v) == passes + n_chunks + (n_power_iter > 0) + n_chunks + 2
+        assert count_tasks(s, v) == expected + n_chunks + 1
+    # u: a task for each chunk, and the client's concatenation.
+    assert count_tasks(u, s, v) == expected + n_chunks + (n_readings > 1) + n_chunks + 1
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_exact_svd_has_three_tasks_for_each_chunk(wide):
+    x = planted.matrix((360, 30), 2, chunks=((9,) * 40, (30,)))[0]
+    triplets = svd_workload.svd_exact(x.T if wide else x)
+    two_passes = 2 * (40 + tree(40, 8)) + 1 + RESULTS
+    # the matrix; the two passes; the long side. Transposing is fused with them.
+    assert count_tasks(*triplets) == 40 + two_passes + 40 + 1
 
 
 def test_svd_keeps_small_singular_values():
@@ -236,12 +247,132 @@ def test_svd_keeps_small_singular_values():
 
 
 def test_svd_reads_every_tile(monkeypatch):
-    monkeypatch.setitem(svd_workload.TILE_NBYTES, "cpu", 7 * 40 * 8)
+    monkeypatch.setitem(tall.TILE_NBYTES, "cpu", 7 * 40 * 8)
     matrix = decaying(300, 40, 0.3, seed=1)
     x = da.from_array(matrix, chunks=(101, 40))
     u, s, v = dask.compute(*svd_workload.svd_rows(x, 5, device="cpu"))
     np.testing.assert_allclose(s, 0.3 ** np.arange(5), rtol=1e-6)
     assert np.linalg.norm(u * s @ v - matrix) < 1.01 * 0.3**5 / math.sqrt(1 - 0.09)
+
+
+MATRICES = {
+    "flat": lambda rng: rng.standard_normal((300, 20)),
+    "square": lambda rng: rng.standard_normal((40, 40)),
+    "ill-conditioned": lambda rng: decaying(300, 18, 0.1, seed=2),
+    "rank 5": lambda rng: rng.standard_normal((300, 5)) @ rng.standard_normal((5, 20)),
+    "integers": lambda rng: rng.integers(0, 4, (300, 20), dtype=np.uint8),
+    "scaled": lambda rng: rng.standard_normal((300, 8)) * 10.0 ** np.arange(-20, 20, 5),
+    "zero": lambda rng: np.zeros((30, 4)),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", MATRICES)
+def test_exact_svd_of_any_condition(name, wide):
+    matrix = MATRICES[name](np.random.default_rng(0))
+    matrix = matrix.T if wide else matrix
+    chunks = (-1, 70) if wide else (70, -1)
+    triplets = svd_workload.svd_exact(da.from_array(matrix, chunks=chunks), device="cpu")
+    u, s, v = dask.compute(*triplets)
+    exact = np.linalg.svd(matrix.astype(float), compute_uv=False)
+    np.testing.assert_allclose(s, exact, rtol=0, atol=1e-13 * max(exact[0], 1))
+    np.testing.assert_allclose(u.T @ u, np.eye(len(s)), atol=1e-13)
+    np.testing.assert_allclose(v @ v.T, np.eye(len(s)), atol=1e-13)
+    np.testing.assert_allclose(u * s @ v, matrix, atol=1e-13 * max(exact[0], 1))
+    assert [part.shape for part in triplets] == [u.shape, s.shape, v.shape]
+
+
+@FEW
+@given(m=st.integers(1, 90), n=st.integers(1, 30), n_chunks=st.integers(1, 9), wide=st.booleans())
+def test_exact_svd_has_the_signs_of_dask(m, n, n_chunks, wide):
+    shape = (min(m, n), max(m, n)) if wide else (max(m, n), min(m, n))
+    matrix = np.random.default_rng(m * n).random(shape)
+    step = max(1, max(shape) // n_chunks)
+    x = da.from_array(matrix, chunks=(-1, step) if shape[0] < shape[1] else (step, -1))
+    ours = dask.compute(*svd_workload.svd_exact(x, device="cpu"))
+    stock = dask.compute(*da.linalg.svd(da.from_array(matrix)))
+    for mine, theirs in zip(ours, stock, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_svd_rows_has_the_signs_of_dask():
+    matrix = decaying(200, 30, 0.5, seed=3)
+    x = da.from_array(matrix, chunks=(50, 30))
+    u, _, v = dask.compute(*svd_workload.svd_rows(x, 4, device="cpu"))
+    stock_u, _, stock_v = dask.compute(*da.linalg.svd(x))
+    np.testing.assert_allclose(v, stock_v[:4], atol=1e-3)
+    np.testing.assert_allclose(u, stock_u[:, :4], atol=1e-3)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_second_pass_resolves_what_one_does_not(passes):
+    matrix = decaying(400, 40, 0.1, seed=1)
+    x = da.from_array(matrix, chunks=(100, 40))
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, 11, passes=passes, device="cpu"))
+    resolved = 11 if passes == 2 else 6
+    np.testing.assert_allclose(s[:resolved], 0.1 ** np.arange(resolved), rtol=1e-4)
+    if passes == 2:
+        np.testing.assert_allclose(u.T @ u, np.eye(11), atol=1e-13)
+        np.testing.assert_allclose(v @ v.T, np.eye(11), atol=1e-13)
+    else:
+        assert not s[8:].any()
+
+
+def test_one_chunk_of_fewer_rows_than_columns():
+    """QR of such a chunk has a triangle that is not square."""
+    matrix = decaying(103, 40, 0.1, seed=1)
+    x = da.from_array(matrix, chunks=((50, 50, 3), (40,)))
+    u, s, _ = dask.compute(*svd_workload.svd_exact(x, device="cpu"))
+    np.testing.assert_allclose(u.T @ u, np.eye(40), atol=1e-13)
+    np.testing.assert_allclose(s, np.linalg.svd(matrix, compute_uv=False), atol=1e-14)
+
+
+def test_rows_are_prepared_tile_by_tile(monkeypatch):
+    monkeypatch.setitem(tall.TILE_NBYTES, "cpu", 64 * 30 * 8)
+    matrix = np.random.default_rng(0).integers(0, 3, (400, 30), dtype=np.uint8)
+    x = da.from_array(matrix, chunks=(150, 30))
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, 30, prepare=centred, device="cpu"))
+    np.testing.assert_allclose(u * s @ v, centred(matrix), atol=1e-6)
+
+
+def centred(tile):
+    return tile - tile.mean(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("svd", ["rows", "exact"])
+def test_svd_says_where_x_is_not_finite(value, svd):
+    matrix = np.ones((30, 4))
+    matrix[17, 2] = value
+    x = da.from_array(matrix, chunks=(10, 4))
+    with pytest.raises(WorkloadError, match=f"x is {value} at row 17, column 2.*1 places"):
+        dask.compute(
+            *(
+                svd_workload.svd_rows(x, 2, device="cpu")
+                if svd == "rows"
+                else svd_workload.svd_exact(x, device="cpu")
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (
+            da.zeros((9, 4), chunks=(3, 2)),
+            r"the columns of x .* full width: x = x\.rechunk\(\{1: -1\}\)",
+        ),
+        (
+            da.zeros((4, 9), chunks=(2, 3)),
+            r"the rows of x .* full height: x = x\.rechunk\(\{0: -1\}\)",
+        ),
+        (da.zeros(9, chunks=3), "wants a matrix"),
+        (da.zeros((9, 0), chunks=(3, 0)), "no singular values"),
+    ],
+)
+def test_exact_svd_errors(x, match):
+    with pytest.raises(WorkloadError, match=match):
+        svd_workload.svd_exact(x, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +385,8 @@ def test_svd_reads_every_tile(monkeypatch):
         (da.zeros((9, 4), chunks=(3, 4), dtype=complex), 1, {}, "complex128"),
         (da.zeros((9, 4), chunks=(3, 4)), 1, {"oversample": -1}, "negative"),
         (da.zeros((9, 4), chunks=(3, 4)), 1, {"dtype": "float16"}, "float32 or float64"),
+        (da.zeros((9, 4), chunks=(3, 4)), 1, {"passes": 3}, "passes=3 is not accepted: 1 or 2"),
+        (da.zeros((9, 4), chunks=(3, 4)), 1, {"packed_columns": 13}, "13 packed columns are 4 co"),
     ],
 )
 def test_svd_errors_come_before_computing(x, k, options, match):
@@ -367,7 +500,7 @@ def cluster():
         ("array", 100 + 2 + 1 + 1),
         ("v", 20 + 3 + 1 + 1),
         ("sv", 20 + 3 + 1 + 1 + 2 * 2),
-        ("usv", 20 + 3 + 1 + 1 + 2 * 2 + 1 + 20 + 1),
+        ("usv", 20 + 3 + 1 + 1 + 2 * 2 + 20 + 1),
         ("sv, power", 2 * (20 + 3 + 1) + 1 + 1 + 2 * 2),
     ],
 )

@@ -1,0 +1,330 @@
+"""What workers do with the row chunks of a tall matrix, for `hpcdask.workloads.svd`.
+
+A matrix A has chunks Aᵢ of some rows, and Yᵢ = Aᵢ · basis. Sums over the chunks travel as a plain
+tuple ``(z, gram, y_sums, parts)``, whose arrays distributed can send from device to device:
+
+- from Gram matrices: ``z`` = Σ AᵢᵀYᵢ (n, width), ``gram`` = Σ YᵢᵀYᵢ, ``y_sums`` = Σ 1ᵀYᵢ;
+- from QR: only ``parts``, a list of `Part`.
+
+A basis is a tuple ``(matrix, by_qr)``. A matrix None is the identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcdask.workloads import Device, WorkloadError, array_module, to_host
+
+__all__ = [
+    "Prepare",
+    "Rows",
+    "Solution",
+    "combine",
+    "left",
+    "only",
+    "orthonormal",
+    "precondition",
+    "products",
+    "solve",
+]
+
+# Integers are cast to floats tile by tile: this bounds the scratch memory, and keeps the CPU in
+# its cache.
+TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 22}
+# Each tile updates n x l sums, which takes as long as reading about l rows.
+MIN_TILE_ROWS = 64
+
+Floats = NDArray[np.floating[Any]]
+Prepare = Callable[[Any], Any]
+Basis = tuple[Any, bool]
+
+
+class Part(NamedTuple):
+    """Of a chunk, by its first row: R and QᵀA, where Y = QR, and the sums of the columns of Q."""
+
+    first: int
+    r: Floats
+    c: Floats | None
+    q_sums: Floats
+
+
+class Solution(NamedTuple):
+    """Singular values (k,), right vectors (k, n), and what makes left vectors of a chunk.
+
+    ``right`` (n, k) makes them of the rows of A. From QR, it makes Yᵢ of them, and the chunk's own
+    matrix in ``of_chunks``, by its first row, makes left vectors of Qᵢ.
+    """
+
+    s: Floats
+    v: Floats
+    right: Any
+    of_chunks: dict[int, Floats]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How chunks become floats.
+
+    Parameters
+    ----------
+    n
+        Columns of the matrix.
+    work
+        Name of the float type in which chunks are multiplied.
+    device
+        What the chunks are on.
+    prepare
+        Applied to each tile of rows.
+    packed
+        Chunks are 2-bit values, four in a byte.
+    """
+
+    n: int
+    work: str
+    device: Device
+    prepare: Prepare | None = None
+    packed: bool = False
+
+    def tiles(self, block: Any, dtype: str) -> Iterator[Any]:
+        """Yield some rows after the other as floats."""
+        width = self.n * np.dtype(dtype).itemsize
+        step = max(MIN_TILE_ROWS, TILE_NBYTES[self.device] // width)
+        for start in range(0, block.shape[0], step):
+            tile = block[start : start + step]
+            if self.packed:
+                from hpcdask.workloads.packing import unpack
+
+                tile = unpack(tile, self.n)
+            if self.prepare is not None:
+                tile = self.prepare(tile)
+            yield tile.astype(dtype, copy=False)
+
+    @property
+    def fused(self) -> bool:
+        """Whether packed values are multiplied as they are."""
+        return self.packed and self.prepare is None
+
+    def products(self, block: Any, basis: Any) -> tuple[Any, Any, Any]:
+        """Return z, gram and y_sums of a chunk, float64."""
+        xp = array_module(self.device)
+        if self.fused:
+            from hpcdask.workloads.packing import multiply, multiply_transposed
+
+            y = multiply(block, basis, self.n)
+            z = multiply_transposed(block, y, self.n).astype(np.float64, copy=False)
+            y = y.astype(np.float64, copy=False)
+            return z, y.T @ y, y.sum(axis=0)
+        width = self.n if basis is None else basis.shape[1]
+        zt, gram, y_sums = xp.zeros((width, self.n)), xp.zeros((width, width)), xp.zeros(width)
+        for tile in self.tiles(block, self.work):
+            y = tile if basis is None else tile @ basis
+            if basis is not None:
+                zt += y.T @ tile  # on a CPU, tile.T @ y takes up to twice as long
+            y = y.astype(np.float64, copy=False)
+            gram += y.T @ y
+            y_sums += y.sum(axis=0)
+        return (gram if basis is None else zt.T), gram, y_sums
+
+    def times(self, block: Any, right: Any) -> Any:
+        """Return a chunk times (n, l), float64."""
+        xp = array_module(self.device)
+        if right is None:
+            return xp.concatenate(list(self.tiles(block, "float64")))
+        if self.fused:
+            from hpcdask.workloads.packing import multiply
+
+            return multiply(block, xp.asarray(right, np.float64), self.n)
+        # always in float64: what undoes the scale of Ω has opposite signs, which cancel
+        return xp.concatenate([tile @ right for tile in self.tiles(block, "float64")])
+
+    def transposed_times(self, block: Any, q: Any) -> Any:
+        """Return (l, rows) times a chunk, float64."""
+        out, start = 0, 0
+        for tile in self.tiles(block, "float64"):
+            out = out + q[start : start + tile.shape[0]].T @ tile
+            start += tile.shape[0]
+        return out
+
+
+def products(
+    block: Any, start: Any, basis: Any = None, *, rows: Rows, width: int, seed: int | None
+) -> tuple[Any, Any, Any, list[Part]]:
+    """Return the sums of one chunk.
+
+    Raises
+    ------
+    WorkloadError
+        NaN or infinite values.
+    """
+    block, first = only(block), int(only(start)[0])
+    matrix, by_qr = _basis(basis, rows, width, seed)
+    if by_qr:
+        return None, None, None, [_part(block, first, matrix, rows)]
+    xp = array_module(rows.device)
+    z, gram, y_sums = rows.products(
+        block, None if matrix is None else xp.asarray(matrix, rows.work)
+    )
+    if not bool(xp.isfinite(gram).all()):
+        _name_what_is_not_finite(block, first, rows)
+    return z, gram, y_sums, []
+
+
+def _basis(basis: Any, rows: Rows, width: int, seed: int | None) -> Basis:
+    if basis is not None:
+        found: Basis = only(basis)
+        return found
+    return (None if seed is None else _omega(rows.n, width, seed, rows.work, rows.device)), False
+
+
+@functools.lru_cache(maxsize=4)
+def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
+    # Drawn on the host from the seed: the same on every worker, and nothing to send with the
+    # graph.
+    omega = np.random.default_rng(seed).standard_normal((n, width))
+    return array_module(device).asarray(omega, work)
+
+
+def _part(block: Any, first: int, matrix: Any, rows: Rows) -> Part:
+    q, r = array_module(rows.device).linalg.qr(rows.times(block, matrix))
+    c = None if matrix is None else to_host(rows.transposed_times(block, q))
+    return Part(first, to_host(r), c, to_host(q.sum(axis=0)))
+
+
+def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
+    xp = array_module(rows.device)
+    for tile in rows.tiles(block, "float64"):
+        wrong = ~xp.isfinite(tile)
+        if bool(wrong.any()):
+            row, column = divmod(int(wrong.argmax()), rows.n)
+            raise WorkloadError(
+                f"x is {float(tile[row, column])} at row {first + row}, column {column}, and not "
+                f"finite at {int(wrong.sum())} places in rows {first} to "
+                f"{first + tile.shape[0] - 1}: replace or drop these values"
+            )
+        first += tile.shape[0]
+    raise WorkloadError(f"x is finite, but its products overflow in {rows.work}: scale x")
+
+
+def combine(blocks: Any, **_: Any) -> tuple[Any, Any, Any, list[Part]]:
+    """Add the sums of some chunks."""
+    flat = list(_flatten(blocks))
+    parts = [part for sums in flat for part in sums[3]]
+    if parts:
+        return None, None, None, parts
+    z, gram, y_sums = (functools.reduce(operator.add, (sums[i] for sums in flat)) for i in range(3))
+    return z, gram, y_sums, []
+
+
+def _flatten(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, list):
+        for item in nested:
+            yield from _flatten(item)
+    else:
+        yield nested
+
+
+def only(nested: Any) -> Any:
+    """Unwrap what blockwise hands over for summed indices: nested lists of a single block."""
+    while isinstance(nested, list):
+        (nested,) = nested
+    return nested
+
+
+def orthonormal(sums: Any) -> Basis:
+    """Return the basis of the next power iteration."""
+    return np.linalg.qr(to_host(only(sums)[0]))[0], False
+
+
+def precondition(
+    sums: Any, basis: Any = None, *, rows: Rows, width: int, seed: int | None
+) -> Basis:
+    """Return a basis with which the columns of Y are orthonormal but for rounding.
+
+    Where the Gram matrix is too ill-conditioned for that, the basis stays, for QR.
+    """
+    matrix = _host_basis(basis, rows, width, seed)
+    whiten, complete = _whiten(to_host(only(sums)[1]), rows.work)
+    if not complete:
+        return matrix, True
+    return (whiten if matrix is None else matrix @ whiten), False
+
+
+def _host_basis(basis: Any, rows: Rows, width: int, seed: int | None) -> Any:
+    matrix, _ = _basis(basis, replace(rows, device="cpu"), width, seed)
+    return None if matrix is None else matrix.astype(rows.work, copy=False)
+
+
+def _whiten(gram: Floats, work: str) -> tuple[Floats, bool]:
+    """Return T with TᵀGT = 1 on what is above rounding, and whether that is all."""
+    norms = np.sqrt(np.diag(gram))
+    # What lies below is rounding of the products, not part of the range of A: a column that Ω has
+    # outside the rows' space of A, or a direction in which the columns of Y depend on each other.
+    noise = 64 * len(gram) * np.finfo(work).eps
+    scale = np.divide(1, norms, where=norms > noise * norms.max(), out=np.zeros_like(norms))
+    values, vectors = np.linalg.eigh(gram * scale * scale[:, None])
+    keep = values > max(noise * values[-1], np.finfo(np.float64).tiny)
+    return vectors[:, keep] / np.sqrt(values[keep]) * scale[:, None], bool(keep.all())
+
+
+def solve(
+    sums: Any,
+    basis: Any = None,
+    *,
+    k: int,
+    rows: Rows,
+    width: int,
+    seed: int | None,
+    sign_of_left: bool,
+) -> Solution:
+    """Decompose the small matrix B, on the host, and choose the signs.
+
+    Parameters
+    ----------
+    sign_of_left
+        The sums of the left vectors are not negative, instead of those of the right ones.
+    """
+    z, gram, y_sums, parts = only(sums)
+    matrix = _host_basis(basis, rows, width, seed)
+    if parts:
+        q, r = np.linalg.qr(np.concatenate([part.r for part in parts]))
+        ends = np.cumsum([len(part.r) for part in parts])[:-1]
+        of_chunks = dict(zip((part.first for part in parts), np.split(q, ends), strict=True))
+        small = r if matrix is None else sum(of_chunks[p.first].T @ p.c for p in parts)
+        sums_of_q = sum(part.q_sums @ of_chunks[part.first] for part in parts)
+    else:
+        whiten, _ = _whiten(to_host(gram), rows.work)
+        of_chunks, small = {}, (to_host(z) @ whiten).T
+        sums_of_q = to_host(y_sums) @ whiten
+    turn, s, v = np.linalg.svd(small, full_matrices=False)
+    turn, s, v = turn[:, :k], s[:k], v[:k]
+    sign = np.where((sums_of_q @ turn if sign_of_left else v.sum(axis=1)) < 0, -1.0, 1.0)
+    turn, v = turn * sign, v * sign[:, None]
+    if parts:
+        return Solution(s, v, matrix, {first: w @ turn for first, w in of_chunks.items()})
+    right = whiten @ turn if matrix is None else matrix @ (whiten @ turn)
+    return Solution(_fill(s, k), _fill(v, k), _fill(right.T, k).T, {})
+
+
+def _fill(part: Floats, k: int) -> Floats:
+    """Add zeros for what is past the rank."""
+    out = np.zeros((k, *part.shape[1:]))
+    out[: len(part)] = part
+    return out
+
+
+def left(block: Any, start: Any, solution: Any, *, rows: Rows) -> Floats:
+    """Left singular vectors of a chunk."""
+    block, found = only(block), only(solution)
+    xp = array_module(rows.device)
+    right = None if found.right is None else xp.asarray(found.right, np.float64)
+    y = rows.times(block, right)
+    if found.of_chunks:
+        y = xp.linalg.qr(y)[0] @ xp.asarray(found.of_chunks[int(only(start)[0])])
+    return to_host(y)
