@@ -199,8 +199,9 @@ def main() -> None:
     elif options.case in ("array", "svd"):
         from dask.utils import parse_bytes
 
+        from hpcdask.bench.array import run_array
         from hpcdask.bench.cluster import inspect
-        from hpcdask.bench.measurements import run_array, run_svd
+        from hpcdask.bench.svd import run_svd
 
         cluster = inspect(client, "auto")
         nbytes = parse_bytes(options.size)

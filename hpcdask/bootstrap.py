@@ -98,10 +98,17 @@ def restore_environment() -> None:
             os.environ.pop(name, None)
 
 
+#: What happened here, and before in the processes it was forked from: seconds since launch, event.
+marks: list[tuple[float, str]] = []
+
+
 def mark(event: str) -> None:
-    """With HPCDASK_TRACE set, print when this happened, in seconds since launch."""
+    """Remember when this happened; with HPCDASK_TRACE set, print it."""
+    if STARTED not in os.environ:
+        return
+    seconds = time.time() - float(os.environ[STARTED])
+    marks.append((seconds, event))
     if os.environ.get("HPCDASK_TRACE"):
-        seconds = time.time() - float(os.environ.get(STARTED, "nan"))
         print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
 
 

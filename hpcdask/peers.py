@@ -21,6 +21,7 @@ from distributed.comm import Comm, get_address_host, unparse_host_port
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
+from .bootstrap import mark
 from .errors import root_cause
 
 logger = logging.getLogger("distributed.hpcdask.peers")
@@ -238,6 +239,7 @@ class PeerWorker(Worker):
     async def start_unsafe(self) -> Any:
         """Start, then get warm while the user's program starts."""
         result = await super().start_unsafe()
+        mark("registered")
         self._warming = asyncio.create_task(self._warm())
         return result
 
@@ -293,6 +295,7 @@ class PeerWorker(Worker):
             links.append(asdict(Link(str(self.name), "", problem=root_cause(error))))
         if self.status not in WORKING:
             return
+        mark("warm")
         seconds = time.perf_counter() - start
         name, address = str(self.name), self.address
         self.log_event(TOPIC, {"worker": address, "name": name, "seconds": seconds, "links": links})

@@ -7,10 +7,10 @@ One JSON line per measurement goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,22 @@ import dask
 from dask.utils import parse_bytes
 
 from hpcdask import ranks
+from hpcdask.bench import limits, report
+from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster, connect, inspect
+from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.exchange_report import MAX_LINES, table
-from hpcdask.bench.measurements import run_array, run_svd
-from hpcdask.bench.records import decimal_bytes, report, say
+from hpcdask.bench.records import decimal_bytes, describe, say, tell
+from hpcdask.bench.startup import run_startup
+from hpcdask.bench.svd import run_svd, run_svd_exact
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.workloads import WorkloadError
+from hpcdask.workloads import Form, WorkloadError
 
 __all__ = ["bench", "main"]
+
+SVD_NBYTES = 200 * 10**9
+EXACT_NBYTES = 16 * 10**8
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -47,33 +54,42 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return nbytes
 
 
-class Picture(click.ParamType):  # type: ignore[type-arg]
-    """A file for a picture, of which is known before anything is measured that it can be made."""
+class OutputFile(click.ParamType):  # type: ignore[type-arg]
+    """A file of which is known before anything is measured that it can be made."""
 
-    name = "picture"
+    name = "file"
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix = suffix
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:
-        """Take an ``.svg`` in a folder where files can be made."""
+        """Take a name with the right suffix, in a folder where files can be made."""
         path = Path(value)
-        if path.suffix != ".svg":
-            self.fail(f"{value!r}: pictures are SVG, so the name has to end in .svg", param, ctx)
+        if path.suffix != self.suffix:
+            self.fail(f"{value!r}: the name has to end in {self.suffix}", param, ctx)
         if not os.access(path.parent, os.W_OK) or path.is_dir():
             self.fail(f"{value!r} cannot be written: no such folder, or not yours", param, ctx)
         return path
 
 
 def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all commands have."""
+    """Add the options that all workloads have."""
     for option in (
+        click.option(
+            "--report",
+            "report_file",
+            type=OutputFile(".html"),
+            metavar="FILE.html",
+            help="Write a page with charts.",
+        ),
         click.option(
             "--json",
             "json_file",
             type=click.Path(dir_okay=False),
             metavar="FILE",
-            help="Append the JSON line to this file.",
+            help="Append the JSON lines to this file.",
         ),
         click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
-        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True),
         click.option(
             "--device",
             type=click.Choice(["auto", "cuda", "cpu"]),
@@ -85,37 +101,66 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+repeats_option = click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Timed runs."
+)
+
+
 def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of workloads that have two forms."""
     for option in (
+        repeats_option,
         click.option(
             "--chunk-size", "chunk_nbytes", type=Size(), help="Largest chunk of the tuned form."
         ),
         click.option(
-            "--form", type=click.Choice(["tuned", "stock"]), default="tuned", show_default=True
+            "--form",
+            "forms",
+            type=click.Choice(["tuned", "stock", "both"]),
+            default="tuned",
+            show_default=True,
+            callback=lambda _ctx, _option, form: ["tuned", "stock"] if form == "both" else [form],
+            help="stock: as one writes it with dask.array.",
         ),
     ):
         command = option(command)
     return command
 
 
+Measurement = Callable[..., dict[str, Any]]
+
+
 def _execute(
-    run: Callable[..., dict[str, Any]],
+    measurements: Sequence[Measurement],
     *,
     scheduler_file: str | None,
     device: str,
     json_file: str | None,
+    report_file: Path | None,
     finish: Callable[[dict[str, Any]], None] | None = None,
-    **how: Any,
 ) -> None:
+    """Make the measurements on the cluster, and tell of each when it is made."""
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(click.get_current_context().find_root().obj, device)
+    lines, code = [], 0
     try:
         with connect(scheduler_file) as client:
-            line = run(inspect(client, device), **how)
-        code = report(line, json_file)  # before a picture can fail
-        if finish is not None:
-            finish(line)
+            cluster = inspect(client, device)
+            rates: dict[str, float] = {}
+            for measurement in measurements:
+                line = measurement(cluster, timeline=report_file is not None)
+                if "work" in line:
+                    rates = rates or limits.measure(cluster)  # bad input is known by now
+                    _complete(line, rates)
+                lines.append(line)
+                code = max(code, tell(line, json_file))
+                if finish is not None:
+                    finish(line)
+        if report_file is not None:
+            if rates:
+                lines.insert(0, {"workload": limits.LIMITS, "rates": rates, **describe(cluster)})
+            report.write(lines, report_file)
+            say(f"report: {report_file}")
     except WorkloadError as exc:
         raise UsageError(str(exc)) from exc
     except OSError as exc:
@@ -124,32 +169,104 @@ def _execute(
         raise SystemExit(code)
 
 
-@click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
-def bench() -> None:
+def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
+    """Add the rates of the hardware, and how far from them the workload is."""
+    limit = limits.bound(limits.Work(**line["work"]), rates)
+    line["limit"] = limits.against(limit, line["seconds_median"])
+    line["rates"] = rates
+
+
+@click.group(
+    "bench", context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="BEFORE.json AFTER.json",
+    help="Say what got slower; the exit code is 1 if something did.",
+)
+@click.pass_context
+def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
     """Measure what a cluster delivers, and how far it is from what its hardware allows.
 
     Alone, on all devices of this machine; under mpirun or srun, on theirs; with --scheduler-file,
     on that cluster.
+
+    \b
+        hpcdask bench all --report report.html
+        mpirun -n 8 hpcdask bench array --size 2TB --form both
     """
+    if compare is not None:
+        text, code = compare_files(*compare)
+        click.echo(text)
+        raise SystemExit(code)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @bench.command("array")
 @click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes of float64.")
+@click.option(
+    "--operation",
+    type=click.Choice(OPERATIONS),
+    default="sum",
+    show_default=True,
+    help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog.",
+)
 @form_options
 @common_options
-def array_command(size: int, **options: Any) -> None:
-    """Time (normal(10, 1) + 1)[::2, ::2].sum() of a square float64 array."""
-    _execute(functools.partial(run_array, nbytes=size), **options)
+def array_command(
+    size: int,
+    operation: str,
+    forms: list[Form],
+    repeats: int,
+    chunk_nbytes: int | None,
+    **options: Any,
+) -> None:
+    """Time computations on a square array of normal(10, 1) float64."""
+    how: dict[str, Any] = {"operation": operation, "repeats": repeats, "chunk_nbytes": chunk_nbytes}
+    _execute([partial(run_array, nbytes=size, form=form, **how) for form in forms], **options)
 
 
 @bench.command("svd")
-@click.option("--size", type=Size(), default="200GB", show_default=True, help="Bytes of uint8.")
+@click.option(
+    "--size",
+    type=Size(),
+    help="Bytes of the matrix. Default: 200GB of uint8; 1.6GB of float64 with --exact.",
+)
 @click.option("--k", type=int, default=10, show_default=True, help="Singular values wanted.")
+@click.option("--passes", type=click.Choice(["1", "2"]), default="1", show_default=True)
+@click.option("--packed", is_flag=True, help="Four values from 0 to 3 in a byte.")
+@click.option("--exact", is_flag=True, help="All singular values of 20 columns of float64.")
 @form_options
 @common_options
-def svd_command(size: int, k: int, **options: Any) -> None:
-    """Time the truncated SVD of a tall uint8 matrix held by the workers."""
-    _execute(functools.partial(run_svd, nbytes=size, k=k), **options)
+def svd_command(
+    size: int | None,
+    k: int,
+    passes: str,
+    packed: bool,
+    exact: bool,
+    forms: list[Form],
+    repeats: int,
+    chunk_nbytes: int | None,
+    **options: Any,
+) -> None:
+    """Time the singular value decomposition of a tall matrix held by the workers."""
+    how: dict[str, Any] = {"repeats": repeats, "chunk_nbytes": chunk_nbytes}
+    if exact:
+        run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, **how)
+    else:
+        how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes), "packed": packed}
+        run = partial(run_svd, **how)
+    _execute([partial(run, form=form) for form in forms], **options)
+
+
+@bench.command("startup")
+@common_options
+def startup_command(**options: Any) -> None:
+    """Tell what the time from launch to workers went into."""
+    _execute([run_startup], **options)
 
 
 @bench.command("exchange")
@@ -166,19 +283,24 @@ def svd_command(size: int, k: int, **options: Any) -> None:
 )
 @click.option("--alone", is_flag=True, help="One pair of workers at a time.")
 @click.option(
-    "--picture", type=Picture(), metavar="FILE.svg", help="Draw the bandwidths as a heat map."
+    "--picture",
+    type=OutputFile(".svg"),
+    metavar="FILE.svg",
+    help="Draw the bandwidths as a heat map.",
 )
+@repeats_option
 @common_options
 def exchange_command(
     size: int | None,
     transpose_size: int | None,
     alone: bool,
     picture: Path | None,
+    repeats: int,
     **options: Any,
 ) -> None:
     """Time what workers exchange: pair by pair, all to all, and x + x.T; name who is slow."""
 
-    def run(cluster: Cluster, repeats: int) -> dict[str, Any]:
+    def run(cluster: Cluster, timeline: bool) -> dict[str, Any]:
         line = run_exchange(cluster, size, transpose_size, repeats=repeats, alone=alone)
         _tell_exchange(line["result"])
         return line
@@ -187,7 +309,7 @@ def exchange_command(
         if picture is not None:
             picture.write_text(heat_map(line), encoding="utf-8")
 
-    _execute(run, finish=draw, **options)
+    _execute([run], finish=draw, **options)
 
 
 def _tell_exchange(result: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from hpcdask.bench import exchange_report, heatmap
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
 from hpcdask.bench.records import Case, decimal_bytes, record, say
+from hpcdask.bench.timing import Timed
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, count_tasks
 from hpcdask.workloads import exchange as workload
@@ -108,7 +109,8 @@ def run_exchange(
         "slow": [finding.as_dict() for finding in findings],
     }
     checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
-    line = record(case, cluster, square["seconds"], square["dask_tasks"], result, checks)
+    timed = Timed(square["seconds"], None, square["dask_tasks"])
+    line = record(case, cluster, timed, result, checks)
     return {**line, "GB/s": square["GB/s"]}
 
 

@@ -8,7 +8,8 @@ import json
 import math
 import platform
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import click
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.limits import Work
+from hpcdask.bench.timing import Timed
 from hpcdask.workloads import Check, Form
 
-__all__ = ["Case", "announce", "decimal_bytes", "record", "report", "say"]
+__all__ = ["Case", "announce", "decimal_bytes", "describe", "record", "say", "tell"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Case:
         Of the array that is computed with.
     n_chunks, largest
         How many chunks it has, and the shape of the largest.
+    variant
+        Which of several computations of the workload.
     """
 
     workload: str
@@ -44,6 +49,12 @@ class Case:
     dtype: str
     n_chunks: int
     largest: tuple[int, int]
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        """A short name for charts and tables."""
+        return f"{self.workload}{self.variant and f' {self.variant}'}, {self.form}"
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +70,7 @@ def say(text: str) -> None:
 def announce(case: Case, cluster: Cluster) -> None:
     """Say in one line what is about to be measured, and on what."""
     say(
-        f"{case.workload} {decimal_bytes(case.nbytes)} {case.dtype} on {cluster}, {case.form}, "
+        f"{case.label}: {decimal_bytes(case.nbytes)} {case.dtype} on {cluster}, "
         f"{case.n_chunks} chunks of {case.largest[0]} x {case.largest[1]}"
     )
 
@@ -75,20 +86,34 @@ def decimal_bytes(nbytes: int) -> str:
 def record(
     case: Case,
     cluster: Cluster,
-    seconds: list[float],
-    n_tasks: int,
+    timed: Timed,
     result: dict[str, Any],
     checks: list[Check],
+    *,
+    work: Work | None = None,
+    published: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds."""
+    """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds.
+
+    Parameters
+    ----------
+    case, cluster
+        What was measured on what.
+    timed
+        From `hpcdask.bench.timing.measure`.
+    result, checks
+        What was computed, and how that compares with what is known.
+    work
+        What the hardware has to do at the least.
+    published
+        Times that others have published: ``what``, ``seconds``, ``bytes``.
+    """
+    seconds = timed.seconds
     median = statistics.median(seconds)
-    versions = {"python": platform.python_version(), "numpy": np.__version__, "cupy": cluster.cupy}
-    for package in ("dask", "distributed", "hpcdask"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     return {
         "workload": case.workload,
         "form": case.form,
+        "label": case.label,
         "shape": list(case.shape),
         "dtype": case.dtype,
         "chunks": {"count": case.n_chunks, "largest": list(case.largest)},
@@ -98,29 +123,39 @@ def record(
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
         "GB/s": case.nbytes / median / 1e9,
-        "dask_tasks": n_tasks,
+        "dask_tasks": timed.n_tasks,
+        "result": result,
+        "checks": [check.as_dict() for check in checks],
+        **({"work": asdict(work)} if work is not None else {}),
+        **({"published": list(published)} if published else {}),
+        **({"timeline": timed.timeline} if timed.timeline is not None else {}),
+        **describe(cluster),
+    }
+
+
+def describe(cluster: Cluster) -> dict[str, Any]:
+    """On what, with what and when it was measured."""
+    versions = {"python": platform.python_version(), "numpy": np.__version__, "cupy": cluster.cupy}
+    for package in ("dask", "distributed", "hpcdask"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
         "devices": cluster.devices,
         "workers": sum(cluster.devices.values()),
         "threads": cluster.n_slots,
-        "result": result,
-        "checks": [check.as_dict() for check in checks],
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def report(line: dict[str, Any], json_file: str | None) -> int:
+def tell(line: dict[str, Any], json_file: str | None) -> int:
     """Print a record, append it to a file, and return the exit code: 1 if a check failed."""
     text = json.dumps(line)
     click.echo(text)
     if json_file is not None:
         with Path(json_file).open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    say(
-        f"median {line['seconds_median']:.3f} s, min {line['seconds_min']:.3f} s, "
-        f"max {line['seconds_max']:.3f} s of {len(line['seconds'])}; {line['GB/s']:.1f} GB/s, "
-        f"{line['dask_tasks']} Dask tasks"
-    )
+    say(_summary(line))
     failed = [check for check in line["checks"] if not check["ok"]]
     for check in failed:
         say(
@@ -128,3 +163,15 @@ def report(line: dict[str, Any], json_file: str | None) -> int:
             f"expected {check['expected']} within {check['tolerance']}"
         )
     return 1 if failed else 0
+
+
+def _summary(line: dict[str, Any]) -> str:
+    if "phases" in line and "GB/s" not in line:
+        parts = (f"{part['name']} {part['seconds']:.2f} s" for part in line["phases"])
+        whole = f"{line['seconds_max']:.2f} s until the last of {line['workers']} workers"
+        return f"{whole}: {'; '.join(parts)}"
+    return (
+        f"median {line['seconds_median']:.3f} s, min {line['seconds_min']:.3f} s, "
+        f"max {line['seconds_max']:.3f} s of {len(line['seconds'])}; {line['GB/s']:.1f} GB/s, "
+        f"{line['dask_tasks']} Dask tasks"
+    )

@@ -7,23 +7,50 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import distributed
 
+from hpcdask.bench.timeline import recorded
 from hpcdask.workloads import count_tasks
 
-__all__ = ["measure", "progress"]
+__all__ = ["Timed", "measure", "progress"]
 
 PROGRESS_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What `measure` found.
+
+    Parameters
+    ----------
+    seconds
+        Of each timed run.
+    results
+        Of the last.
+    n_tasks
+        Its number of Dask tasks.
+    timeline
+        What the workers did in one more run, from `hpcdask.bench.timeline.recorded`, if that was
+        asked for.
+    """
+
+    seconds: list[float]
+    results: Any
+    n_tasks: int
+    timeline: dict[str, Any] | None = None
 
 
 def measure(
     client: distributed.Client,
     build: Callable[[int], Sequence[Any]],
     repeats: int,
+    *,
     n_warmup: int = 0,
-) -> tuple[list[float], Any, int]:
+    timeline: bool = False,
+) -> Timed:
     """Time ``repeats`` computations.
 
     Parameters
@@ -36,11 +63,8 @@ def measure(
         Timed runs.
     n_warmup
         Whole runs before them, which are not reported.
-
-    Returns
-    -------
-    seconds, results, n_tasks
-        Of each timed run; the results of the last, and its number of Dask tasks.
+    timeline
+        Whether to record one more run, which is not timed.
     """
     seconds: list[float] = []
     results: Any = None
@@ -56,7 +80,12 @@ def measure(
             elapsed = time.perf_counter() - start
         if index >= n_warmup:
             seconds.append(elapsed)
-    return seconds, results, n_tasks
+    if not timeline:
+        return Timed(seconds, results, n_tasks)
+    collections = build(n_warmup + repeats)
+    with recorded(client) as found, progress(client, "timeline", n_tasks):
+        client.gather(client.compute(list(collections)))
+    return Timed(seconds, results, n_tasks, found)
 
 
 @contextlib.contextmanager

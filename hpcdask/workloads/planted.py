@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import dask.array as da
 import numpy as np
 from numpy.typing import NDArray
 
 from hpcdask.workloads import Check, Device, WorkloadError, array_module, client_cupy
+from hpcdask.workloads.packing import pack
 
-__all__ = ["check", "matrix"]
+__all__ = ["check", "matrix", "uniform"]
 
 # Of each check; what is computed in float32 passes too.
 TOLERANCE = 1e-3
@@ -25,6 +26,7 @@ def matrix(
     chunks: tuple[tuple[int, ...], tuple[int, ...]],
     device: Device = "cuda",
     cupy_meta: bool = False,
+    packed: bool = False,
 ) -> tuple[da.Array, Floats]:
     """Make a uint8 matrix of known singular values, chunk by chunk on the workers.
 
@@ -45,11 +47,14 @@ def matrix(
     cupy_meta
         Say in the graph that chunks are CuPy arrays, as ``svd.stock`` needs; takes a GPU on the
         client.
+    packed
+        Values from 0 to 3, four in a byte, as `hpcdask.workloads.packing.pack` makes them;
+        column chunks are not split.
 
     Returns
     -------
     x : dask.array.Array
-        Shape (m, n), uint8.
+        Shape (m, n), uint8; (m, ceil(n / 4)) if packed.
     s : numpy.ndarray
         Shape (rank,), float64, descending.
 
@@ -69,18 +74,21 @@ def matrix(
         shape=shape,
         rank=rank,
         device=device,
-        chunks=chunks,
+        packed=packed,
+        chunks=(chunks[0], (-(-shape[1] // 4),)) if packed else chunks,
         dtype=np.uint8,
         meta=library.empty((0, 0), np.uint8),
     )
     rows, columns = (np.diff(_group_bounds(size, rank)) for size in shape)
-    small = np.sqrt(rows)[:, None] * _core(rank) * np.sqrt(columns)
+    small = np.sqrt(rows)[:, None] * _core(rank, packed) * np.sqrt(columns)
     return x, np.linalg.svd(small, compute_uv=False)
 
 
-def _core(rank: int) -> NDArray[np.uint8]:
-    # A falling diagonal over small mixed values: full rank, condition below ten, distinct
-    # singular values.
+def _core(rank: int, packed: bool) -> NDArray[np.uint8]:
+    """Full rank, condition below twenty, distinct singular values."""
+    if packed:  # triangular, with singular values from 2.5 on
+        return (3 * np.eye(rank) + np.triu(np.ones((rank, rank)), 1)).astype(np.uint8)
+    # a falling diagonal over small mixed values
     i, j = np.indices((rank, rank))
     core = (3 * i + 5 * j) % 7
     core[np.diag_indices(rank)] = 250 - 200 * np.arange(rank) // rank
@@ -91,16 +99,63 @@ def _group_bounds(size: int, rank: int) -> NDArray[np.int64]:
     return np.arange(rank + 1, dtype=np.int64) * size // rank
 
 
-def _block(*, shape: tuple[int, int], rank: int, device: Device, block_info: Any) -> Any:
+def _block(
+    *,
+    shape: tuple[int, int],
+    rank: int,
+    device: Device,
+    packed: bool,
+    block_info: Any,
+) -> Any:
     xp = array_module(device)
     (top, bottom), (start, stop) = block_info[None]["array-location"]
+    if packed:
+        start, stop = 0, shape[1]
     groups = np.searchsorted(_group_bounds(shape[1], rank), np.arange(start, stop), "right") - 1
-    lines = xp.asarray(_core(rank)[:, groups])
+    lines = _core(rank, packed)[:, groups]
+    lines = xp.asarray(pack(lines) if packed else lines)
     bounds = np.clip(_group_bounds(shape[0], rank), top, bottom) - top
-    out = xp.empty((bottom - top, stop - start), np.uint8)
+    out = xp.empty((bottom - top, lines.shape[1]), np.uint8)
     for group in range(rank):
         out[bounds[group] : bounds[group + 1]] = lines[group]
     return out
+
+
+def uniform(
+    shape: tuple[int, int],
+    *,
+    rows: tuple[int, ...],
+    device: Device = "cuda",
+    cupy_meta: bool = False,
+) -> da.Array:
+    """Make a float64 matrix of numbers between 0 and 1, the same on any cluster.
+
+    Parameters
+    ----------
+    shape
+        (m, n).
+    rows
+        Of each chunk; chunks have full width.
+    device, cupy_meta
+        As in `matrix`.
+    """
+    library = client_cupy() if cupy_meta else np
+    return cast(
+        "da.Array",
+        da.map_blocks(
+            _uniform_block,
+            device=device,
+            chunks=(rows, (shape[1],)),
+            dtype=np.float64,
+            meta=library.empty((0, 0)),
+        ),
+    )
+
+
+def _uniform_block(*, device: Device, block_info: Any) -> Any:
+    location = block_info[None]["array-location"]
+    shape = tuple(stop - start for start, stop in location)
+    return array_module(device).random.default_rng(location[0][0]).random(shape)
 
 
 def check(

@@ -14,11 +14,11 @@ from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, timing
-from hpcdask.bench.measurements import run_array
+from hpcdask.bench import command, limits, startup, timing
+from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
 from hpcdask.errors import UsageError
-from hpcdask.workloads import WorkloadError
+from hpcdask.workloads import WorkloadError, patterns
 from hpcdask.workloads import array as array_workload
 
 GPU = {
@@ -49,6 +49,15 @@ def client():
         dask.config.set({"scheduler-address": local.scheduler_address}),
     ):
         yield client
+
+
+RATES = {"memory": 1e10, "random": 1e8, "matrix_float64": 1e10, "matrix_float32": 2e10, "link": 1e9}
+
+
+@pytest.fixture(autouse=True)
+def _rates(monkeypatch):
+    """What takes three seconds to measure; test_limits does."""
+    monkeypatch.setattr(limits, "measure", lambda cluster: RATES)
 
 
 # --- choosing the device --------------------------------------------------------------------------
@@ -148,7 +157,7 @@ def test_a_wrong_result_is_exit_code_1(client, capsys, monkeypatch):
 def _wrong(cluster):
     checks = array_workload.check(11.0 * 250_000, 250_000, (1000, 1000))
     case = Case("array", "tuned", (1000, 1000), "float64", 1, (1000, 1000))
-    return record(case, cluster, [1.0], 1, {}, checks)
+    return record(case, cluster, timing.Timed([1.0], None, 1), {}, checks)
 
 
 def test_progress_follows_the_scheduler(client, monkeypatch):
@@ -209,16 +218,120 @@ def test_without_a_cluster_it_becomes_the_program_of_a_runner(argv, runner, monk
     assert started == [(sys.executable, whole)]
 
 
-def test_hpcdask_bench_on_this_machine(tmp_path):
-    """Alone: a cluster of its own around it; one JSON line, nothing else on stdout."""
+def test_startup_of_a_cluster_of_its_own(tmp_path):
+    """Alone: a cluster around it; one JSON line, nothing else on stdout."""
     root = Path(command.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.bench", "array", "--size", "8MB", "--device", "cpu"],
+        [sys.executable, "-m", "hpcdask.bench", "startup", "--device", "cpu"],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert list(json.loads(done.stdout)["devices"]) == ["cpu"]
-    assert "ready" in done.stderr
+    line = json.loads(done.stdout)
+    assert list(line["devices"]) == ["cpu"]
+    names = [part["name"] for part in line["phases"]]
+    assert names == [startup.PHASES[event] for event in PHASES_WITHOUT_GPU]
+    assert all(part["seconds"] > 0 for part in line["phases"])
+    until_ready = sum(part["seconds"] for part in line["phases"][:-1])
+    assert 0 < until_ready <= line["seconds_max"] * 1.01
+    assert "until the last of" in done.stderr
+
+
+PHASES_WITHOUT_GPU = ["options read", "distributed imported", "worker forked", "registered", "warm"]
+
+
+def test_phases_of_a_worker_that_was_started_again():
+    life = [(1.0, "options read"), (2.0, "distributed imported"), (9.0, "worker forked")]
+    marks = [*life, (9.5, "registered"), (9.75, "warm")]
+    found = startup.phases(marks)
+    assert found == {
+        "interpreter, options": 1.0,
+        "imports of Python": 1.0,
+        "ranks meet, scheduler, nanny": 7.0,
+        "registration": 0.5,
+        "transport, first transfers": 0.25,
+    }
+
+
+def test_startup_of_workers_that_others_started(client, capsys):
+    assert command.main(["startup", "--device", "cpu"]) == 2
+    assert "start-up is measured of workers that hpcdask started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("operation", patterns.NAMES)
+def test_operations(client, capsys, operation):
+    argv = ["array", "--size", "2MB", "--device", "cpu", "--operation", operation, "--repeats", "1"]
+    assert command.main([*argv, "--form", "both"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["form"] for line in lines] == ["tuned", "stock"]
+    assert lines[0]["label"] == f"array {operation}, tuned"
+    assert lines[0]["limit"]["fraction"] > 0
+    assert lines[0]["rates"] == RATES
+
+
+def test_an_operation_that_keeps_its_array_needs_room(client, capsys):
+    argv = ["array", "--size", "90GB", "--device", "cpu", "--operation", "matmul"]
+    assert command.main(argv) == 2
+    assert "--size 1073MB is the most. sum, mean, std" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "label", "nbytes"),
+    [
+        (["--exact", "--size", "320kB"], "svd exact, tuned", 320_000),
+        (["--exact", "--size", "320kB", "--form", "stock"], "svd exact, stock", 320_000),
+        (["--packed", "--size", "5MB", "--k", "4"], "svd 2 bits, tuned", 5_000_000),
+        (["--passes", "2", "--size", "5MB", "--k", "4"], "svd two passes, tuned", 5_000_000),
+    ],
+)
+def test_kinds_of_svd(client, capsys, options, label, nbytes):
+    assert command.main(["svd", *options, "--device", "cpu", "--repeats", "1"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["label"], line["bytes"]) == (label, nbytes)
+    assert line["limit"]["by"] in ("memory", "matrix_float64")
+
+
+def test_packed_svd_has_no_stock_form(client, capsys):
+    argv = ["svd", "--packed", "--form", "stock", "--size", "5MB", "--device", "cpu"]
+    assert command.main(argv) == 2
+    assert "--packed is for the tuned form" in capsys.readouterr().err
+
+
+def test_report_is_written(client, capsys, tmp_path):
+    page = tmp_path / "report.html"
+    argv = ["array", "--size", "8MB", "--device", "cpu", "--form", "both", "--report", str(page)]
+    assert command.main(argv) == 0
+    text = page.read_text()
+    assert "array, tuned" in text
+    assert "array, stock" in text
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert line["timeline"]["entries"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("report.pdf", "has to end in .html"), ("no/r.html", "cannot be written")]
+)
+def test_report_that_cannot_be_written_is_refused_at_once(capsys, name, message):
+    assert command.main(["array", "--size", "8MB", "--report", name]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_comparing_two_runs(client, capsys, tmp_path):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    assert command.main(["array", "--size", "8MB", "--device", "cpu", "--json", str(before)]) == 0
+    line = json.loads(before.read_text())
+    for name in ("seconds_median", "seconds_min", "seconds_max"):
+        line[name] *= 3
+    after.write_text(json.dumps(line) + "\n")
+    capsys.readouterr()
+    assert command.main(["--compare", str(before), str(after)]) == 1
+    assert "slower" in capsys.readouterr().out
+    assert command.main(["--compare", str(before), str(before)]) == 0
+
+
+def test_help_lists_the_workloads(capsys):
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("array", "svd", "exchange", "startup", "--compare"))

@@ -300,7 +300,7 @@ def test_a_worker_that_left_is_named(client, monkeypatch):
         (["--size", "1GB"], "--size 1.0 GB does not fit 3 x cpu"),
         (["--transpose-size", "2GB"], "--transpose-size 2.0 GB does not fit 3 x cpu"),
         (["--transpose-size", "100"], "x of 100 B is too small"),
-        (["--picture", "p.png"], "pictures are SVG"),
+        (["--picture", "p.png"], "has to end in .svg"),
         (["--picture", "/no/such/p.svg"], "cannot be written"),
         (["--form", "stock"], "--form"),
     ],

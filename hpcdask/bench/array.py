@@ -1,0 +1,177 @@
+"""Measure computations on a square array of random numbers, and check them.
+
+What is timed is what a user waits for: from the call that computes a graph, already built, to the
+result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of
+its own with other random numbers, so that nothing is remembered from the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.limits import Work
+from hpcdask.bench.records import Case, announce, decimal_bytes, record
+from hpcdask.bench.timing import measure
+from hpcdask.workloads import Device, Form, WorkloadError, patterns, to_host
+from hpcdask.workloads import array as array_workload
+
+__all__ = ["OPERATIONS", "run_array"]
+
+SUM = "sum"
+#: The tuned forms of the others make a chunk, reduce it and drop it.
+KEPT = ("matmul", "stencil")
+OPERATIONS = (SUM, *patterns.NAMES)
+
+#: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
+PUBLISHED: dict[Device, list[dict[str, Any]]] = {
+    "cpu": [{"what": "one CPU core, Dask blog 2019", "seconds": 9540.0, "bytes": 2 * 10**12}],
+    "cuda": [
+        {"what": "one V100, Dask blog 2019", "seconds": 97.0, "bytes": 2 * 10**12},
+        {"what": "eight V100, Dask blog 2019", "seconds": 19.0, "bytes": 2 * 10**12},
+    ],
+}
+# Of the memory of all devices, for operations that keep the array.
+USABLE_FRACTION = 0.5
+
+
+def run_array(
+    cluster: Cluster,
+    nbytes: int,
+    *,
+    operation: str = SUM,
+    form: Form = "tuned",
+    repeats: int = 3,
+    chunk_nbytes: int | None = None,
+    timeline: bool = False,
+) -> dict[str, Any]:
+    """Measure the array workload.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.bench.cluster.inspect`.
+    nbytes
+        Size of the float64 array in bytes; it is streamed, so it need not fit in memory.
+    operation
+        ``"sum"``: the reference, ``(x + 1)[::2, ::2].sum()``; others:
+        `hpcdask.workloads.patterns.NAMES`.
+    form
+        ``"tuned"`` or ``"stock"``.
+    repeats
+        Timed runs, after one that is not.
+    chunk_nbytes
+        Bound of a chunk of the tuned form in bytes.
+    timeline
+        Record one more run.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON.
+
+    Raises
+    ------
+    WorkloadError
+        A size that is too small, an operation whose array does not fit the cluster, or a client
+        without GPU for the stock form on CuPy.
+    """
+    if operation != SUM:
+        return _run_pattern(cluster, nbytes, operation, form, repeats, chunk_nbytes, timeline)
+    device, n = cluster.device, array_workload.side(nbytes)
+    if form == "tuned":
+        rows = array_workload.chunk_rows(
+            n, device=device, n_slots=cluster.n_slots, max_nbytes=chunk_nbytes
+        )
+        case = Case("array", form, (n, n), "float64", len(rows), (max(rows), n))
+
+        def build(index: int) -> Sequence[Any]:
+            return [array_workload.tuned(rows, n, device=device, seed=index)]
+
+        def build_warmup(index: int) -> Sequence[Any]:
+            few = rows[: 2 * cluster.n_slots]
+            return [array_workload.tuned(few, n, device=device, seed=repeats + index)]
+    else:
+        edge = min(n, array_workload.STOCK_CHUNK)
+        case = Case("array", form, (n, n), "float64", math.ceil(n / edge) ** 2, (edge, edge))
+        few_side = min(n, edge * (1 + int((2 * cluster.n_slots) ** 0.5)))
+
+        def build(index: int) -> Sequence[Any]:
+            return [array_workload.stock(n, device=device)]
+
+        def build_warmup(index: int) -> Sequence[Any]:
+            return [array_workload.stock(few_side, device=device)]
+
+    build_warmup(0)  # input errors come before the first line of output
+    announce(case, cluster)
+    measure(cluster.client, build_warmup, 1)
+    timed = measure(cluster.client, build, repeats, timeline=timeline)
+    (result,) = timed.results
+    if form == "tuned":
+        total, count = float(result[0]), int(result[1])
+    else:
+        total, count = float(result), (n // 2) ** 2
+    return record(
+        case,
+        cluster,
+        timed,
+        {"operation": SUM, "sum": total, "count": count},
+        array_workload.check(total, count, case.shape),
+        # each number is written, and a quarter of them is read
+        work=Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes),
+        published=PUBLISHED[device],
+    )
+
+
+def _run_pattern(
+    cluster: Cluster,
+    nbytes: int,
+    operation: str,
+    form: Form,
+    repeats: int,
+    chunk_nbytes: int | None,
+    timeline: bool,
+) -> dict[str, Any]:
+    device, n = cluster.device, math.isqrt(nbytes // array_workload.ITEM_NBYTES)
+    usable = int(USABLE_FRACTION * cluster.memory_nbytes)
+    if operation in KEPT and nbytes > usable:
+        raise WorkloadError(
+            f"{operation} keeps its array of {decimal_bytes(nbytes)} on the workers; {cluster} "
+            f"have room for {decimal_bytes(usable)}: --size {usable // 10**6}MB is the most. "
+            f"{', '.join(name for name in OPERATIONS if name not in KEPT)} take any size"
+        )
+
+    def build(index: int) -> Sequence[Any]:
+        return [
+            patterns.build(
+                operation, n, device, form, cluster.n_slots, index, max_nbytes=chunk_nbytes
+            )
+        ]
+
+    build(0)  # input errors come before the first line of output
+    if form == "stock":
+        sizes = da.core.normalize_chunks(patterns.STOCK_CHUNKS[device], (n, n), dtype="float64")
+    elif operation == "transpose":
+        sizes = (patterns.grid(n, device, cluster.n_slots, chunk_nbytes),) * 2
+    else:
+        sizes = (patterns.slabs(n, device, cluster.n_slots, chunk_nbytes), (n,))
+    n_chunks = len(sizes[0]) * len(sizes[1])
+    case = Case(
+        "array", form, (n, n), "float64", n_chunks, (max(sizes[0]), max(sizes[1])), operation
+    )
+    announce(case, cluster)
+    timed = measure(cluster.client, build, repeats, n_warmup=1, timeline=timeline)
+    (result,) = timed.results
+    result = to_host(result)
+    return record(
+        case,
+        cluster,
+        timed,
+        {"operation": operation},
+        patterns.check(operation, result, n),
+        work=Work(**patterns.work(operation, n, sum(cluster.devices.values()))),
+    )

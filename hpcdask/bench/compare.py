@@ -1,0 +1,241 @@
+"""Compare the results of two runs of the bench: what got slower, what faster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdask.bench.limits import LIMITS
+from hpcdask.bench.records import decimal_bytes
+from hpcdask.errors import UsageError
+
+__all__ = ["Change", "compare", "compare_files", "exit_code", "load", "table"]
+
+Record = Mapping[str, Any]
+
+#: A median may be this many times the other without being called slower.
+TOLERANCE = 1.05
+NUMBERS = ("seconds_median", "seconds_min", "seconds_max")
+SAME_WORKLOAD = ("workload", "form", "shape", "dtype", "devices", "workers", "label")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A workload in two runs.
+
+    Attributes
+    ----------
+    name
+        What was measured, on what.
+    before, after
+        Least, median and greatest time in seconds; None where the run does not have it.
+    verdict
+        ``"slower"``: the ratio of the medians is above 1.05, and the times of the two runs do not
+        overlap. ``"faster"``: the other way round. ``"same"``: neither. ``"wrong"``: a check
+        failed after. ``"only before"``, ``"only after"``: the other run does not have it.
+    """
+
+    name: str
+    before: tuple[float, float, float] | None
+    after: tuple[float, float, float] | None
+    verdict: str
+
+    @property
+    def ratio(self) -> float | None:
+        """The median after over the one before: above 1 is slower."""
+        return self.after[1] / self.before[1] if self.before and self.after else None
+
+
+def load(path: str | Path) -> list[dict[str, Any]]:
+    """Read what ``hpcdask bench --json`` wrote, one record a line; empty lines do not count.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or a line is not such a record.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            records.append(_parse(line, f"{path}, line {number}"))
+    if not records:
+        raise UsageError(f"{path} is empty: `hpcdask bench all --json {path}` writes it")
+    return records
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    written = "each line has to be one that `hpcdask bench --json` wrote"
+    try:
+        found = json.loads(line)
+    except ValueError as exc:
+        raise UsageError(f"{where}: not JSON ({exc}); {written}") from exc
+    if not isinstance(found, dict) or not isinstance(found.get("workload"), str):
+        raise UsageError(f"{where}: not a result, it names no workload; {written}")
+    if found["workload"] == LIMITS:
+        if not isinstance(found.get("rates"), dict):
+            raise UsageError(f"{where}: the limits have no rates; {written}")
+        return found
+    for name in NUMBERS:
+        value = found.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UsageError(f"{where}: {name} is {value!r}, not a time in seconds; {written}")
+    return found
+
+
+def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
+    """Compare two runs, workload by workload.
+
+    Records are of the same workload if workload, form, shape, dtype, devices, workers and label
+    are the same. Of several, the last of a run counts.
+
+    Parameters
+    ----------
+    before, after
+        Records, from :func:`load`.
+
+    Returns
+    -------
+    list of Change
+        In the order of the run before; what is only in the other one comes last.
+
+    Raises
+    ------
+    UsageError
+        No workload is in both.
+    """
+    old, new = _by_workload(before), _by_workload(after)
+    if not old.keys() & new.keys():
+        raise UsageError(
+            "the two runs have no workload in common: before there are "
+            f"{_names(old)}; after, {_names(new)}. Sizes, forms and devices have to be the same"
+        )
+    return [_change(old.get(key), new.get(key)) for key in {**old, **new}]
+
+
+def _by_workload(records: Sequence[Record]) -> dict[str, Record]:
+    return {
+        json.dumps([record.get(name) for name in SAME_WORKLOAD], sort_keys=True): record
+        for record in records
+        if record["workload"] != LIMITS
+    }
+
+
+def _names(records: Mapping[str, Record]) -> str:
+    return ", ".join(map(_name, records.values())) or "none"
+
+
+def _name(record: Record) -> str:
+    name = record.get("label") or f"{record['workload']} {record.get('form', '')}".strip()
+    size = f" {decimal_bytes(record['bytes'])}" if record.get("bytes") else ""
+    devices = (record.get("devices") or {}).items()
+    on = f" on {', '.join(f'{count} x {device}' for device, count in devices)}" if devices else ""
+    return f"{name}{size}{on}"
+
+
+def _change(old: Record | None, new: Record | None) -> Change:
+    name = _name(new or old or {})
+    before, after = _times(old), _times(new)
+    if before is None or after is None:
+        return Change(name, before, after, "only after" if before is None else "only before")
+    verdict = "same"
+    if any(not check["ok"] for check in (new or {}).get("checks", ())):
+        verdict = "wrong"
+    elif after[1] > TOLERANCE * before[1] and after[0] > before[2]:
+        verdict = "slower"
+    elif before[1] > TOLERANCE * after[1] and before[0] > after[2]:
+        verdict = "faster"
+    return Change(name, before, after, verdict)
+
+
+def _times(record: Record | None) -> tuple[float, float, float] | None:
+    if record is None:
+        return None
+    return record["seconds_min"], record["seconds_median"], record["seconds_max"]
+
+
+def exit_code(changes: Sequence[Change]) -> int:
+    """Return 1 if anything got slower or wrong, otherwise 0."""
+    return int(any(change.verdict in ("slower", "wrong") for change in changes))
+
+
+def table(changes: Sequence[Change]) -> str:
+    """Write changes as lines of text, times in seconds; a ratio above 1 is slower."""
+    rows = [("", "before", "(least to greatest)", "after", "(least to greatest)", "ratio", "")]
+    for change in changes:
+        ratio = "-" if change.ratio is None else f"{change.ratio:.3f}"
+        rows.append(
+            (change.name, *_cells(change.before), *_cells(change.after), ratio, change.verdict)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in (0, 2, 4, 6) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _cells(times: tuple[float, float, float] | None) -> tuple[str, str]:
+    if times is None:
+        return "-", ""
+    least, median, greatest = (f"{seconds:.3g}" for seconds in times)
+    return f"{median} s", f"({least} to {greatest})"
+
+
+def compare_files(before: str | Path, after: str | Path) -> tuple[str, int]:
+    """Compare two files of ``hpcdask bench --json``.
+
+    Parameters
+    ----------
+    before, after
+        The files.
+
+    Returns
+    -------
+    text, code
+        The table, and below it the versions that differ and the limits that differ by more than
+        5 %; the exit code, 1 if anything got slower or wrong.
+
+    Raises
+    ------
+    UsageError
+        See :func:`load` and :func:`compare`.
+    """
+    old, new = load(before), load(after)
+    changes = compare(old, new)
+    lines = [table(changes)]
+    if versions := _versions(_by_workload(old), _by_workload(new)):
+        lines.append(f"versions: {versions}")
+    if limits := _limits(old, new):
+        lines.append(f"limits of the hardware, per second: {limits}")
+    return "\n".join(lines), exit_code(changes)
+
+
+def _versions(old: Mapping[str, Record], new: Mapping[str, Record]) -> str:
+    found: dict[str, None] = {}
+    for key in old.keys() & new.keys():
+        was, is_now = (run[key].get("versions") or {} for run in (old, new))
+        for name in {**was, **is_now}:
+            if was.get(name) != is_now.get(name):
+                found[f"{name} {was.get(name) or 'none'} -> {is_now.get(name) or 'none'}"] = None
+    return ", ".join(sorted(found))
+
+
+def _limits(old: Sequence[Record], new: Sequence[Record]) -> str:
+    was, is_now = (
+        {name: rate for r in run if r["workload"] == LIMITS for name, rate in r["rates"].items()}
+        for run in (old, new)
+    )
+    return ", ".join(
+        f"{name} {was[name]:.3g} -> {is_now[name]:.3g}"
+        for name in was
+        if name in is_now and not was[name] / TOLERANCE <= is_now[name] <= was[name] * TOLERANCE
+    )

@@ -1,0 +1,320 @@
+"""What the hardware of a running cluster allows, measured on its own workers.
+
+A workload cannot end before the part of it that takes longest: its bytes through the memory, its
+random numbers, its matrix products, its bytes between workers, each at the rate that the same
+workers reach when they do nothing else. That is the roofline model (Williams, Waterman and
+Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+Communications of the ACM 52(4), 2009), with more than two roofs.
+
+Every rate is measured on all workers at once, so that what they share is shared here too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import distributed
+import numpy as np
+
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.exchange_pairs import Members, Pairs
+from hpcdask.errors import ClusterError
+from hpcdask.workloads import Device, WorkloadError, array_module
+from hpcdask.workloads import exchange as exchange_workload
+from hpcdask.workloads.array import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES
+
+__all__ = ["LIMITS", "Work", "against", "bound", "measure"]
+
+#: What a record of these rates has for a workload: ``{"workload": LIMITS, "rates": {...}}``.
+LIMITS = "limits"
+DEADLINE_S = 60.0
+#: Rounds that count; the one before them does not.
+REPEATS = 4
+ROUND_S = 0.1
+#: What a thread of a worker, or a GPU, may use. More than any cache.
+MAX_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 256_000_000}
+MEMORY_FRACTION = 1 / 8
+LEAST_NBYTES = 1 << 20
+MATRIX_SIDE: dict[Device, int] = {"cuda": 8192, "cpu": 1024}
+LINK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 64_000_000}
+#: Workers spill from 0.6 on, and count each view of a buffer as memory of its own.
+LINK_FRACTION = 0.25
+
+
+# --- what a workload needs, and how long that takes at least --------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a workload has to do, however it is written: the least there is.
+
+    Parameters
+    ----------
+    memory
+        Bytes read from the memory of the devices and written to it.
+    random
+        float64 normals drawn.
+    matrix_float64, matrix_float32
+        Floating-point operations of matrix products.
+    link
+        Bytes that go from one worker to another.
+    """
+
+    memory: float = 0.0
+    random: float = 0.0
+    matrix_float64: float = 0.0
+    matrix_float32: float = 0.0
+    link: float = 0.0
+
+
+def bound(work: Work, rates: Mapping[str, float]) -> dict[str, Any]:
+    """Tell how long a workload takes at least, and what limits it.
+
+    Parameters
+    ----------
+    work
+        What it has to do.
+    rates
+        From :func:`measure`.
+
+    Returns
+    -------
+    dict
+        ``seconds``, the largest part; ``by``, the name of it; ``parts``, name to seconds. What
+        has no rate has no part: one worker has no link.
+
+    Raises
+    ------
+    WorkloadError
+        Nothing of the work has a rate.
+    """
+    parts = {
+        name: amount / rates[name]
+        for name, amount in asdict(work).items()
+        if amount > 0 and rates.get(name, 0.0) > 0
+    }
+    if not parts:
+        raise WorkloadError(
+            f"{work} has no limit: none of its parts is among the rates {sorted(rates)}"
+        )
+    by = max(parts, key=lambda name: parts[name])
+    return {"seconds": parts[by], "by": by, "parts": parts}
+
+
+def against(limit: Mapping[str, Any], median_s: float) -> dict[str, Any]:
+    """Return what `bound` told with ``fraction``: the part of the limit that a median reached."""
+    return {**limit, "fraction": limit["seconds"] / median_s}
+
+
+# --- rates ----------------------------------------------------------------------------------------
+
+
+def measure(cluster: Cluster) -> dict[str, float]:
+    """Measure the rates that a cluster reaches, all its workers at once.
+
+    Each is the best of four rounds of a tenth of a second, after one that does not count; without
+    GPUs it takes about three seconds in all. Every thread of a worker computes, or its GPU.
+    Clusters with something else to do give lower rates.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.bench.cluster.inspect`.
+
+    Returns
+    -------
+    dict
+        Totals over the cluster: ``memory``, bytes read and written per second in a copy;
+        ``random``, float64 normals per second, of the generators of the array workload;
+        ``matrix_float64`` and ``matrix_float32``, floating-point operations per second in a
+        square matrix product; ``link``, bytes per second that workers receive when each fetches a
+        block from its neighbour, absent with one worker.
+
+    Raises
+    ------
+    ClusterError
+        A rate is not there after a minute, or blocks arrive wrong.
+    """
+    rates = {kind: _together(cluster, kind) for kind in _OPERATIONS}
+    members = _in_order(cluster.client)
+    if len(members) > 1:
+        rates["link"] = _ring(cluster, members)
+    return rates
+
+
+def _together(cluster: Cluster, kind: str) -> float:
+    share = cluster.memory_nbytes / cluster.n_slots * MEMORY_FRACTION
+    nbytes = int(min(MAX_NBYTES[cluster.device], max(share, LEAST_NBYTES)))
+    futures = {
+        address: cluster.client.submit(
+            _rates, kind, cluster.device, nbytes, workers=[address], pure=False
+        )
+        for address in cluster.client.scheduler_info(n_workers=-1)["workers"]
+    }
+    _wait(list(futures.values()), f"the rate {kind!r}")
+    told = cluster.client.gather(list(futures.values()))
+    return float(max(sum(rounds) for rounds in zip(*told, strict=True)))
+
+
+def _wait(futures: Sequence[Any], what: str) -> None:
+    try:
+        distributed.wait(futures, timeout=DEADLINE_S)
+    except TimeoutError as exc:
+        n_left = sum(not future.done() for future in futures)
+        raise ClusterError(
+            f"{what}: {n_left} of {len(futures)} Dask tasks not complete after {DEADLINE_S:g} s; "
+            "see whether the workers have something else to do, and their logs"
+        ) from exc
+
+
+# --- on a worker ----------------------------------------------------------------------------------
+
+
+def _rates(kind: str, device: Device, nbytes: int) -> list[float]:
+    """Measure on one worker, with all its threads or its GPU: the rate of each round."""
+    n_threads = 1 if device == "cuda" else distributed.get_worker().state.nthreads
+    barrier = threading.Barrier(n_threads, timeout=DEADLINE_S)
+    with ThreadPoolExecutor(n_threads) as pool:
+        prepared = list(
+            pool.map(lambda seed: _prepare(kind, device, nbytes, seed), range(n_threads))
+        )
+        told = list(pool.map(lambda one: _rounds(one[0], one[1], device, barrier), prepared))
+    if device == "cuda":
+        del prepared
+        array_module(device).get_default_memory_pool().free_all_blocks()
+    return [sum(rounds) for rounds in zip(*told, strict=True)]
+
+
+Operation = Callable[[], Any]
+
+
+def _prepare(kind: str, device: Device, nbytes: int, seed: int) -> tuple[Operation, float]:
+    """Return an operation that ran once, and how much it does; smaller where memory is short.
+
+    What is free cannot be asked: it may lie in a pool, RMM's or CuPy's.
+    """
+    while True:
+        try:
+            operation, amount = _OPERATIONS[kind](device, nbytes, seed)
+            operation()
+        except MemoryError:
+            if nbytes < 2 * LEAST_NBYTES:
+                raise
+            nbytes //= 2
+        else:
+            return operation, amount
+
+
+def _rounds(
+    operation: Operation, amount: float, device: Device, barrier: threading.Barrier
+) -> list[float]:
+    barrier.wait()
+    n_times = max(1, round(ROUND_S / _seconds(operation, 1, device)))
+    rates = []
+    for _ in range(1 + REPEATS):
+        barrier.wait()
+        rates.append(n_times * amount / _seconds(operation, n_times, device))
+    return rates[1:]
+
+
+def _seconds(operation: Operation, n_times: int, device: Device) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        for _ in range(n_times):
+            operation()
+        return time.perf_counter() - begin
+    cuda = array_module(device).cuda
+    start, stop = cuda.Event(), cuda.Event()
+    start.record()
+    for _ in range(n_times):
+        operation()
+    stop.record()
+    stop.synchronize()
+    return float(cuda.get_elapsed_time(start, stop)) / 1e3
+
+
+def _copy(device: Device, nbytes: int, _seed: int) -> tuple[Operation, float]:
+    xp = array_module(device)
+    # Not zeros: the pages of those are one and the same until something is written to them.
+    source, target = (xp.ones(nbytes // 2 // ITEM_NBYTES) for _ in range(2))
+    return lambda: xp.copyto(target, source), float(source.nbytes + target.nbytes)
+
+
+def _normals(device: Device, nbytes: int, seed: int) -> tuple[Operation, float]:
+    if device == "cuda":
+        cupy = array_module(device)
+        n = nbytes // ITEM_NBYTES
+        rng = cupy.random.Generator(getattr(cupy.random, BIT_GENERATOR)(seed))
+        return lambda: rng.standard_normal(n, dtype=np.float64), float(n)
+    host_rng = np.random.Generator(np.random.SFC64(seed))
+    tile = np.empty(CPU_TILE_NBYTES // ITEM_NBYTES)
+    return lambda: host_rng.standard_normal(out=tile), float(tile.size)
+
+
+def _product(dtype: str) -> Callable[[Device, int, int], tuple[Operation, float]]:
+    def make(device: Device, nbytes: int, seed: int) -> tuple[Operation, float]:
+        xp = array_module(device)
+        fits = math.isqrt(nbytes // (3 * np.dtype(dtype).itemsize))
+        n = min(MATRIX_SIDE[device], fits)
+        # Random numbers: a GPU that multiplies ones needs less power, and is faster than it can be.
+        rng = xp.random.default_rng(seed)
+        a, b = (rng.standard_normal((n, n), dtype=np.float64).astype(dtype) for _ in range(2))
+        c = xp.empty_like(a)
+        return lambda: xp.matmul(a, b, out=c), 2.0 * n**3
+
+    return make
+
+
+_OPERATIONS: dict[str, Callable[[Device, int, int], tuple[Operation, float]]] = {
+    "memory": _copy,
+    "random": _normals,
+    "matrix_float64": _product("float64"),
+    "matrix_float32": _product("float32"),
+}
+
+
+# --- between workers ------------------------------------------------------------------------------
+
+
+def _in_order(client: distributed.Client) -> Members:
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    names = {address: str(worker["name"]) for address, worker in workers.items()}
+    order = sorted(workers, key=lambda a: (workers[a]["host"], len(names[a]), names[a], a))
+    hosts = [workers[address]["host"] for address in order]
+    return Members(order, [names[address] for address in order], hosts, [])
+
+
+def _ring(cluster: Cluster, members: Members) -> float:
+    share = LINK_FRACTION * cluster.memory_nbytes / len(members) / (REPEATS + 2)
+    n_items = max(1, int(min(LINK_NBYTES[cluster.device], share)) // exchange_workload.ITEM_NBYTES)
+    pairs = Pairs(cluster.client, members, n_items, cluster.device)
+    n, run = len(members), uuid.uuid4().hex
+    chains = [
+        exchange_workload.chain(
+            pairs.buffers[i],
+            (i, (i + 1) % n),
+            members.addresses,
+            [n_items] * (1 + REPEATS),
+            run,
+        )
+        for i in range(n)
+    ]
+    futures = cluster.client.compute(
+        [one for chain in chains for one in chain], optimize_graph=False
+    )
+    _wait(futures, "the rate 'link'")
+    told: list[exchange_workload.Received] = cluster.client.gather(futures)
+    if n_wrong := sum(one.n_wrong for one in told):
+        raise ClusterError(
+            f"{n_wrong} of {len(told)} blocks between workers arrived wrong: "
+            "`hpcdask bench exchange` tells which pairs of workers"
+        )
+    rounds = [told[repeat :: 1 + REPEATS] for repeat in range(1, 1 + REPEATS)]
+    return max(sum(one.nbytes / one.seconds for one in received) for received in rounds)

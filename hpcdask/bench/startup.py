@@ -1,0 +1,109 @@
+"""What the time from launch to workers goes into, as the workers of this cluster remember it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.records import describe
+from hpcdask.bootstrap import marks
+from hpcdask.workloads import Check, WorkloadError
+
+__all__ = ["phases", "run_startup"]
+
+#: What ends with each event; those before the first fork are paid once per rank.
+PHASES = {
+    "options read": "interpreter, options",
+    "distributed imported": "imports of Python",
+    "worker forked": "ranks meet, scheduler, nanny",
+    "CUDA context made": "CUDA context",
+    "packages imported": "imports of CUDA packages",
+    "device memory set up": "memory pool",
+    "registered": "registration",
+    "warm": "transport, first transfers",
+}
+
+Marks = Sequence[tuple[float, str]]
+
+
+def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
+    """Measure the start of a cluster, after the fact.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.bench.cluster.inspect`; its workers were started by hpcdask.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON. ``seconds`` is the time from the launch of a
+        worker's rank, or job, to its registration, for the slowest worker; ``phases`` are medians
+        over the workers, and ``spread`` the least and greatest of each.
+
+    Raises
+    ------
+    WorkloadError
+        Some worker was not started by hpcdask.
+    """
+    found = cluster.client.run(_marks)
+    if strange := [worker for worker, marks in found.items() if not _has_started(marks)]:
+        raise WorkloadError(
+            f"{len(strange)} workers do not know when they were launched, {strange[0]} among them: "
+            f"start-up is measured of workers that hpcdask started"
+        )
+    parts = {worker: phases(marks) for worker, marks in found.items()}
+    names = [name for name in PHASES.values() if any(name in part for part in parts.values())]
+    values = {name: [part[name] for part in parts.values() if name in part] for name in names}
+    ready = [_when(marks, "registered") for marks in found.values()]
+    check = Check("workers that registered", len(ready), sum(cluster.devices.values()), 0)
+    return {
+        "workload": "startup",
+        "form": "hpcdask",
+        "seconds": [max(ready)],
+        "seconds_median": max(ready),
+        "seconds_min": min(ready),
+        "seconds_max": max(ready),
+        "phases": [
+            {
+                "name": name,
+                "seconds": statistics.median(seconds),
+                "spread": [min(seconds), max(seconds)],
+            }
+            for name, seconds in values.items()
+        ],
+        "result": {"warm": max(_when(marks, "warm") for marks in found.values())},
+        "checks": [check.as_dict()],
+        **describe(cluster),
+    }
+
+
+def phases(marks: Marks) -> dict[str, float]:
+    """Seconds of each phase of one worker, in their order.
+
+    Parameters
+    ----------
+    marks
+        Seconds since launch and event. A worker that was started again has the later life.
+    """
+    times = {event: seconds for seconds, event in marks if event in PHASES}
+    before, found = 0.0, {}
+    for event, name in PHASES.items():
+        if event in times:
+            found[name], before = times[event] - before, times[event]
+    return found
+
+
+def _marks() -> Marks:
+    """What this worker remembers; runs on workers."""
+    return list(marks)
+
+
+def _has_started(marks: Marks) -> bool:
+    return {"worker forked", "registered", "warm"} <= {event for _, event in marks}
+
+
+def _when(marks: Marks, event: str) -> float:
+    return {name: seconds for seconds, name in marks}[event]

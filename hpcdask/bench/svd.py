@@ -1,0 +1,258 @@
+"""Measure singular value decompositions, and check them.
+
+What is timed is what a user waits for: from the call that computes a graph, already built, to the
+result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of
+its own with other random numbers, so that nothing is remembered from the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import dask.array as da
+import distributed
+import numpy as np
+
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.limits import Work
+from hpcdask.bench.records import Case, announce, decimal_bytes, record
+from hpcdask.bench.timing import measure, progress
+from hpcdask.errors import UsageError
+from hpcdask.workloads import Check, Form, packing, planted, to_host
+from hpcdask.workloads import svd as svd_workload
+
+__all__ = ["run_svd", "run_svd_exact"]
+
+# Room for scratch arrays and the results beside a persisted input.
+USABLE_FRACTION = 0.8
+#: https://blog.dask.org/2020/05/13/large-svds
+PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
+# Of the blog's matrix of 10_000_000 x 20 float64.
+EXACT_STOCK_CHUNKS = (625_000, -1)
+# Relative to the largest singular value, for float64.
+EXACT_TOLERANCE = 1e-10
+
+
+def run_svd(
+    cluster: Cluster,
+    nbytes: int,
+    k: int = 10,
+    *,
+    form: Form = "tuned",
+    passes: Literal[1, 2] = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    chunk_nbytes: int | None = None,
+    timeline: bool = False,
+) -> dict[str, Any]:
+    """Measure singular values and right vectors of a planted uint8 matrix held by the workers.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.bench.cluster.inspect`.
+    nbytes
+        Size of the matrix in bytes; it has to fit the memory of the devices.
+    k
+        Number of singular triplets, which is also the rank of the matrix.
+    form
+        ``"tuned"`` or ``"stock"``.
+    passes
+        How often the tuned form reads the matrix.
+    packed
+        The matrix has values from 0 to 3, and four of them in a byte; only in the tuned form.
+    repeats
+        Timed runs, after a whole one that is not.
+    chunk_nbytes
+        Bound of a chunk of the tuned form in bytes.
+    timeline
+        Record one more run.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON.
+
+    Raises
+    ------
+    UsageError
+        The matrix does not fit.
+    WorkloadError
+        A size that is too small, ``k`` out of range, or a client without GPU for the stock form
+        on CuPy.
+    """
+    if packed and form == "stock":
+        raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
+    device, shape = cluster.device, svd_workload.shape_for(nbytes)
+    _check_room(math.prod(shape), 4 if packed else 1, cluster)
+    if form == "tuned":
+        rows = svd_workload.chunk_rows(
+            shape, device=device, n_slots=cluster.n_slots, max_nbytes=chunk_nbytes
+        )
+        chunks: tuple[tuple[int, ...], tuple[int, ...]] = (rows, (shape[1],))
+    else:
+        chunks = da.core.normalize_chunks(svd_workload.STOCK_CHUNKS, shape)
+    largest = max(chunks[0]), max(chunks[1])
+    variant = " ".join(["2 bits"] * packed + ["two passes"] * (passes == 2 and form == "tuned"))
+    case = Case("svd", form, shape, "uint8", len(chunks[0]) * len(chunks[1]), largest, variant)
+    x, expected = planted.matrix(
+        shape,
+        k,
+        chunks=chunks,
+        device=device,
+        cupy_meta=form == "stock" and device == "cuda",
+        packed=packed,
+    )
+
+    def decompose(index: int) -> tuple[Any, Any, Any]:
+        if form == "tuned":
+            columns = shape[1] if packed else None
+            return svd_workload.svd_rows(
+                x, k, seed=index, passes=passes, packed_columns=columns, device=device
+            )
+        return svd_workload.stock(x, k, device=device)
+
+    decompose(0)
+    announce(case, cluster)
+    x = x.persist()
+    with progress(cluster.client, "input", case.n_chunks):
+        distributed.wait(x)
+    timed = measure(
+        cluster.client,
+        lambda index: decompose(index)[1:],
+        repeats,
+        n_warmup=1,
+        timeline=timeline,
+    )
+    s, v = (to_host(result) for result in timed.results)
+    checks = _check_svd(cluster.client, x, shape[1], decompose(repeats + 1), (s, v), expected)
+    return record(
+        case,
+        cluster,
+        timed,
+        {"k": k, "singular_values": s.tolist()},
+        checks,
+        # A is read once, and multiplied by k columns from the right and from the left
+        work=Work(memory=float(x.nbytes), matrix_float64=4.0 * math.prod(shape) * k),
+        published=PUBLISHED,
+    )
+
+
+def _check_room(nbytes: int, per_byte: int, cluster: Cluster) -> None:
+    usable = int(USABLE_FRACTION * cluster.memory_nbytes) * per_byte
+    if nbytes > usable:
+        hint = "" if per_byte > 1 else f", or --packed with up to {4 * usable // 10**6}MB"
+        raise UsageError(
+            f"an input of {decimal_bytes(nbytes)} does not fit {cluster}: "
+            f"--size {usable // 10**6}MB is the most{hint}. A matrix of your own "
+            f"need not fit: svd_rows streams what is not persisted"
+        )
+
+
+def _check_svd(
+    client: distributed.Client,
+    x: Any,
+    n: int,
+    triplets: tuple[Any, Any, Any],
+    timed: tuple[Any, Any],
+    expected: Any,
+) -> list[Check]:
+    # u is not part of what is timed, so it comes from a decomposition of its own, with its s and
+    # v. 64 rows from the start, the middle and the end leave the workers, not the whole of u.
+    u, s, v = triplets
+    starts = sorted({0, x.shape[0] // 2, max(0, x.shape[0] - 64)})
+    parts = [part for a in starts for part in (x[a : a + 64], u[a : a + 64])]
+    fetched = client.gather(client.compute([s, v, u.T @ u, *parts]))
+    s, v, gram, *blocks = (to_host(a) for a in fetched)
+    rows, u_rows = np.concatenate(blocks[0::2]), np.concatenate(blocks[1::2])
+    if x.shape[1] != n:
+        rows = packing.unpack(rows, n)
+    checks = planted.check(s, v, gram, rows, u_rows, expected)
+    timed_checks = planted.check(*timed, gram, rows, u_rows, expected)
+    return [timed_checks[0], checks[1], timed_checks[2], checks[3]]
+
+
+def run_svd_exact(
+    cluster: Cluster,
+    nbytes: int,
+    *,
+    form: Form = "tuned",
+    repeats: int = 3,
+    chunk_nbytes: int | None = None,
+    timeline: bool = False,
+) -> dict[str, Any]:
+    """Measure all singular values and right vectors of a random float64 matrix of 20 columns.
+
+    Parameters
+    ----------
+    cluster, form, repeats, chunk_nbytes, timeline
+        As for :func:`run_svd`.
+    nbytes
+        Size of the matrix in bytes; it has to fit the memory of the devices.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON. It is checked against the eigenvalues of the
+        Gram matrix, which workers compute with dask's own products.
+
+    Raises
+    ------
+    UsageError
+        The matrix does not fit.
+    WorkloadError
+        A size that is too small, or a client without GPU for the stock form on CuPy.
+    """
+    device, shape = cluster.device, svd_workload.exact_shape_for(nbytes)
+    _check_room(nbytes, 1, cluster)
+    on_gpu = form == "stock" and device == "cuda"
+    if form == "tuned":
+        rows = svd_workload.chunk_rows(
+            shape, device=device, n_slots=cluster.n_slots, itemsize=8, max_nbytes=chunk_nbytes
+        )
+    else:
+        rows = da.core.normalize_chunks(EXACT_STOCK_CHUNKS, shape)[0]
+    case = Case("svd", form, shape, "float64", len(rows), (max(rows), shape[1]), "exact")
+    x = planted.uniform(shape, rows=rows, device=device, cupy_meta=on_gpu)
+
+    def decompose(_: int) -> tuple[Any, Any, Any]:
+        if form == "tuned":
+            return svd_workload.svd_exact(x, device=device)
+        return tuple(da.linalg.svd(x))
+
+    decompose(0)
+    announce(case, cluster)
+    x = x.persist()
+    with progress(cluster.client, "input", case.n_chunks):
+        distributed.wait(x)
+    timed = measure(
+        cluster.client,
+        lambda index: decompose(index)[1:],
+        repeats,
+        n_warmup=1,
+        timeline=timeline,
+    )
+    s, v = (to_host(result) for result in timed.results)
+    checks = _check_exact(cluster.client, x, decompose(0)[0], s, v)
+    return record(
+        case,
+        cluster,
+        timed,
+        {"singular_values": s.tolist()},
+        checks,
+        work=Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2),
+    )
+
+
+def _check_exact(client: distributed.Client, x: Any, u: Any, s: Any, v: Any) -> list[Check]:
+    gram, u_gram = (to_host(a) for a in client.gather(client.compute([x.T @ x, u.T @ u])))
+    one = np.eye(len(s))
+    # The eigenvectors of the Gram matrix: (x v)ᵀ(x v) = s²
+    residual = v @ gram @ v.T - np.diag(s**2)
+    values = {
+        "x v = u s, relative residual": np.abs(residual).max() / s[0] ** 2,
+        "u, orthogonality": np.abs(u_gram - one).max(),
+        "v, orthogonality": np.abs(v @ v.T - one).max(),
+    }
+    return [Check(name, float(value), 0.0, EXACT_TOLERANCE) for name, value in values.items()]

@@ -1,0 +1,192 @@
+"""Made-up genotypes of known population structure, written to a Zarr store by the workers.
+
+They follow Balding and Nichols, Genetica 96 (1995), 3-12: populations whose allele frequencies
+scatter around an ancestral one, by a beta distribution of a given FST.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Literal, cast
+
+import dask.array as da
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcdask.workloads import WorkloadError, slab_rows
+from hpcdask.workloads.genotypes import MISSING
+from hpcdask.workloads.zarr import SPLIT_EVERY, find
+from hpcdask.workloads.zarr_reading import StoredArray, zarr_module
+from hpcdask.workloads.zarr_threads import in_reading_thread, run_inline
+
+__all__ = ["populations", "write_genotypes"]
+
+WRITE_NBYTES = 128_000_000
+TILE_ROWS = 256
+FST = 0.1
+MEAN_MISSING = 0.03
+
+
+def populations(n_samples: int, n_populations: int) -> NDArray[np.int64]:
+    """Return the population of each sample that `write_genotypes` makes, shape (n_samples,)."""
+    return np.arange(n_samples, dtype=np.int64) * n_populations // n_samples
+
+
+def write_genotypes(
+    path: str | os.PathLike[str],
+    shape: tuple[int, int],
+    *,
+    chunks: tuple[int, int],
+    n_slots: int,
+    n_populations: int = 4,
+    zarr_format: Literal[2, 3] = 3,
+    codec: Literal["lz4", "zstd"] | None = "lz4",
+    seed: int = 0,
+    overwrite: bool = False,
+) -> da.Array:
+    """Write made-up genotypes of some populations to a Zarr store, from the workers.
+
+    The store and its metadata are made at once, its chunks when the result is computed. Allele
+    frequencies are up to 0.5, populations differ by an FST of 0.1, and 3 % of the genotypes are
+    missing, of some variants many more. Same seed, shape and chunk height: same genotypes, on any
+    cluster.
+
+    Parameters
+    ----------
+    path
+        Folder to make, on a file system that client and workers share.
+    shape
+        (variants, samples).
+    chunks
+        Rows and columns of a chunk of the store.
+    n_slots
+        Worker threads of the cluster.
+    n_populations
+        Number of populations; `populations` tells who is in which.
+    zarr_format
+        2 or 3.
+    codec
+        Of Blosc, with bits shuffled, which makes files three to four times smaller. lz4 is read
+        faster than zstd. None writes uncompressed chunks.
+    seed
+        Row i of chunks draws from ``SeedSequence(seed, spawn_key=(i,))``.
+    overwrite
+        Delete what is at ``path``.
+
+    Returns
+    -------
+    dask.array.Array
+        Shape (), uint64, NumPy: the sum of all elements written, as
+        `hpcdask.workloads.zarr.read_all` finds it. Each Dask task writes whole chunks, at most
+        128 MB if they are not larger.
+
+    Raises
+    ------
+    WorkloadError
+        Shape, chunks or populations out of range, ``path`` exists or cannot be made; zarr is not
+        installed. From workers: the store is not on a shared file system.
+    """
+    if min(*shape, *chunks) < 1:
+        raise WorkloadError(f"shape {shape} and chunks {chunks} must be positive")
+    if not 1 <= n_populations <= shape[1]:
+        raise WorkloadError(f"n_populations={n_populations} is out of range: 1 to {shape[1]}")
+    _create(os.path.abspath(path), shape, chunks, zarr_format, codec, overwrite)
+    stored = find(path)
+    rows = slab_rows(*shape, n_slots=n_slots, max_nbytes=WRITE_NBYTES, multiple=stored.chunk[0])
+    partial = da.map_blocks(
+        _write,
+        stored=stored,
+        rows=rows,
+        n_populations=n_populations,
+        seed=seed,
+        chunks=((1,) * len(rows), (1,)),
+        dtype=np.uint64,
+        meta=np.empty((0, 0), np.uint64),
+    )
+    return cast("da.Array", partial.sum(split_every=SPLIT_EVERY, dtype=np.uint64))
+
+
+def _create(
+    path: str,
+    shape: tuple[int, int],
+    chunks: tuple[int, int],
+    zarr_format: int,
+    codec: str | None,
+    overwrite: bool,
+) -> None:
+    zarr = zarr_module()
+    if os.path.exists(path) and not overwrite:
+        raise WorkloadError(f"{path} exists: choose another path, or say overwrite=True")
+    if codec is None:
+        compressor = None
+    elif zarr_format == 2:
+        blosc = importlib.import_module("numcodecs").Blosc
+        compressor = blosc(codec, clevel=5, shuffle=blosc.BITSHUFFLE)
+    else:
+        blosc = importlib.import_module("zarr.codecs").BloscCodec
+        compressor = blosc(cname=codec, clevel=5, shuffle="bitshuffle")
+    try:
+        zarr.create_array(
+            path,
+            shape=shape,
+            chunks=chunks,
+            dtype="uint8",
+            fill_value=MISSING,
+            compressors=compressor,
+            zarr_format=zarr_format,
+            overwrite=overwrite,
+        )
+    except OSError as exc:
+        raise WorkloadError(f"{path} cannot be made: {exc}") from exc
+
+
+def _write(
+    *,
+    stored: StoredArray,
+    rows: tuple[int, ...],
+    n_populations: int,
+    seed: int,
+    block_id: tuple[int, int],
+) -> NDArray[np.uint64]:
+    start = sum(rows[: block_id[0]])
+    total = 0
+    for top in range(start, start + rows[block_id[0]], stored.chunk[0]):
+        seeds = np.random.SeedSequence(seed, spawn_key=(top // stored.chunk[0],))
+        height = min(stored.chunk[0], stored.shape[0] - top)
+        block = _draw((height, stored.shape[1]), n_populations, seeds)
+        in_reading_thread("cpu", run_inline, _put(stored, top, block)).result()
+        total += int(block.sum(dtype=np.uint64))
+    return np.full((1, 1), total, np.uint64)
+
+
+async def _put(stored: StoredArray, top: int, block: NDArray[np.uint8]) -> None:
+    array = await stored.open(stored.path, mode="r+")
+    await array.setitem((slice(top, top + block.shape[0]), slice(None)), block)
+
+
+def _draw(
+    shape: tuple[int, int], n_populations: int, seeds: np.random.SeedSequence
+) -> NDArray[np.uint8]:
+    rng = np.random.Generator(np.random.SFC64(seeds))
+    ancestral = rng.uniform(1e-4, 0.5, (shape[0], 1))
+    spread = (1 - FST) / FST
+    p = rng.beta(ancestral * spread, (1 - ancestral) * spread, (shape[0], n_populations))
+    known = 65535 * (1 - np.minimum(rng.exponential(MEAN_MISSING, (shape[0], 1)), 0.5))
+    # One 16-bit number below each of these bounds adds a copy.
+    two, one = ((q * known).astype(np.uint16) for q in (p**2, 1 - (1 - p) ** 2))
+    known = known.astype(np.uint16)
+    edges = np.searchsorted(populations(shape[1], n_populations), range(n_populations + 1))
+    out = np.empty(shape, np.uint8)
+    for top in range(0, shape[0], TILE_ROWS):
+        rows = slice(top, min(top + TILE_ROWS, shape[0]))
+        tile = out[rows]
+        # Ten times as fast as rng.integers() of 16 bits.
+        raw = rng.bit_generator.random_raw(-(-tile.size // 4)).astype("<u8", copy=False)
+        drawn = raw.view("<u2")[: tile.size].reshape(tile.shape)
+        np.multiply(drawn >= known[rows], MISSING, out=tile, dtype=np.uint8)
+        for i in range(n_populations):
+            columns = slice(edges[i], edges[i + 1])
+            tile[:, columns] += drawn[:, columns] < two[rows, i : i + 1]
+            tile[:, columns] += drawn[:, columns] < one[rows, i : i + 1]
+    return out

@@ -1,0 +1,325 @@
+"""The array computations that users run, on a square array of ``normal(10, 1)`` float64.
+
+========= ========================================= ===========================
+name      what one writes                           known answer
+========= ========================================= ===========================
+mean      ``x.mean()``                              10
+std       ``x.std()``                               1
+transpose ``(x + x.T).std()``                       √(2 + 2/n)
+matmul    ``(x @ x.T).mean()``                      100 n + 1
+fft       ``(abs(rfft(x)) ** 2).mean(axis=0)``      100 n² + n, then n, n, n, …
+stencil   five-point average, periodic, ``.std()``  1/√5
+========= ========================================= ===========================
+
+The ``stock`` form is that program in dask.array, in chunks that the Dask blog or dask itself
+chooses. The ``tuned`` form has the same answer and draws as many random numbers, each into the
+memory of a device, but lays the work out for the hardware:
+
+- One Dask task makes a chunk and reduces it, tile by tile while it is in the cache of a CPU; only
+  what other chunks need stays on the workers between Dask tasks.
+- Chunks have full rows, so ``fft`` along them needs no rechunk and ``stencil`` only two rows of
+  each neighbour. Users transform the last axis, the default of ``da.fft``; their chunks are
+  square, so the stock form has to rechunk first.
+- ``transpose`` makes a chunk and its mirror image in one Dask task, so no chunk has to move. (How
+  fast chunks that lie elsewhere move is what :mod:`hpcdask.workloads.exchange` measures.)
+- ``x + x.T`` and ``x @ x.T`` are symmetric: only one of two mirrored chunks is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import dask.array as da
+import numpy as np
+from dask._task_spec import Task, TaskRef
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from hpcdask.workloads import (
+    Check,
+    Device,
+    Form,
+    WorkloadError,
+    client_cupy,
+    slab_rows,
+)
+from hpcdask.workloads import pattern_blocks as blocks
+from hpcdask.workloads.pattern_blocks import ITEM_NBYTES, LOC
+
+__all__ = ["LEAST_SIDE", "NAMES", "build", "check", "grid", "slabs", "work"]
+
+NAMES = ("mean", "std", "transpose", "matmul", "fft", "stencil")
+#: Below this the checks, which rest on large numbers, say nothing.
+LEAST_SIDE = 16
+#: Chunks of the blog on GPUs; what ``da.random`` chooses without them.
+STOCK_CHUNKS: dict[Device, int | str] = {"cuda": 10_000, "cpu": "auto"}
+#: Of a chunk. Beside it on the device are at most its neighbour or mirror image and the result.
+MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 2_000_000_000, "cpu": 128_000_000}
+#: Blocks of x for each slot of ``transpose``: a pair has two of them, the diagonal one.
+BLOCKS_PER_SLOT = 8
+#: Partial results are small: 64 of them are merged in one Dask task.
+SPLIT_EVERY = 64
+
+
+def build(
+    name: str,
+    n: int,
+    device: Device = "cuda",
+    form: Form = "tuned",
+    n_slots: int = 1,
+    seed: int = 0,
+    *,
+    max_nbytes: int | None = None,
+) -> da.Array:
+    """Build one of the computations.
+
+    Parameters
+    ----------
+    name
+        One of ``NAMES``.
+    n
+        Side of the array; at least ``LEAST_SIDE``.
+    device
+        Where it is computed. The stock form needs a GPU on the client as well for ``"cuda"``.
+    form
+        ``"tuned"`` or ``"stock"``.
+    n_slots
+        Worker threads of the cluster, for the tuned form's chunks.
+    seed
+        The tuned form's chunk ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``, block
+        ``(i, j)`` of ``transpose`` from ``spawn_key=(i, j)``.
+    max_nbytes
+        Bound of a chunk of the tuned form in bytes, instead of 2 GB on GPUs and 128 MB on CPUs.
+
+    Returns
+    -------
+    dask.array.Array
+        float64; shape (n // 2 + 1,) for ``"fft"``, else (). The tuned form's result is NumPy, and
+        building it needs no GPU and no CuPy.
+
+    Raises
+    ------
+    WorkloadError
+        An unknown name or form, an array that is too small, a chunk bound in which no row fits,
+        or ``"stock"`` on ``"cuda"`` where the client has no GPU.
+    """
+    _validate(name, n)
+    if form == "stock":
+        return _stock(name, _stock_normals(n, device, seed))
+    if form != "tuned":
+        raise WorkloadError(f"unknown form {form!r}: tuned or stock")
+    if name == "transpose":
+        return _transpose(grid(n, device, n_slots, max_nbytes), device, seed)
+    rows = slabs(n, device, n_slots, max_nbytes)
+    common = {"n": n, "seed": seed, "device": device}
+    graph = _Graph(name, rows, tuple(common.values()))
+    if name == "mean":
+        parts = [graph.task(blocks.total, r, i, **common) for i, r in enumerate(rows)]
+        return graph.array(parts, blocks.add, blocks.mean)
+    if name == "std":
+        parts = [graph.task(blocks.moments, r, i, **common) for i, r in enumerate(rows)]
+        return graph.array(parts, blocks.merge, blocks.std)
+    if name == "fft":
+        parts = [graph.task(blocks.spectrum, r, i, **common) for i, r in enumerate(rows)]
+        return graph.array(parts, blocks.add, blocks.means, n // 2 + 1)
+    x = [graph.task(blocks.slab, r, i, **common) for i, r in enumerate(rows)]
+    if name == "matmul":
+        pairs = itertools.combinations_with_replacement(range(len(x)), 2)
+        parts = [graph.task(blocks.product, x[i], x[j], mirrored=i != j) for i, j in pairs]
+        return graph.array(parts, blocks.add, blocks.mean)
+    # One Dask task of two rows for each slab, so that a neighbour need not fetch the whole slab.
+    edges = [graph.task(blocks.edges, slab) for slab in x]
+    after = [*edges[1:], edges[0]]
+    parts = [
+        graph.task(blocks.five_points, slab, edges[i - 1], after[i], device=device)
+        for i, slab in enumerate(x)
+    ]
+    return graph.array(parts, blocks.merge, blocks.std)
+
+
+def slabs(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
+    """Choose row chunks of full width for all tuned forms but ``transpose``.
+
+    Raises
+    ------
+    WorkloadError
+        No row fits the bound of a chunk.
+    """
+    limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
+    if limit < n * ITEM_NBYTES:
+        raise WorkloadError(
+            f"a chunk of {limit} B has no room for a row of {n} float64: chunks of "
+            f"{n * ITEM_NBYTES} B are the least, or an array of side {limit // ITEM_NBYTES}"
+        )
+    return slab_rows(n, n * ITEM_NBYTES, n_slots=n_slots, max_nbytes=limit)
+
+
+def grid(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
+    """Choose the rows of square chunks for ``transpose``, which are their columns too.
+
+    Raises
+    ------
+    WorkloadError
+        No element fits the bound of a chunk.
+    """
+    limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
+    if limit < ITEM_NBYTES:
+        raise WorkloadError(f"a chunk of {limit} B has no room: {ITEM_NBYTES} B are the least")
+    edge = math.isqrt(limit // ITEM_NBYTES)
+    parts = min(n, max(math.ceil(math.sqrt(BLOCKS_PER_SLOT * n_slots)), math.ceil(n / edge)))
+    bounds = [i * n // parts for i in range(parts + 1)]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
+def check(name: str, result: Any, n: int) -> list[Check]:
+    """Compare a result with what is known of it, within six standard errors.
+
+    Parameters
+    ----------
+    name
+        One of ``NAMES``.
+    result
+        Of ``build``, as NumPy.
+    n
+        Side of the array.
+
+    Raises
+    ------
+    WorkloadError
+        An unknown name, or an array that is too small.
+    """
+    _validate(name, n)
+    if name == "fft":
+        # A row sums to N(10 n, n), and its other frequencies have exponential power of mean n.
+        zero, rest = float(result[0]), float(np.mean(result[1:]))
+        error = math.sqrt(4 * LOC**2 * n**2 + 2 * n)
+        return [
+            Check("power at frequency 0", zero, LOC**2 * n**2 + n, 6 * error),
+            Check("power at other frequencies", rest, n, 6 * math.sqrt(2)),
+        ]
+    expected, error = {
+        "mean": (LOC, 1 / n),
+        "std": (1.0, math.sqrt(1 / 2) / n),
+        # Off the diagonal the variance is 2, on it 4, and of the n² elements half are distinct.
+        "transpose": (math.sqrt(2 + 2 / n), math.sqrt(2) / n),
+        # Sum of the squares of n column sums, each N(10 n, n), over n².
+        "matmul": (LOC**2 * n + 1, math.sqrt(4 * LOC**2 + 2 / n)),
+        # Squared correlations with the neighbours add up to 2.44.
+        "stencil": (math.sqrt(1 / 5), math.sqrt(1 / 5 * 2.44 / 2) / n),
+    }[name]
+    return [Check(name, float(result), expected, 6 * error)]
+
+
+def work(name: str, n: int, n_workers: int = 1) -> dict[str, float]:
+    """Return the least that hardware has to do, however the computation is laid out.
+
+    Parameters
+    ----------
+    name
+        One of ``NAMES``.
+    n
+        Side of the array.
+    n_workers
+        Workers that share it; between them nothing moves within one.
+
+    Returns
+    -------
+    dict
+        ``"random"``: normals drawn. ``"memory"``: bytes of the array, written once and read once.
+        For ``"matmul"`` also ``"matrix_float64"``: FLOP of one triangle of the product, and
+        ``"link"``: bytes between workers. One that computes 1/W of the triangle needs n/√W rows at
+        least and holds n/W of them; that counts products of whole rows, which is what a worker
+        computes here.
+
+    Raises
+    ------
+    WorkloadError
+        An unknown name, or an array that is too small.
+    """
+    _validate(name, n)
+    least = {"memory": 2.0 * ITEM_NBYTES * n**2, "random": float(n**2)}
+    if name == "matmul":
+        least["matrix_float64"] = float(n**2 * (n + 1))
+        least["link"] = ITEM_NBYTES * n**2 * (math.sqrt(n_workers) - 1)
+    return least
+
+
+def _validate(name: str, n: int) -> None:
+    if name not in NAMES:
+        raise WorkloadError(f"unknown pattern {name!r}: {', '.join(NAMES)}")
+    if n < LEAST_SIDE:
+        raise WorkloadError(
+            f"a side of {n} is too small: the least is {LEAST_SIDE}, "
+            f"{ITEM_NBYTES * LEAST_SIDE**2} B of float64"
+        )
+
+
+def _transpose(rows: tuple[int, ...], device: Device, seed: int) -> da.Array:
+    graph = _Graph("transpose", rows, (seed, device))
+    # Pairs first and the smaller ones, on the diagonal, last: all slots end together.
+    cells = [*itertools.combinations(range(len(rows)), 2), *((i, i) for i in range(len(rows)))]
+    parts = [
+        graph.task(blocks.mirrored, cell, (rows[cell[0]], rows[cell[1]]), seed=seed, device=device)
+        for cell in cells
+    ]
+    return graph.array(parts, blocks.merge, blocks.std)
+
+
+class _Graph:
+    """A graph of plain functions, ended by a tree that merges small NumPy arrays."""
+
+    def __init__(self, name: str, *token: Any) -> None:
+        self.name = f"{name}-{tokenize(name, *token)}"
+        self.tasks: dict[Any, Task] = {}
+
+    def task(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> TaskRef:
+        key = f"{function.__name__}-{self.name}", len(self.tasks)
+        self.tasks[key] = Task(key, function, *args, **kwargs)
+        return TaskRef(key)
+
+    def array(
+        self,
+        parts: Sequence[TaskRef],
+        merge: Callable[..., Any],
+        finish: Callable[..., Any],
+        size: int | None = None,
+    ) -> da.Array:
+        """Merge the parts; ``finish`` takes the last ones. A size makes the result a vector."""
+        while len(parts) > SPLIT_EVERY:
+            parts = [
+                self.task(merge, *parts[i : i + SPLIT_EVERY])
+                for i in range(0, len(parts), SPLIT_EVERY)
+            ]
+        key = (self.name,) if size is None else (self.name, 0)
+        self.tasks[key] = Task(key, finish, *parts)
+        return da.Array(
+            HighLevelGraph.from_collections(self.name, self.tasks),
+            self.name,
+            chunks=() if size is None else ((size,),),
+            dtype=np.float64,
+            meta=np.empty(() if size is None else 0),
+        )
+
+
+def _stock_normals(n: int, device: Device, seed: int) -> da.Array:
+    if device == "cuda":
+        # CuPy's Generator has no `normal`, so this is what one can write.
+        rng: Any = da.random.RandomState(seed, RandomState=client_cupy().random.RandomState)
+    else:
+        rng = da.random.default_rng(seed)
+    return cast("da.Array", rng.normal(LOC, 1.0, size=(n, n), chunks=STOCK_CHUNKS[device]))
+
+
+def _stock(name: str, x: da.Array) -> da.Array:
+    forms: dict[str, Callable[[], Any]] = {
+        "mean": lambda: x.mean(),
+        "std": lambda: x.std(),
+        "transpose": lambda: (x + x.T).std(),
+        "matmul": lambda: (x @ x.T).mean(),
+        "fft": lambda: (abs(da.fft.rfft(x.rechunk({1: -1}))) ** 2).mean(axis=0),
+        "stencil": lambda: x.map_overlap(blocks.average, depth=1, boundary="periodic").std(),
+    }
+    return cast("da.Array", forms[name]())

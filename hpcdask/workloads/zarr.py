@@ -1,0 +1,240 @@
+"""Matrices in Zarr stores, read by the workers: the loading part of a pipeline, and its time alone.
+
+Stores are folders on a file system that client and workers share, in Zarr format 2 or 3.
+
+Notes
+-----
+Reading overlaps computing within a Dask task, by reading threads beside the worker's own
+(``prefetch=True``). Reading the next chunk ahead in the task of the one before it does not work under
+distributed, which hands out chunks to whichever worker is free: nobody knows which chunk is next.
+Nor do two Dask tasks per chunk, one to read and one to compute, on a worker with one thread, as
+GPU workers have: it runs them one after the other.
+
+A chunk that is missing in a store is one of fill values, by the Zarr specification. So a file that was
+lost is not an error here; programs for which no fill value is harmless compare
+`n_missing_chunks` with zero.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, cast
+
+import dask.array as da
+import numpy as np
+
+from hpcdask.workloads import Device, WorkloadError, slab_rows
+from hpcdask.workloads.zarr_reading import StoredArray, StoredRows, zarr_module
+
+__all__ = ["find", "n_missing_chunks", "open_rows", "read_all"]
+
+MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
+SPLIT_EVERY = 64
+TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 21}
+
+
+def find(path: str | os.PathLike[str], component: str | None = None) -> StoredArray:
+    """Look at a matrix in a Zarr store, without reading any of it.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    component
+        Array in the store, such as ``"calls/genotype"``; not needed if the store is one array.
+
+    Raises
+    ------
+    WorkloadError
+        No such path, no Zarr store, a group of arrays without ``component``, or no matrix of real
+        numbers; zarr is not installed.
+    """
+    return _found(_open(path, component), os.path.abspath(path), component)
+
+
+def n_missing_chunks(path: str | os.PathLike[str], component: str | None = None) -> int:
+    """Count the chunks that a store does not have, by listing its files; they are read as fill values.
+
+    Raises
+    ------
+    WorkloadError
+        As from `find`.
+    """
+    array = _open(path, component)
+    return int(array.nchunks - array.nchunks_initialized)
+
+
+def _open(path: str | os.PathLike[str], component: str | None) -> Any:
+    zarr = zarr_module()
+    where = os.path.abspath(path)
+    if not os.path.isdir(where):
+        what = "is not a folder" if os.path.exists(where) else "does not exist"
+        raise WorkloadError(
+            f"{where} {what} on {socket.gethostname()}: a Zarr store is a folder, "
+            "on a file system that client and workers share"
+        )
+    try:
+        node = zarr.open(store=where, path=component or "", mode="r")
+    except FileNotFoundError as exc:
+        if not component:
+            raise WorkloadError(
+                f"{where} is not a Zarr store: no zarr.json, .zarray or .zgroup in it"
+            ) from exc
+        root = _open_root(zarr, where)
+        raise WorkloadError(f"{where} has no {component!r}; {_arrays(zarr, root)}") from exc
+    except Exception as exc:
+        raise WorkloadError(f"the metadata of {where} cannot be read: {exc}") from exc
+    if isinstance(node, zarr.Group):
+        raise WorkloadError(
+            f"{os.path.join(where, component or '')} is a group: "
+            f"say which of its arrays as component=...; {_arrays(zarr, node)}"
+        )
+    return node
+
+
+def _open_root(zarr: Any, where: str) -> Any:
+    try:
+        return zarr.open_group(where, mode="r")
+    except FileNotFoundError:
+        return None
+
+
+def _arrays(zarr: Any, group: Any) -> str:
+    if group is None:
+        return "it is not a group"
+    found = [node for _, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
+    names = sorted(f"{node.path} {node.shape}" for node in found)
+    return "its arrays: " + ", ".join(names) if names else "it has no arrays"
+
+
+def _found(array: Any, where: str, component: str | None) -> StoredArray:
+    stored = StoredArray(
+        path=where,
+        component=component or "",
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
+        chunk=tuple(array.shards or array.chunks),
+        fill_value=array.fill_value or 0,
+        plain=array.metadata.zarr_format == 3
+        and not (array.shards or array.filters or array.compressors),
+    )
+    if array.ndim != 2:
+        raise WorkloadError(f"{stored} has {array.ndim} dimensions {array.shape}; a matrix has 2")
+    if array.dtype.kind not in "buif":
+        raise WorkloadError(
+            f"{stored} is {array.dtype}; integers, booleans and real floats are accepted"
+        )
+    if min(array.shape) < 1:
+        raise WorkloadError(f"{stored} is {array.shape[0]} x {array.shape[1]}: nothing to read")
+    return stored
+
+
+def open_rows(
+    path: str | os.PathLike[str],
+    *,
+    device: Device = "cuda",
+    n_slots: int,
+    max_nbytes: int | None = None,
+    component: str | None = None,
+    prefetch: bool = False,
+) -> da.Array:
+    """Open a matrix in a Zarr store as row chunks of full width.
+
+    Parameters
+    ----------
+    path
+        Folder of the store, which the workers see under the same name.
+    device
+        ``"cuda"`` reads into CuPy arrays, ``"cpu"`` into NumPy arrays. Uncompressed chunks go straight into
+        device memory where kvikio is installed; `hpcdask.workloads.zarr_reading.reading_way` tells.
+    n_slots
+        Worker threads of the cluster.
+    max_nbytes
+        Bound of a chunk, in bytes (4 GB on GPUs, 128 MB on CPUs); one row of the store's chunks is the
+        least.
+    component
+        Array in the store, if it is a group.
+    prefetch
+        Chunks are `StoredRows`, which are still being read while the Dask task that made them goes on: for
+        programs that go through a chunk by slices of rows, as `hpcdask.workloads.svd` does. They
+        count as read when they are asked for: persist arrays, not these.
+
+    Returns
+    -------
+    dask.array.Array
+        As stored in shape and dtype. Each chunk but the last is a multiple of the store's chunks
+        high, so that no file is read twice. One Dask task per chunk. Building it needs no GPU.
+
+    Raises
+    ------
+    WorkloadError
+        As from `find`, before anything is computed. From workers: the store is not on a shared file system, it
+        has changed, or a chunk in it is damaged.
+    """
+    stored = find(path, component)
+    limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
+    rows = slab_rows(
+        stored.shape[0],
+        stored.shape[1] * np.dtype(stored.dtype).itemsize,
+        n_slots=n_slots,
+        max_nbytes=limit,
+        multiple=stored.chunk[0],
+    )
+    x = da.map_blocks(
+        _chunk,
+        stored=stored,
+        device=device,
+        prefetch=prefetch,
+        chunks=(rows, (stored.shape[1],)),
+        dtype=stored.dtype,
+        meta=np.empty((0, 0), stored.dtype),
+    )
+    return cast("da.Array", x)
+
+
+def _chunk(*, stored: StoredArray, device: Device, prefetch: bool, block_info: Any) -> Any:
+    start, stop = block_info[None]["array-location"][0]
+    rows = StoredRows(stored, start, stop, device)
+    return rows if prefetch else rows[:]
+
+
+def read_all(x: da.Array, *, device: Device = "cuda") -> da.Array:
+    """Read every chunk and do no more than add up its elements: what loading takes by itself.
+
+    Parameters
+    ----------
+    x
+        From `open_rows`.
+    device
+        What the chunks of ``x`` are on.
+
+    Returns
+    -------
+    dask.array.Array
+        Shape (), NumPy: the sum of the elements, in float64, or in int64 or uint64 (which wrap around).
+        Number of Dask tasks: the chunks plus a tree of ``SPLIT_EVERY`` branches.
+    """
+    total = {"f": "float64", "i": "int64"}.get(x.dtype.kind, "uint64")
+    partial = da.map_blocks(
+        _sum_of_chunk,
+        x,
+        device=device,
+        total=total,
+        chunks=((1,) * x.numblocks[0], (1,)),
+        dtype=total,
+        meta=np.empty((0, 0), total),
+    )
+    return cast("da.Array", partial.sum(split_every=SPLIT_EVERY, dtype=total))
+
+
+def _sum_of_chunk(block: Any, *, device: Device, total: str) -> Any:
+    # Sums of rows of bytes fit in 32 bits, and take half as long.
+    narrow = block.dtype.itemsize == 1 and block.shape[1] < 1 << 23
+    of_row = {"int64": "int32", "uint64": "uint32"}[total] if narrow else total
+    step = max(1, TILE_NBYTES[device] // (block.shape[1] * block.dtype.itemsize))
+    out = np.zeros((1, 1), total)
+    for start in range(0, block.shape[0], step):
+        tile = block[start : start + step]
+        out += np.asarray(tile.sum(axis=1, dtype=of_row).sum(dtype=total).item(), total)
+    return out

@@ -1,0 +1,271 @@
+"""How workers read rows of a Zarr array: ahead of what is computed, and to where it is computed.
+
+Bands of rows get to a device through the buffers that a single call asks for, never through
+``zarr.config.enable_gpu()``, which changes what all threads of the process get.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+import math
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcdask.workloads import Device, WorkloadError, array_module
+from hpcdask.workloads.zarr_threads import in_reading_thread, n_readers, run_inline
+
+__all__ = ["StoredArray", "StoredRows", "reading_way", "zarr_module"]
+
+ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
+#: Bytes read at once. A band is at least one chunk of the store high.
+BAND_NBYTES: dict[Device, int] = {"cuda": 1 << 26, "cpu": 1 << 23}
+BLOSC_HEADER_NBYTES = 16
+
+logger = logging.getLogger(__name__)
+
+
+def zarr_module() -> Any:
+    """Return zarr-python.
+
+    Raises
+    ------
+    WorkloadError
+        It is not installed where this runs, or is older than 3.
+    """
+    try:
+        import zarr
+        import zarr.api.asynchronous
+        import zarr.storage
+    except ImportError as exc:
+        raise WorkloadError(f"Zarr stores need zarr-python 3 ({exc}): {ZARR_INSTALL}") from exc
+    return zarr
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A matrix in a Zarr store, as the client found it.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    component
+        Array in the store, ``""`` for the store itself.
+    shape, dtype
+        Of the matrix.
+    chunk
+        Rows and columns of what is one file: a chunk, or a shard.
+    fill_value
+        What the elements of a chunk are that the store does not have.
+    plain
+        Files hold the elements as they are in memory: Zarr format 3, no compression, no shards.
+    """
+
+    path: str
+    component: str
+    shape: tuple[int, int]
+    dtype: str
+    chunk: tuple[int, int]
+    fill_value: float
+    plain: bool
+
+    def __str__(self) -> str:
+        return os.path.join(self.path, self.component) if self.component else self.path
+
+    async def open(self, store: Any, mode: str = "r") -> Any:
+        """Open the array as zarr's ``AsyncArray``, and see that it is still what the client found.
+
+        Raises
+        ------
+        WorkloadError
+            Not there, or not the same.
+        """
+        host = socket.gethostname()
+        try:
+            array = await zarr_module().api.asynchronous.open_array(
+                store=store, path=self.component, mode=mode
+            )
+        except FileNotFoundError as exc:
+            raise WorkloadError(
+                f"{host} does not see the Zarr array {self}: "
+                "workers need it on a file system that they share with the client"
+            ) from exc
+        if (array.shape, array.dtype) != (self.shape, np.dtype(self.dtype)):
+            raise WorkloadError(
+                f"{self} is {array.shape} {array.dtype} on {host}, and was {self.shape} {self.dtype} "
+                "when it was opened: open it again"
+            )
+        return array
+
+    def band_rows(self, device: Device) -> int:
+        """Return how many rows are read at once: whole chunks of the store."""
+        chunk_nbytes = self.chunk[0] * self.shape[1] * np.dtype(self.dtype).itemsize
+        return self.chunk[0] * max(1, BAND_NBYTES[device] // chunk_nbytes)
+
+
+class StoredRows:
+    """Some rows of a stored matrix, all being read since this was made.
+
+    It is what a chunk of `hpcdask.workloads.zarr.open_rows` is with ``prefetch=True``. ``rows[a:b]``
+    waits for those rows only and returns them as an array of the device; ``rows[:]`` is the whole.
+    Pickled, it is a note of where to read again.
+
+    Parameters
+    ----------
+    stored
+        The matrix.
+    start, stop
+        First row, and the one after the last.
+    device
+        ``"cuda"`` for CuPy arrays, ``"cpu"`` for NumPy arrays.
+
+    Raises
+    ------
+    WorkloadError
+        From a slice: the store cannot be seen or has changed, or a chunk cannot be read.
+    """
+
+    ndim = 2
+
+    def __init__(self, stored: StoredArray, start: int, stop: int, device: Device) -> None:
+        self.shape = (stop - start, stored.shape[1])
+        self.dtype = np.dtype(stored.dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self._made_from = (stored, start, stop, device)
+        self._height = stored.band_rows(device)
+        gpu = array_module(device).cuda.Device() if device == "cuda" else None
+        self._bands = [
+            in_reading_thread(device, _read, stored, a, min(a + self._height, stop), gpu)
+            for a in range(start, stop, self._height)
+        ]
+
+    def __getitem__(self, rows: slice) -> Any:
+        start, stop, step = rows.indices(self.shape[0])
+        if step != 1:
+            raise IndexError(f"rows are read in steps of 1, not {step}")
+        parts = []
+        for i in range(start // self._height, max(1, math.ceil(stop / self._height))):
+            band = self._bands[i].result()
+            parts.append(band[max(0, start - i * self._height) : stop - i * self._height])
+        if len(parts) == 1:
+            return parts[0]
+        return array_module(self._made_from[3]).concatenate(parts)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype=dtype)
+
+    def __sizeof__(self) -> int:
+        return self.nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_from
+
+
+def _read(stored: StoredArray, start: int, stop: int, gpu: Any) -> Any:
+    """Read rows into host memory, or with a ``cupy.cuda.Device`` into its memory."""
+    if gpu is None:
+        return run_inline(_rows(stored, start, stop))
+    with gpu:
+        cupy = array_module("cuda")
+        # CuPy copies through pinned memory of its own.
+        direct = not _why_not_direct(stored)
+        rows = cupy.asarray(run_inline(_rows(stored, start, stop, direct=direct)))
+        # The thread that computes may use another stream.
+        cupy.cuda.get_current_stream().synchronize()
+    return rows
+
+
+async def _rows(stored: StoredArray, start: int, stop: int, *, direct: bool = False) -> Any:
+    if direct:
+        store = _gds_store()(stored.path, read_only=True)
+        buffers = importlib.import_module("zarr.buffer.gpu").buffer_prototype
+    else:
+        store = _checked_store()(stored.path, read_only=True)
+        buffers = importlib.import_module("zarr.buffer.cpu").buffer_prototype
+    array = await stored.open(store)
+    store.blosc = array.shards is None and "Blosc" in str([type(c) for c in array.compressors])
+    try:
+        return await array.getitem((slice(start, stop), slice(None)), prototype=buffers)
+    except Exception as exc:
+        await _name_the_chunk(stored, array, start, stop, buffers)
+        raise WorkloadError(
+            f"rows {start} to {stop - 1} of {stored} cannot be read: {exc}"
+        ) from exc
+
+
+async def _name_the_chunk(
+    stored: StoredArray, array: Any, start: int, stop: int, buffers: Any
+) -> None:
+    height, width = stored.chunk
+    rows = range(start // height, math.ceil(stop / height))
+    for i, j in itertools.product(rows, range(math.ceil(stored.shape[1] / width))):
+        area = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+        try:
+            await array.getitem(area, prototype=buffers)
+        except Exception as exc:
+            key = array.metadata.encode_chunk_key((i, j))
+            what = f"chunk {key} of {stored} cannot be read on {socket.gethostname()}: {exc}"
+            if isinstance(exc, OSError):
+                raise WorkloadError(what) from exc
+            nbytes = Path(str(stored), key).stat().st_size
+            raise WorkloadError(
+                f"{what}. The file of {nbytes} bytes is damaged or was not written to its end: "
+                "write the chunk again"
+            ) from exc
+
+
+@functools.cache
+def _checked_store() -> Any:
+    local_store: Any = zarr_module().storage.LocalStore
+
+    class CheckedStore(local_store):  # type: ignore[misc] # zarr's classes are Any here
+        """Refuses Blosc chunks that are shorter than they say: c-blosc would read past their end."""
+
+        blosc = False
+
+        async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+            found = await super().get(key, prototype, byte_range)
+            if self.blosc and found is not None:
+                header = found.as_numpy_array()[:BLOSC_HEADER_NBYTES].tobytes()
+                expected = max(BLOSC_HEADER_NBYTES, int.from_bytes(header[12:], "little"))
+                if len(found) < expected:
+                    raise ValueError(f"{len(found)} bytes of {expected} are there")
+            return found
+
+    return CheckedStore
+
+
+def reading_way(stored: StoredArray, device: Device) -> str:
+    """Say in one line how this process reads a matrix; for ``client.run``."""
+    threads = f"{n_readers(device)} threads"
+    if device == "cpu":
+        return f"zarr-python into host memory, {threads}"
+    why = _why_not_direct(stored)
+    if why:
+        return f"zarr-python into host memory, then a copy to the device, {threads}: {why}"
+    return f"kvikio into device memory, {threads}"
+
+
+def _why_not_direct(stored: StoredArray) -> str:
+    if not stored.plain:
+        # They would go to the device, back to zarr's codecs on the host, and to the device again.
+        return "the chunks are compressed, sharded or of Zarr format 2"
+    return "" if _gds_store() else "kvikio is not installed"
+
+
+@functools.cache
+def _gds_store() -> Any:
+    try:
+        return importlib.import_module("kvikio.zarr").GDSStore
+    except (ImportError, OSError) as exc:  # OSError: without the libraries that it loads
+        logger.info("uncompressed Zarr chunks are read through host memory: %s", exc)
+        return None
