@@ -1,7 +1,7 @@
 """scikit-learn on the cluster: a grid search whose fits run on the workers, through joblib.
 
-    pip install scikit-learn
-    mpirun -n 4 python -m hpcdask.run examples/grid_search.py
+pip install scikit-learn
+mpirun -n 4 python -m hpcdask.run examples/grid_search.py
 """
 
 import sys

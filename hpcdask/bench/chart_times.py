@@ -43,6 +43,8 @@ LIMIT_NAMES = {
 TEXT_PART = 0.3
 #: Sizes within one percent are the same.
 SAME_SIZE = 1.01
+#: Beyond this ratio of sizes, times are not in proportion: what is small waits for other things.
+SCALABLE = 100.0
 
 
 def failed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -70,12 +72,15 @@ def published(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     -------
     list of dict
         ``what`` and ``seconds`` as published; ``here``, the seconds times the ratio of the sizes;
-        ``scaled``, from what size, ``""`` where the sizes are the same or one is not known.
+        ``scaled``, from what size, ``""`` where the sizes are the same or one is not known. Left
+        out are figures of more than a hundred times the size, or less than a hundredth.
     """
     found = []
     for one in record.get("published") or ():
         known = bool(one.get("bytes")) and bool(record.get("bytes"))
         ratio = record["bytes"] / one["bytes"] if known else 1.0
+        if not 1 / SCALABLE <= ratio <= SCALABLE:
+            continue
         scaled = not 1 / SAME_SIZE <= ratio <= SAME_SIZE
         found.append(
             {

@@ -12,29 +12,44 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import dask
 from dask.utils import parse_bytes
 
 from hpcdask import ranks
-from hpcdask.bench import limits, report
+from hpcdask.bench import exchange_report, limits, report, table
 from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster, connect, inspect
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
-from hpcdask.bench.exchange_report import MAX_LINES, table
 from hpcdask.bench.records import decimal_bytes, describe, say, tell
 from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import run_svd, run_svd_exact
+from hpcdask.devices import visible_gpus
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.workloads import Form, WorkloadError
+from hpcdask.workloads import Device, Form, WorkloadError
 
 __all__ = ["bench", "main"]
 
 SVD_NBYTES = 200 * 10**9
 EXACT_NBYTES = 16 * 10**8
+#: Bytes for each worker thread: seconds for each, and the published sizes on 8 GPUs.
+SIZES: dict[Device, dict[str, int]] = {
+    "cuda": {
+        "array": 250 * 10**9,
+        "operation": 8 * 10**9,
+        "svd": 25 * 10**9,
+        "exact": 200 * 10**6,
+    },
+    "cpu": {
+        "array": 400 * 10**6,
+        "operation": 64 * 10**6,
+        "svd": 50 * 10**6,
+        "exact": 16 * 10**6,
+    },
+}
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -138,6 +153,7 @@ def _execute(
     json_file: str | None,
     report_file: Path | None,
     finish: Callable[[dict[str, Any]], None] | None = None,
+    leave_out: bool = False,
 ) -> None:
     """Make the measurements on the cluster, and tell of each when it is made."""
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
@@ -148,7 +164,13 @@ def _execute(
             cluster = inspect(client, device)
             rates: dict[str, float] = {}
             for measurement in measurements:
-                line = measurement(cluster, timeline=report_file is not None)
+                try:
+                    line = measurement(cluster, timeline=report_file is not None)
+                except (UsageError, WorkloadError) as exc:
+                    if not leave_out:
+                        raise
+                    say(f"left out: {exc}")
+                    continue
                 if "work" in line:
                     rates = rates or limits.measure(cluster)  # bad input is known by now
                     _complete(line, rates)
@@ -269,6 +291,62 @@ def startup_command(**options: Any) -> None:
     _execute([run_startup], **options)
 
 
+@bench.command("table")
+@click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes, on GPUs.")
+@click.option(
+    "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
+)
+@repeats_option
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), metavar="FILE")
+@click.option("--report", "report_file", type=OutputFile(".html"), metavar="FILE.html")
+def table_command(
+    size: int, cpu_size: int, repeats: int, json_file: str | None, report_file: Path | None
+) -> None:
+    """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
+    if (rank := ranks.detect()) is not None and rank.size > 1:
+        raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
+    lines = []
+    for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
+        for form in get_args(Form):
+            nbytes = cpu_size if row.device == "cpu" else size
+            lines.append(table.run_row(row, form, nbytes, repeats))
+            tell(lines[-1], json_file)
+    table.show(lines)
+    if report_file is not None:
+        report.write(lines, report_file)
+        say(f"report: {report_file}")
+
+
+@bench.command("all")
+@repeats_option
+@common_options
+def all_command(repeats: int, **options: Any) -> None:
+    """Measure all workloads, at sizes that suit the cluster.
+
+    What cannot be measured on it is left out, with a line that says why.
+    """
+
+    def sized(run: Measurement, size: str, **how: Any) -> Measurement:
+        def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
+            nbytes = SIZES[cluster.device][size] * cluster.n_slots
+            return run(cluster, nbytes, repeats=repeats, timeline=timeline, **how)
+
+        return measure
+
+    forms = get_args(Form)
+    operations = [name for name in OPERATIONS if name != "sum"]
+    measurements = [
+        run_startup,
+        *(sized(run_array, "array", form=form) for form in forms),
+        *(sized(run_array, "operation", operation=name) for name in operations),
+        *(sized(run_svd, "svd", form=form) for form in forms),
+        sized(run_svd, "svd", packed=True),
+        *(sized(run_svd_exact, "exact", form=form) for form in forms),
+        _exchange(None, None, repeats=repeats, alone=False),
+    ]
+    _execute(measurements, leave_out=True, **options)
+
+
 @bench.command("exchange")
 @click.option(
     "--size",
@@ -300,24 +378,31 @@ def exchange_command(
 ) -> None:
     """Time what workers exchange: pair by pair, all to all, and x + x.T; name who is slow."""
 
-    def run(cluster: Cluster, timeline: bool) -> dict[str, Any]:
-        line = run_exchange(cluster, size, transpose_size, repeats=repeats, alone=alone)
-        _tell_exchange(line["result"])
-        return line
-
     def draw(line: dict[str, Any]) -> None:
         if picture is not None:
             picture.write_text(heat_map(line), encoding="utf-8")
 
+    run = _exchange(size, transpose_size, repeats=repeats, alone=alone)
     _execute([run], finish=draw, **options)
 
 
+def _exchange(
+    nbytes: int | None, square_nbytes: int | None, *, repeats: int, alone: bool
+) -> Measurement:
+    def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
+        line = run_exchange(cluster, nbytes, square_nbytes, repeats=repeats, alone=alone)
+        _tell_exchange(line["result"])
+        return line
+
+    return measure
+
+
 def _tell_exchange(result: dict[str, Any]) -> None:
-    click.echo(table(result), err=True)
-    for finding in result["slow"][:MAX_LINES]:
+    click.echo(exchange_report.table(result), err=True)
+    for finding in result["slow"][: exchange_report.MAX_LINES]:
         say(f"warning: {finding['text']}")
-    if len(result["slow"]) > MAX_LINES:
-        say(f"warning: {len(result['slow']) - MAX_LINES} more are in the JSON line")
+    if len(result["slow"]) > exchange_report.MAX_LINES:
+        say(f"warning: {len(result['slow']) - exchange_report.MAX_LINES} more are in the JSON line")
     every, square = result["all_to_all"], result["transpose"]
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
     say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")

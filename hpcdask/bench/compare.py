@@ -231,7 +231,7 @@ def _versions(old: Mapping[str, Record], new: Mapping[str, Record]) -> str:
 
 def _limits(old: Sequence[Record], new: Sequence[Record]) -> str:
     was, is_now = (
-        {name: rate for r in run if r["workload"] == LIMITS for name, rate in r["rates"].items()}
+        {name: rate for r in run for name, rate in (r.get("rates") or {}).items()}
         for run in (old, new)
     )
     return ", ".join(

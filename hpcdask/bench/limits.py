@@ -43,7 +43,7 @@ MAX_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 256_000_000}
 MEMORY_FRACTION = 1 / 8
 LEAST_NBYTES = 1 << 20
 MATRIX_SIDE: dict[Device, int] = {"cuda": 8192, "cpu": 1024}
-LINK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 64_000_000}
+LINK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 32_000_000}
 #: Workers spill from 0.6 on, and count each view of a buffer as memory of its own.
 LINK_FRACTION = 0.25
 
@@ -215,22 +215,32 @@ def _prepare(kind: str, device: Device, nbytes: int, seed: int) -> tuple[Operati
 def _rounds(
     operation: Operation, amount: float, device: Device, barrier: threading.Barrier
 ) -> list[float]:
-    barrier.wait()
-    n_times = max(1, round(ROUND_S / _seconds(operation, 1, device)))
+    run = _gpu_round if device == "cuda" else _cpu_round
     rates = []
     for _ in range(1 + REPEATS):
         barrier.wait()
-        rates.append(n_times * amount / _seconds(operation, n_times, device))
+        n_times, seconds = run(operation)
+        rates.append(n_times * amount / seconds)
     return rates[1:]
 
 
-def _seconds(operation: Operation, n_times: int, device: Device) -> float:
-    if device == "cpu":
-        begin = time.perf_counter()
-        for _ in range(n_times):
-            operation()
-        return time.perf_counter() - begin
-    cuda = array_module(device).cuda
+def _cpu_round(operation: Operation) -> tuple[int, float]:
+    """Repeat an operation for the time of a round: how often, and the seconds that took."""
+    n_times, elapsed, start = 0, 0.0, time.perf_counter()
+    while elapsed < ROUND_S:
+        operation()
+        n_times, elapsed = n_times + 1, time.perf_counter() - start
+    return n_times, elapsed
+
+
+def _gpu_round(operation: Operation) -> tuple[int, float]:
+    # The GPU must not wait for Python, so how often is decided before, from a single time.
+    n_times = max(1, round(ROUND_S / _gpu_seconds(operation, 1)))
+    return n_times, _gpu_seconds(operation, n_times)
+
+
+def _gpu_seconds(operation: Operation, n_times: int) -> float:
+    cuda = array_module("cuda").cuda
     start, stop = cuda.Event(), cuda.Event()
     start.record()
     for _ in range(n_times):

@@ -104,7 +104,7 @@ def write_genotypes(
         dtype=np.uint64,
         meta=np.empty((0, 0), np.uint64),
     )
-    return cast("da.Array", partial.sum(split_every=SPLIT_EVERY, dtype=np.uint64))
+    return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=np.uint64))
 
 
 def _create(

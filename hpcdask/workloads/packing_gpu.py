@@ -113,7 +113,7 @@ def multiply_transposed(packed: Any, left: Any, n: int) -> Any:
     out = cupy.zeros((n, layout.columns))
     n_column_blocks = math.ceil(n / BLOCK_ROWS) * layout.groups
     n_slots = cupy.cuda.Device().attributes["MultiProcessorCount"] * BLOCKS_PER_SM
-    step = min(SCRATCH_NBYTES // layout.width // CHUNK * CHUNK, MAX_TERMS)
+    step = max(1, min(SCRATCH_NBYTES // layout.width, MAX_TERMS))
     for start in range(0, matrix.n_rows, step):
         rows = matrix.rows(start, start + step)
         split, n_chunks = digits.split(start, start + rows.n_rows)

@@ -77,7 +77,7 @@ extern "C" __global__ void column_max(const double* x, i64 n_rows, i64 columns, 
 static __device__ int exponent(double top, i64 n_digits) {
     double most = 127.0 * (ldexp(1.0, (int)(8 * n_digits)) - 1) / 255;
     int e;
-    if (!(top > 1e-270)) return 900;
+    if (!(top > 1e-290)) return 1000;  // what most / top can be
     frexp(most / top, &e);
     return e - 1;
 }

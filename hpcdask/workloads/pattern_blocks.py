@@ -74,7 +74,7 @@ def total(rows: int, number: int, *, n: int, seed: int, device: Device) -> Float
     """Count and sum of a chunk."""
     if device == "cuda":
         z = _standard_normals((rows, n), (number,), seed)
-        return np.array([rows * n, float(_total_kernel()(z, LOC))])
+        return np.array([rows * n, float(_total(z, LOC))])
     tiles = _fill(np.empty((rows, n)), (number,), seed)
     return np.array([rows * n, sum(float(tile.sum()) for tile in tiles)])
 
@@ -130,9 +130,7 @@ def moments(rows: int, number: int, *, n: int, seed: int, device: Device) -> Flo
     return merge(*(_moments(tile) for tile in _fill(np.empty((rows, n)), (number,), seed)))
 
 
-def mirrored(
-    cell: tuple[int, int], shape: tuple[int, int], *, seed: int, device: Device
-) -> Floats:
+def mirrored(cell: tuple[int, int], shape: tuple[int, int], *, seed: int, device: Device) -> Floats:
     """Moments of a block of ``x + x.T`` and, off the diagonal, of its mirror image."""
     a = _normals(shape, cell, seed, device)
     b = a if cell[0] == cell[1] else _normals(shape[::-1], cell[::-1], seed, device)
@@ -205,8 +203,8 @@ def _moments(tile: Floats) -> Floats:
 
 
 def _moments_cuda(x: Any, loc: float) -> Floats:
-    middle = float(_total_kernel()(x, loc)) / x.size
-    return np.array([x.size, middle, float(_squares_kernel()(x, loc - middle))])
+    middle = float(_total(x, loc)) / x.size
+    return np.array([x.size, middle, float(_squares(x, loc - middle))])
 
 
 def merge(*parts: Floats) -> Floats:
@@ -226,23 +224,21 @@ def std(*parts: Floats) -> np.float64:
 # --- CUDA kernels ---------------------------------------------------------------------------------
 
 
-@functools.cache
-def _total_kernel() -> Any:
-    return array_module("cuda").ReductionKernel(
-        "float64 z, float64 loc", "float64 y", "loc + z", "a + b", "y = a", "0", "hpcdask_total"
-    )
+def _total(x: Any, loc: float) -> Any:
+    """Sum of ``loc + x``."""
+    return _row_sums("loc + x", "hpcdask_total")(x, loc, axis=1).sum()
+
+
+def _squares(x: Any, loc: float) -> Any:
+    """Sum of the squares of ``loc + x``."""
+    return _row_sums("(loc + x) * (loc + x)", "hpcdask_squares")(x, loc, axis=1).sum()
 
 
 @functools.cache
-def _squares_kernel() -> Any:
+def _row_sums(term: str, name: str) -> Any:
+    # Row by row, because CuPy gives each result of such a kernel one block of threads.
     return array_module("cuda").ReductionKernel(
-        "float64 z, float64 loc",
-        "float64 y",
-        "(loc + z) * (loc + z)",
-        "a + b",
-        "y = a",
-        "0",
-        "hpcdask_squares",
+        "float64 x, float64 loc", "float64 y", term, "a + b", "y = a", "0", name
     )
 
 

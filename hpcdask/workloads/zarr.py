@@ -4,15 +4,17 @@ Stores are folders on a file system that client and workers share, in Zarr forma
 
 Notes
 -----
-Reading overlaps computing within a Dask task, by reading threads beside the worker's own
-(``prefetch=True``). Reading the next chunk ahead in the task of the one before it does not work under
-distributed, which hands out chunks to whichever worker is free: nobody knows which chunk is next.
-Nor do two Dask tasks per chunk, one to read and one to compute, on a worker with one thread, as
-GPU workers have: it runs them one after the other.
+With ``prefetch=True``, reading overlaps computing within a Dask task: its chunk comes in bands of
+rows from reading threads beside the worker's own. Two other ways do not do it:
 
-A chunk that is missing in a store is one of fill values, by the Zarr specification. So a file that was
-lost is not an error here; programs for which no fill value is harmless compare
-`n_missing_chunks` with zero.
+- to read the next chunk in the task of the one before it, because distributed gives chunks to
+  whichever worker is free, so that nobody knows which one is next;
+- to read and to compute in two Dask tasks, because a worker with one thread, as GPU workers have,
+  runs them one after the other. It took as long as reading and computing one by one.
+
+A chunk that a store does not have is one of fill values, by the Zarr specification. So a file that
+was lost is no error here; a program to which fill values do harm compares `n_missing_chunks` with
+zero.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def find(path: str | os.PathLike[str], component: str | None = None) -> StoredAr
 
 
 def n_missing_chunks(path: str | os.PathLike[str], component: str | None = None) -> int:
-    """Count the chunks that a store does not have, by listing its files; they are read as fill values.
+    """Count the chunks that are not in a store and so are read as fill values; lists its files.
 
     Raises
     ------
@@ -118,6 +120,7 @@ def _found(array: Any, where: str, component: str | None) -> StoredArray:
         fill_value=array.fill_value or 0,
         plain=array.metadata.zarr_format == 3
         and not (array.shards or array.filters or array.compressors),
+        stamp=_stamp(os.path.join(where, component or "")),
     )
     if array.ndim != 2:
         raise WorkloadError(f"{stored} has {array.ndim} dimensions {array.shape}; a matrix has 2")
@@ -128,6 +131,11 @@ def _found(array: Any, where: str, component: str | None) -> StoredArray:
     if min(array.shape) < 1:
         raise WorkloadError(f"{stored} is {array.shape[0]} x {array.shape[1]}: nothing to read")
     return stored
+
+
+def _stamp(folder: str) -> int:
+    names = (os.path.join(folder, name) for name in ("zarr.json", ".zarray"))
+    return max((os.stat(name).st_mtime_ns for name in names if os.path.exists(name)), default=0)
 
 
 def open_rows(
@@ -146,19 +154,21 @@ def open_rows(
     path
         Folder of the store, which the workers see under the same name.
     device
-        ``"cuda"`` reads into CuPy arrays, ``"cpu"`` into NumPy arrays. Uncompressed chunks go straight into
-        device memory where kvikio is installed; `hpcdask.workloads.zarr_reading.reading_way` tells.
+        ``"cuda"`` reads into CuPy arrays, ``"cpu"`` into NumPy arrays. Uncompressed chunks of
+        format 3 go straight into device memory where kvikio is installed; `reading_way` of
+        `hpcdask.workloads.zarr_reading` tells.
     n_slots
         Worker threads of the cluster.
     max_nbytes
-        Bound of a chunk, in bytes (4 GB on GPUs, 128 MB on CPUs); one row of the store's chunks is the
-        least.
+        Bound of a chunk, in bytes (4 GB on GPUs, 128 MB on CPUs); the least is one row of the
+        store's chunks.
     component
         Array in the store, if it is a group.
     prefetch
-        Chunks are `StoredRows`, which are still being read while the Dask task that made them goes on: for
-        programs that go through a chunk by slices of rows, as `hpcdask.workloads.svd` does. They
-        count as read when they are asked for: persist arrays, not these.
+        Chunks are `StoredRows` of `hpcdask.workloads.zarr_reading`, which are still being read
+        while their Dask task goes on: for programs that go through a chunk by slices of rows, as
+        `hpcdask.workloads.svd` does. They are finished before they are read: persist arrays, not
+        these.
 
     Returns
     -------
@@ -169,8 +179,8 @@ def open_rows(
     Raises
     ------
     WorkloadError
-        As from `find`, before anything is computed. From workers: the store is not on a shared file system, it
-        has changed, or a chunk in it is damaged.
+        As from `find`, before anything is computed. From workers: the store is not on a shared
+        file system, it has changed, or a chunk in it is damaged.
     """
     stored = find(path, component)
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
@@ -212,7 +222,7 @@ def read_all(x: da.Array, *, device: Device = "cuda") -> da.Array:
     Returns
     -------
     dask.array.Array
-        Shape (), NumPy: the sum of the elements, in float64, or in int64 or uint64 (which wrap around).
+        Shape (), NumPy: the sum of the elements, in float64, or in int64 or uint64, which wrap.
         Number of Dask tasks: the chunks plus a tree of ``SPLIT_EVERY`` branches.
     """
     total = {"f": "float64", "i": "int64"}.get(x.dtype.kind, "uint64")
@@ -225,7 +235,7 @@ def read_all(x: da.Array, *, device: Device = "cuda") -> da.Array:
         dtype=total,
         meta=np.empty((0, 0), total),
     )
-    return cast("da.Array", partial.sum(split_every=SPLIT_EVERY, dtype=total))
+    return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=total))
 
 
 def _sum_of_chunk(block: Any, *, device: Device, total: str) -> Any:

@@ -14,7 +14,6 @@ import math
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +67,8 @@ class StoredArray:
         What the elements of a chunk are that the store does not have.
     plain
         Files hold the elements as they are in memory: Zarr format 3, no compression, no shards.
+    stamp
+        When its metadata were written, in ns: a store that is written anew has other Dask keys.
     """
 
     path: str
@@ -77,6 +78,7 @@ class StoredArray:
     chunk: tuple[int, int]
     fill_value: float
     plain: bool
+    stamp: int
 
     def __str__(self) -> str:
         return os.path.join(self.path, self.component) if self.component else self.path
@@ -101,8 +103,8 @@ class StoredArray:
             ) from exc
         if (array.shape, array.dtype) != (self.shape, np.dtype(self.dtype)):
             raise WorkloadError(
-                f"{self} is {array.shape} {array.dtype} on {host}, and was {self.shape} {self.dtype} "
-                "when it was opened: open it again"
+                f"{self} is {array.shape} {array.dtype} on {host}, and was "
+                f"{self.shape} {self.dtype} when it was opened: open it again"
             )
         return array
 
@@ -115,9 +117,9 @@ class StoredArray:
 class StoredRows:
     """Some rows of a stored matrix, all being read since this was made.
 
-    It is what a chunk of `hpcdask.workloads.zarr.open_rows` is with ``prefetch=True``. ``rows[a:b]``
-    waits for those rows only and returns them as an array of the device; ``rows[:]`` is the whole.
-    Pickled, it is a note of where to read again.
+    A chunk of `hpcdask.workloads.zarr.open_rows` with ``prefetch=True``. ``rows[a:b]`` waits for
+    those rows only and returns them as an array of the device; ``rows[:]`` is the whole. Pickled,
+    it is a note of where to read again.
 
     Parameters
     ----------
@@ -185,12 +187,9 @@ def _read(stored: StoredArray, start: int, stop: int, gpu: Any) -> Any:
 
 
 async def _rows(stored: StoredArray, start: int, stop: int, *, direct: bool = False) -> Any:
-    if direct:
-        store = _gds_store()(stored.path, read_only=True)
-        buffers = importlib.import_module("zarr.buffer.gpu").buffer_prototype
-    else:
-        store = _checked_store()(stored.path, read_only=True)
-        buffers = importlib.import_module("zarr.buffer.cpu").buffer_prototype
+    kind = "gpu" if direct else "cpu"
+    buffers = importlib.import_module(f"zarr.buffer.{kind}").buffer_prototype
+    store = (_gds_store() if direct else _checked_store())(stored.path, read_only=True)
     array = await stored.open(store)
     store.blosc = array.shards is None and "Blosc" in str([type(c) for c in array.compressors])
     try:
@@ -216,7 +215,7 @@ async def _name_the_chunk(
             what = f"chunk {key} of {stored} cannot be read on {socket.gethostname()}: {exc}"
             if isinstance(exc, OSError):
                 raise WorkloadError(what) from exc
-            nbytes = Path(str(stored), key).stat().st_size
+            nbytes = os.stat(os.path.join(str(stored), key)).st_size
             raise WorkloadError(
                 f"{what}. The file of {nbytes} bytes is damaged or was not written to its end: "
                 "write the chunk again"
@@ -227,8 +226,8 @@ async def _name_the_chunk(
 def _checked_store() -> Any:
     local_store: Any = zarr_module().storage.LocalStore
 
-    class CheckedStore(local_store):  # type: ignore[misc] # zarr's classes are Any here
-        """Refuses Blosc chunks that are shorter than they say: c-blosc would read past their end."""
+    class CheckedStore(local_store):  # type: ignore[misc] # zarr's are Any here
+        """Refuses Blosc chunks shorter than they say: c-blosc reads past their end."""
 
         blosc = False
 

@@ -1,4 +1,4 @@
-"""The threads in which workers read and write Zarr stores, and nothing else of zarr's that is threaded.
+"""The threads in which workers read and write Zarr stores.
 
 Zarr-python hands every file and every decompression to threads of one pool per process, and copies
 what comes back in a single thread. Here a reading thread does all of its work itself, with an event
@@ -22,8 +22,8 @@ from hpcdask.workloads import Device
 
 __all__ = ["in_reading_thread", "n_readers", "run_inline"]
 
-# A GPU takes what several cores decompress. With more, the workers of a node, one for each GPU, are in
-# each other's way.
+# A GPU takes what several cores decompress. With more, the workers of a node, one for each GPU, are
+# in each other's way.
 MAX_READERS = 8
 
 
@@ -53,7 +53,7 @@ def _pool(n_threads: int, pid: int) -> ThreadPoolExecutor:
 
 
 def run_inline(coroutine: Any) -> Any:
-    """Run a coroutine of zarr to its end in the calling thread alone, which has no event loop yet."""
+    """Run a coroutine of zarr in the calling thread alone, which must not run an event loop."""
 
     def new_loop() -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()

@@ -14,10 +14,11 @@ from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, limits, startup, timing
+from hpcdask.bench import command, limits, startup, table, timing
 from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
-from hpcdask.errors import UsageError
+from hpcdask.errors import ClusterError, UsageError
+from hpcdask.ranks import Rank
 from hpcdask.workloads import WorkloadError, patterns
 from hpcdask.workloads import array as array_workload
 
@@ -329,6 +330,61 @@ def test_comparing_two_runs(client, capsys, tmp_path):
     assert command.main(["--compare", str(before), str(after)]) == 1
     assert "slower" in capsys.readouterr().out
     assert command.main(["--compare", str(before), str(before)]) == 0
+
+
+def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
+    small = {"array": 500_000, "operation": 50_000, "svd": 5_000_000, "exact": 80_000}
+    monkeypatch.setitem(command.SIZES, "cpu", small)
+    page = tmp_path / "report.html"
+    argv = ["all", "--device", "cpu", "--repeats", "1", "--report", str(page)]
+    assert command.main(argv) == 0
+    out, err = capsys.readouterr()
+    labels = [json.loads(line).get("label") for line in out.splitlines()]
+    assert {"array, tuned", "array, stock", "array fft, tuned", "svd exact, stock"} <= {*labels}
+    assert "left out: start-up is measured of workers that hpcdask started" not in labels
+    assert "left out: 2 workers do not know when they were launched" in err
+    assert "svd 2 bits, tuned" in page.read_text()
+
+
+@pytest.fixture
+def _one_core():
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("_one_core")
+def test_a_table_of_one_core(capsys, monkeypatch, tmp_path):
+    """A real cluster on it, stock and tuned."""
+    monkeypatch.setattr(command, "visible_gpus", list)
+    file = tmp_path / "table.json"
+    argv = ["table", "--cpu-size", "8MB", "--repeats", "1", "--json", str(file)]
+    assert command.main(argv) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["label"] for line in lines] == ["one CPU core, tuned", "one CPU core, stock"]
+    assert all((line["workers"], line["threads"]) == (1, 1) for line in lines)
+    assert lines[0]["published"][0]["seconds"] == 9540.0
+    assert "2 TB takes" in capsys.readouterr().err
+
+
+def test_rows_of_a_machine_with_gpus():
+    found = table.rows({2, 3}, ["GPU-a", "GPU-b"])
+    assert [row.name for row in found] == ["one CPU core", "2 CPU cores", "one GPU", "2 GPUs"]
+    assert found[0].cores == {2}
+    assert (found[2].gpus, found[3].gpus) == ("GPU-a", None)
+
+
+def test_a_row_that_fails_is_named():
+    with pytest.raises(ClusterError, match=r"one CPU core, best: exit code 2: .*'--form'"):
+        table.run_row(table.Row("one CPU core", "cpu"), "best", 8, 1)
+
+
+def test_the_table_is_not_for_launchers(monkeypatch, capsys):
+    rank = Rank(0, 2, 0, 2, "n1", "openmpi", "launch")
+    monkeypatch.setattr(command.ranks, "detect", lambda: rank)
+    assert command.main(["table"]) == 2
+    assert "run it without mpirun" in capsys.readouterr().err
 
 
 def test_help_lists_the_workloads(capsys):

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdask.workloads import WorkloadError, count_tasks, packing, packing_gpu, packing_kernels
+from hpcdask.workloads import (
+    WorkloadError,
+    count_tasks,
+    packing,
+    packing_cpu,
+    packing_gpu,
+    packing_kernels,
+)
 from hpcdask.workloads.packing import (
     multiply,
     multiply_transposed,
@@ -74,7 +81,7 @@ def test_packing_and_unpacking_is_the_identity(others, n, dtype, out):
     np.testing.assert_array_equal(again, values.astype(out))
 
 
-@pytest.mark.parametrize("shape", [(3, packing.CPU_TILE + 5), (70_001,), (2, 500, 333)])
+@pytest.mark.parametrize("shape", [(3, packing_cpu.TILE + 5), (70_001,), (2, 500, 333)])
 def test_arrays_larger_than_a_tile(shape):
     values = genotypes(shape)
     np.testing.assert_array_equal(unpack(pack(values), shape[-1]), values)

@@ -289,6 +289,9 @@ def test_published_figures_are_scaled_by_size():
     (unknown,) = chart_times.published(record(published=[{"what": "a", "seconds": 3}]))
     assert (unknown["here"], unknown["scaled"]) == (3, "")
     assert chart_times.published(record()) == []
+    # A small array waits for other things than a large one.
+    assert len(chart_times.published(record(published=PUBLISHED, bytes=2 * 10**10))) == 2
+    assert chart_times.published(record(published=PUBLISHED, bytes=10**9)) == []
 
 
 @pytest.mark.parametrize("n", [1, 12])
