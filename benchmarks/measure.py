@@ -9,7 +9,14 @@ import sys
 import time
 from typing import Any
 
-CASES = ["startup", "tasks", "array", "svd", "jobs", "transfer", "transpose"]
+#: As peers.py names them, and how the bench does; what is not here has a measurement of its own.
+OPERATIONS = {
+    **{name: name for name in ("mean", "std", "matmul", "fft", "stencil")},
+    "array": "sum",
+    "transposed": "transpose",
+}
+WORKLOADS = [*OPERATIONS, "svd", "packed", "exact"]
+CASES = ["startup", "tasks", "jobs", "transfer", "transpose", *WORKLOADS]
 KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue"]
 
 
@@ -154,6 +161,24 @@ def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_workload(client: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The record of a workload, as `hpcdask bench` makes it."""
+    from dask.utils import parse_bytes
+
+    from hpcdask.bench.array import run_array
+    from hpcdask.bench.cluster import inspect
+    from hpcdask.bench.svd import run_svd, run_svd_exact
+
+    cluster, nbytes = inspect(client, "auto"), parse_bytes(options.size)
+    how = {"form": options.form, "repeats": options.repeats}
+    if options.case == "exact":
+        return run_svd_exact(cluster, nbytes, **how)
+    if options.case in OPERATIONS:
+        return run_array(cluster, nbytes, operation=OPERATIONS[options.case], **how)
+    packed = options.case == "packed" and options.form == "tuned"  # stock has no such thing
+    return run_svd(cluster, nbytes, packed=packed, **how)
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser()
@@ -196,19 +221,8 @@ def main() -> None:
             from dask.utils import parse_bytes
 
             result |= measure_transpose(client, parse_bytes(options.size), options.repeats)
-    elif options.case in ("array", "svd"):
-        from dask.utils import parse_bytes
-
-        from hpcdask.bench.array import run_array
-        from hpcdask.bench.cluster import inspect
-        from hpcdask.bench.svd import run_svd
-
-        cluster = inspect(client, "auto")
-        nbytes = parse_bytes(options.size)
-        if options.case == "array":
-            record = run_array(cluster, nbytes, form=options.form, repeats=options.repeats)
-        else:
-            record = run_svd(cluster, nbytes, 10, form=options.form, repeats=options.repeats)
+    elif options.case in WORKLOADS:
+        record = measure_workload(client, options)
         result |= {
             "seconds": record["seconds"],
             "record": record,

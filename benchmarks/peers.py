@@ -46,6 +46,21 @@ PACKAGES = [
 ]
 
 
+#: Cases that compare the tuned form of a workload with the stock one.
+NAMES = {
+    "array": "array",
+    "svd": "SVD, k = 10,",
+    "packed": "SVD, k = 10, of 2-bit values,",
+    "exact": "exact SVD, 20 columns,",
+    "mean": "mean",
+    "std": "std",
+    "transposed": "(x + x.T).std()",
+    "matmul": "(x @ x.T).mean()",
+    "fft": "FFT",
+    "stencil": "five-point stencil",
+}
+
+
 def gpu_names() -> list[str]:
     """Names of this machine's GPUs."""
     if not shutil.which("nvidia-smi"):
@@ -230,44 +245,47 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]
         results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
         results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
     results += exchange_cases(gpus, wanted, rounds)
-    array = ["--case", "array", "--size", "2TB"]
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
-            results.append(
-                compare(
-                    f"array 2 TB, {count} GPU{'s' * (count > 1)}, tuned against stock",
-                    runner(count, *array, "--form", "tuned"),
-                    peer(
-                        "local-cuda",
-                        count,
-                        *array,
-                        "--form",
-                        "stock",
-                        "--repeats",
-                        "2" if count > 1 else "1",
-                    ),
-                    measure="seconds",
-                    rounds=min(rounds, 2) if count > 1 else 1,
-                    peer_name="LocalCUDACluster, stock form",
-                    environment=visible,
-                    timeout=400,
-                )
-            )
-    if "svd" in wanted:
-        svd = ["--case", "svd", "--size", f"{25 * gpus}GB"]
-        results.append(
-            compare(
-                f"SVD {25 * gpus} GB, k = 10, {gpus} GPUs, tuned against stock",
-                runner(gpus, *svd, "--form", "tuned"),
-                peer("local-cuda", gpus, *svd, "--form", "stock"),
-                measure="seconds",
-                rounds=1,
-                peer_name="LocalCUDACluster, stock form",
-                timeout=400,
-            )
-        )
+            results.append(gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1))
+    sizes = {"svd": 25 * gpus, "packed": 25 * gpus, "exact": 1.6, "transposed": 10 * gpus}
+    sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 10 * gpus) | {"matmul": 4 * gpus}
+    for case, gigabytes in sizes.items():
+        if case in wanted or "workloads" in wanted:
+            results.append(gpu_workload(case, gigabytes, gpus, rounds))
+    if "scaling" in wanted and gpus > 1:
+        results.append(weak_scaling(gpus, rounds))
     return results
+
+
+def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[str, Any]:
+    """A workload on the first GPUs: the tuned form against the stock one on a peer."""
+    arguments = ["--case", case, "--size", f"{gigabytes:g}GB"]
+    few = ["--repeats", "1"] if case == "array" and gpus == 1 else []
+    return compare(
+        f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}, tuned against stock",
+        runner(gpus, *arguments, "--form", "tuned"),
+        peer("local-cuda", gpus, *arguments, "--form", "stock", *few),
+        measure="seconds",
+        rounds=rounds,
+        peer_name="LocalCUDACluster, stock form",
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))},
+        timeout=400,
+    )
+
+
+def weak_scaling(gpus: int, rounds: int) -> dict[str, Any]:
+    """The array workload with 2 TB for each GPU, on all of them and on one."""
+    arguments = ["--case", "array", "--form", "tuned", "--size"]
+    return compare(
+        f"array, 2 TB for each of {gpus} GPUs against one GPU",
+        runner(gpus, *arguments, f"{2 * gpus}TB"),
+        ["env", "CUDA_VISIBLE_DEVICES=0", *runner(1, *arguments, "2TB")],
+        measure="seconds",
+        rounds=rounds,
+        peer_name="hpcdask on one GPU",
+        timeout=400,
+    )
 
 
 def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -321,19 +339,22 @@ def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
                 environment=cpu,
             )
         )
-    if "array" in wanted:
-        array = ["--case", "array", "--size", "2GB"]
-        results.append(
-            compare(
-                "array 2 GB, 2 workers, tuned against stock",
-                runner(2, *array, "--form", "tuned"),
-                peer("local", 2, *array, "--form", "stock"),
-                measure="seconds",
-                rounds=min(rounds, 3),
-                peer_name="LocalCluster, stock form",
-                environment=cpu,
+    sizes = {"array": 2000, "svd": 500, "exact": 160, "transposed": 512, "matmul": 128}
+    sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 512)
+    for case, megabytes in sizes.items():
+        if case in wanted or (case != "array" and "workloads" in wanted):
+            arguments = ["--case", case, "--size", f"{megabytes}MB"]
+            results.append(
+                compare(
+                    f"{NAMES[case]} {megabytes} MB, 2 workers, tuned against stock",
+                    runner(2, *arguments, "--form", "tuned"),
+                    peer("local", 2, *arguments, "--form", "stock"),
+                    measure="seconds",
+                    rounds=min(rounds, 3),
+                    peer_name="LocalCluster, stock form",
+                    environment=cpu,
+                )
             )
-        )
     return results
 
 
@@ -428,7 +449,8 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         default="startup,tasks,array",
-        help="of startup, tasks, array, svd, transfer, transpose (GPU), jobs (SLURM)",
+        help=f"of startup, tasks; {', '.join(NAMES)}; workloads (all of these but array); "
+        "transfer, transpose, scaling (GPU); jobs (SLURM)",
     )
     parser.add_argument(
         "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"

@@ -142,24 +142,22 @@ def measure(cluster: Cluster) -> dict[str, float]:
     ClusterError
         A rate is not there after a minute, or blocks arrive wrong.
     """
-    rates = {kind: _together(cluster, kind) for kind in _OPERATIONS}
     members = _in_order(cluster.client)
+    rates = {kind: _together(cluster, members, kind) for kind in _OPERATIONS}
     if len(members) > 1:
         rates["link"] = _ring(cluster, members)
     return rates
 
 
-def _together(cluster: Cluster, kind: str) -> float:
+def _together(cluster: Cluster, members: Members, kind: str) -> float:
     share = cluster.memory_nbytes / cluster.n_slots * MEMORY_FRACTION
     nbytes = int(min(MAX_NBYTES[cluster.device], max(share, LEAST_NBYTES)))
-    futures = {
-        address: cluster.client.submit(
-            _rates, kind, cluster.device, nbytes, workers=[address], pure=False
-        )
-        for address in cluster.client.scheduler_info(n_workers=-1)["workers"]
-    }
-    _wait(list(futures.values()), f"the rate {kind!r}")
-    told = cluster.client.gather(list(futures.values()))
+    futures = [
+        cluster.client.submit(_rates, kind, cluster.device, nbytes, workers=[address], pure=False)
+        for address in members.addresses
+    ]
+    _wait(futures, f"the rate {kind!r}")
+    told = cluster.client.gather(futures)
     return float(max(sum(rounds) for rounds in zip(*told, strict=True)))
 
 
@@ -294,11 +292,16 @@ _OPERATIONS: dict[str, Callable[[Device, int, int], tuple[Operation, float]]] = 
 
 
 def _in_order(client: distributed.Client) -> Members:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
-    names = {address: str(worker["name"]) for address, worker in workers.items()}
-    order = sorted(workers, key=lambda a: (workers[a]["host"], len(names[a]), names[a], a))
-    hosts = [workers[address]["host"] for address in order]
-    return Members(order, [names[address] for address in order], hosts, [])
+    # Not client.scheduler_info(): every two seconds the client forgets its workers, now and then
+    # between the scheduler's answer and its own.
+    found: dict[str, tuple[str, str]] = client.run_on_scheduler(_workers)
+    order = sorted(found, key=lambda a: (found[a][0], len(found[a][1]), found[a][1], a))
+    hosts, names = ([found[address][i] for address in order] for i in (0, 1))
+    return Members(order, names, hosts, [])
+
+
+def _workers(dask_scheduler: Any) -> dict[str, tuple[str, str]]:
+    return {a: (worker.host, str(worker.name)) for a, worker in dask_scheduler.workers.items()}
 
 
 def _ring(cluster: Cluster, members: Members) -> float:

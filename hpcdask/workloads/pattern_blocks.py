@@ -106,7 +106,7 @@ def _power(x: Any) -> Any:
 
 def add(*parts: Floats) -> Floats:
     """Merge partial results of means."""
-    return np.sum(parts, axis=0)
+    return np.array(parts).sum(axis=0)
 
 
 def means(*parts: Floats) -> Floats:

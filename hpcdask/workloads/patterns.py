@@ -23,20 +23,20 @@ memory of a device, but lays the work out for the hardware:
 - ``transpose`` makes a chunk and its mirror image in one Dask task, so no chunk has to move. (How
   fast chunks that lie elsewhere move is what :mod:`hpcdask.workloads.exchange` measures.)
 - ``x + x.T`` and ``x @ x.T`` are symmetric: only one of two mirrored chunks is computed.
+
+For ``matmul`` and ``stencil`` the workers hold x. A worker that multiplies fetches most of it, so
+for ``matmul`` x should fit each of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import Task, TaskRef
-from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph
 
 from hpcdask.workloads import (
     Check,
@@ -47,6 +47,7 @@ from hpcdask.workloads import (
     slab_rows,
 )
 from hpcdask.workloads import pattern_blocks as blocks
+from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.pattern_blocks import ITEM_NBYTES, LOC
 
 __all__ = ["LEAST_SIDE", "NAMES", "build", "check", "grid", "slabs", "work"]
@@ -60,8 +61,6 @@ STOCK_CHUNKS: dict[Device, int | str] = {"cuda": 10_000, "cpu": "auto"}
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 2_000_000_000, "cpu": 128_000_000}
 #: Blocks of x for each slot of ``transpose``: a pair has two of them, the diagonal one.
 BLOCKS_PER_SLOT = 8
-#: Partial results are small: 64 of them are merged in one Dask task.
-SPLIT_EVERY = 64
 
 
 def build(
@@ -115,7 +114,7 @@ def build(
         return _transpose(grid(n, device, n_slots, max_nbytes), device, seed)
     rows = slabs(n, device, n_slots, max_nbytes)
     common = {"n": n, "seed": seed, "device": device}
-    graph = _Graph(name, rows, tuple(common.values()))
+    graph = Graph(name, rows, tuple(common.values()))
     if name == "mean":
         parts = [graph.task(blocks.total, r, i, **common) for i, r in enumerate(rows)]
         return graph.array(parts, blocks.add, blocks.mean)
@@ -258,7 +257,7 @@ def _validate(name: str, n: int) -> None:
 
 
 def _transpose(rows: tuple[int, ...], device: Device, seed: int) -> da.Array:
-    graph = _Graph("transpose", rows, (seed, device))
+    graph = Graph("transpose", rows, (seed, device))
     # Pairs first and the smaller ones, on the diagonal, last: all slots end together.
     cells = [*itertools.combinations(range(len(rows)), 2), *((i, i) for i in range(len(rows)))]
     parts = [
@@ -266,42 +265,6 @@ def _transpose(rows: tuple[int, ...], device: Device, seed: int) -> da.Array:
         for cell in cells
     ]
     return graph.array(parts, blocks.merge, blocks.std)
-
-
-class _Graph:
-    """A graph of plain functions, ended by a tree that merges small NumPy arrays."""
-
-    def __init__(self, name: str, *token: Any) -> None:
-        self.name = f"{name}-{tokenize(name, *token)}"
-        self.tasks: dict[Any, Task] = {}
-
-    def task(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> TaskRef:
-        key = f"{function.__name__}-{self.name}", len(self.tasks)
-        self.tasks[key] = Task(key, function, *args, **kwargs)
-        return TaskRef(key)
-
-    def array(
-        self,
-        parts: Sequence[TaskRef],
-        merge: Callable[..., Any],
-        finish: Callable[..., Any],
-        size: int | None = None,
-    ) -> da.Array:
-        """Merge the parts; ``finish`` takes the last ones. A size makes the result a vector."""
-        while len(parts) > SPLIT_EVERY:
-            parts = [
-                self.task(merge, *parts[i : i + SPLIT_EVERY])
-                for i in range(0, len(parts), SPLIT_EVERY)
-            ]
-        key = (self.name,) if size is None else (self.name, 0)
-        self.tasks[key] = Task(key, finish, *parts)
-        return da.Array(
-            HighLevelGraph.from_collections(self.name, self.tasks),
-            self.name,
-            chunks=() if size is None else ((size,),),
-            dtype=np.float64,
-            meta=np.empty(() if size is None else 0),
-        )
 
 
 def _stock_normals(n: int, device: Device, seed: int) -> da.Array:

@@ -96,7 +96,9 @@ def test_rates_of_a_cluster(client, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_one_worker_is_enough(client, monkeypatch):
-    monkeypatch.setattr(limits, "_in_order", lambda client: limits.Members(["a"], ["a"], ["h"], []))
+    two = limits._in_order(client)
+    one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1], [])
+    monkeypatch.setattr(limits, "_in_order", lambda client: one)
     assert "link" not in limits.measure(inspect(client, "cpu"))
 
 
@@ -133,7 +135,7 @@ def test_busy_workers_are_an_error(client, monkeypatch):
     monkeypatch.setattr(limits, "DEADLINE_S", 0.2)
     cluster = inspect(client, "cpu")
     go = Event("go", client=client)
-    address = next(iter(client.scheduler_info()["workers"]))
+    address = limits._in_order(client).addresses[0]
     busy = [
         client.submit(_until_set, i, workers=[address], allow_other_workers=False) for i in range(2)
     ]

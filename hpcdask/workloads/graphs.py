@@ -1,0 +1,79 @@
+"""Graphs that dask.array has no operation for, such as work on pairs of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask._task_spec import Task, TaskRef
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+__all__ = ["Graph"]
+
+# 64 partial results of a few bytes are one message per worker.
+SPLIT_EVERY = 64
+
+
+class Graph:
+    """A graph of plain functions, ended by a tree that merges small NumPy arrays.
+
+    Parameters
+    ----------
+    name
+        Part of the keys.
+    *token
+        What the results depend on: with equal tokens, Dask takes two graphs for the same.
+    """
+
+    def __init__(self, name: str, *token: Any) -> None:
+        self.name = f"{name}-{tokenize(name, *token)}"
+        self.tasks: dict[Any, Task] = {}
+
+    def task(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> TaskRef:
+        """Add a Dask task; arguments that this method returned stand for their results."""
+        key = f"{function.__name__}-{self.name}", len(self.tasks)
+        self.tasks[key] = Task(key, function, *args, **kwargs)
+        return TaskRef(key)
+
+    def array(
+        self,
+        parts: Sequence[TaskRef],
+        merge: Callable[..., Any],
+        finish: Callable[..., Any],
+        size: int | None = None,
+    ) -> da.Array:
+        """Merge partial results, and return the last one as an array.
+
+        Parameters
+        ----------
+        parts
+            At least one.
+        merge
+            Makes one partial result of up to 64.
+        finish
+            Makes the result, a float64 NumPy array or scalar, of up to 64 partial ones.
+        size
+            Length of the result; without it, it is a scalar.
+
+        Returns
+        -------
+        dask.array.Array
+            Number of Dask tasks: those that were added, the merges, and the finish.
+        """
+        while len(parts) > SPLIT_EVERY:
+            parts = [
+                self.task(merge, *parts[i : i + SPLIT_EVERY])
+                for i in range(0, len(parts), SPLIT_EVERY)
+            ]
+        key = (self.name,) if size is None else (self.name, 0)
+        self.tasks[key] = Task(key, finish, *parts)
+        return da.Array(
+            HighLevelGraph.from_collections(self.name, self.tasks),
+            self.name,
+            chunks=() if size is None else ((size,),),
+            dtype=np.float64,
+            meta=np.empty(() if size is None else 0),
+        )
