@@ -106,13 +106,15 @@ def _power(x: Any) -> Any:
 
 def add(*parts: Floats) -> Floats:
     """Merge partial results of means."""
-    return np.array(parts).sum(axis=0)
+    sums: Floats = np.array(parts).sum(axis=0)
+    return sums
 
 
 def means(*parts: Floats) -> Floats:
     """Turn partial results into means."""
     sums = add(*parts)
-    return sums[1:] / sums[0]
+    found: Floats = sums[1:] / sums[0]
+    return found
 
 
 def mean(*parts: Floats) -> np.float64:

@@ -136,7 +136,7 @@ class Rows:
         """Return a chunk times (n, l), float64."""
         xp = array_module(self.device)
         if right is None:
-            return xp.concatenate(list(self.tiles(block, "float64")))
+            return block.astype(np.float64, copy=False)
         if self.fused:
             from hpcdask.workloads.packing import multiply
 

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = ["StoredArray", "StoredRows", "reading_way", "zarr_module"]
 
 ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
 #: Bytes read at once. A band is at least one chunk of the store high.
-BAND_NBYTES: dict[Device, int] = {"cuda": 1 << 26, "cpu": 1 << 23}
+BAND_NBYTES: dict[Device, int] = {"cuda": 1 << 26, "cpu": 1 << 24}
 BLOSC_HEADER_NBYTES = 16
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,13 @@ class StoredRows:
         self._made_from = (stored, start, stop, device)
         self._height = stored.band_rows(device)
         gpu = array_module(device).cuda.Device() if device == "cuda" else None
+        direct = device == "cuda" and not _why_not_direct(stored)
+        # First in the queue of the reading threads, so that no band waits for it in vain.
+        opening = in_reading_thread(device, run_inline, _open(stored, direct))
         self._bands = [
-            in_reading_thread(device, _read, stored, a, min(a + self._height, stop), gpu)
+            in_reading_thread(
+                device, _read, stored, a, min(a + self._height, stop), opening, direct, gpu
+            )
             for a in range(start, stop, self._height)
         ]
 
@@ -172,26 +178,33 @@ class StoredRows:
         return type(self), self._made_from
 
 
-def _read(stored: StoredArray, start: int, stop: int, gpu: Any) -> Any:
+async def _open(stored: StoredArray, direct: bool) -> Any:
+    store = (_gds_store() if direct else _checked_store())(stored.path, read_only=True)
+    array = await stored.open(store)
+    if not direct:
+        store.blosc = array.shards is None and "Blosc" in str([type(c) for c in array.compressors])
+    return array
+
+
+def _read(
+    stored: StoredArray, start: int, stop: int, opening: Future[Any], direct: bool, gpu: Any
+) -> Any:
     """Read rows into host memory, or with a ``cupy.cuda.Device`` into its memory."""
+    array = opening.result()
+    kind = "gpu" if direct else "cpu"
+    buffers = importlib.import_module(f"zarr.buffer.{kind}").buffer_prototype
     if gpu is None:
-        return run_inline(_rows(stored, start, stop))
+        return run_inline(_rows(stored, array, start, stop, buffers))
     with gpu:
         cupy = array_module("cuda")
         # CuPy copies through pinned memory of its own.
-        direct = not _why_not_direct(stored)
-        rows = cupy.asarray(run_inline(_rows(stored, start, stop, direct=direct)))
+        rows = cupy.asarray(run_inline(_rows(stored, array, start, stop, buffers)))
         # The thread that computes may use another stream.
         cupy.cuda.get_current_stream().synchronize()
     return rows
 
 
-async def _rows(stored: StoredArray, start: int, stop: int, *, direct: bool = False) -> Any:
-    kind = "gpu" if direct else "cpu"
-    buffers = importlib.import_module(f"zarr.buffer.{kind}").buffer_prototype
-    store = (_gds_store() if direct else _checked_store())(stored.path, read_only=True)
-    array = await stored.open(store)
-    store.blosc = array.shards is None and "Blosc" in str([type(c) for c in array.compressors])
+async def _rows(stored: StoredArray, array: Any, start: int, stop: int, buffers: Any) -> Any:
     try:
         return await array.getitem((slice(start, stop), slice(None)), prototype=buffers)
     except Exception as exc:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 
 import dask
 import dask.array as da
@@ -20,6 +21,7 @@ from hpcdask.workloads import (
     array_module,
     client_cupy,
     count_tasks,
+    packing,
     planted,
     slab_rows,
     tall,
@@ -398,6 +400,73 @@ def test_svd_wants_known_chunk_sizes():
     x = da.ones((9, 4), chunks=(3, 4))
     with pytest.raises(WorkloadError, match="compute_chunk_sizes"):
         svd_workload.svd_rows(x[x[:, 0] > 0], 1, device="cpu")
+
+
+# --- memory, and packed values --------------------------------------------------------------------
+
+
+def peak_in_chunks(collections: list, chunk_nbytes: float) -> float:
+    """What computing needs above what is there, on one thread."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    dask.compute(*collections)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return peak / chunk_nbytes
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_svd_rows_needs_less_than_three_chunks(passes):
+    matrix = np.random.default_rng(0).integers(0, 4, (40_000, 1000), dtype=np.uint8)
+    x = da.from_array(matrix, chunks=(20_000, 1000))
+    triplets = svd_workload.svd_rows(x, 10, passes=passes, device="cpu")
+    assert peak_in_chunks(triplets, matrix.nbytes / 2) < 3
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_svd_exact_needs_less_than_three_chunks(dependent):
+    matrix = np.random.default_rng(0).random((800_000, 8))
+    matrix[:, 3] = matrix[:, 4] if dependent else matrix[:, 3]  # then it takes QRs
+    x = da.from_array(matrix, chunks=(200_000, 8))
+    assert peak_in_chunks(svd_workload.svd_exact(x, device="cpu")[1:], matrix.nbytes / 4) < 3
+
+
+@FEW
+@given(
+    m=st.integers(1, 60), n=st.integers(1, 30), n_chunks=st.integers(1, 5), data=st.data(),
+    passes=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_packed_svd_equals_that_of_the_values(m, n, n_chunks, data, passes):
+    k = data.draw(st.integers(1, min(m, n)))
+    values = np.random.default_rng(m * n).integers(0, 4, (m, n), dtype=np.uint8)
+    x = da.from_array(values, chunks=(max(1, m // n_chunks), n))
+    packed = packing.pack_array(x)
+    assert packed.shape == (m, -(-n // 4))
+    how = {"passes": passes, "device": "cpu"}
+    ours = dask.compute(*svd_workload.svd_rows(packed, k, packed_columns=n, **how))
+    theirs = dask.compute(*svd_workload.svd_rows(x, k, **how))
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5 * max(1, theirs[1][0]))
+
+
+def test_packed_svd_of_prepared_rows():
+    values = np.random.default_rng(0).integers(0, 4, (300, 30), dtype=np.uint8)
+    x = da.from_array(values, chunks=(100, 30))
+    how = {"prepare": centred, "device": "cpu"}
+    u, s, v = dask.compute(
+        *svd_workload.svd_rows(packing.pack_array(x), 30, packed_columns=30, **how)
+    )
+    np.testing.assert_allclose(u * s @ v, centred(values), atol=1e-6)
+
+
+def test_planted_packed_matrix_has_the_values_that_it_says():
+    x, expected = planted.matrix(
+        (900, 33), 5, chunks=((400, 500), (33,)), device="cpu", packed=True
+    )
+    values = packing.unpack(x.compute(), 33)
+    np.testing.assert_allclose(np.linalg.svd(values, compute_uv=False)[:5], expected)
+    assert np.linalg.matrix_rank(values) == 5
+    assert set(np.unique(values)) <= {0, 1, 3}
 
 
 def test_planted_errors():
