@@ -17,7 +17,15 @@ from hpcdask import schedulerfile
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.workloads import CUPY_INSTALL, Device
 
-__all__ = ["Cluster", "choose_device", "connect", "inspect", "probe", "wait_until_warm"]
+__all__ = [
+    "Cluster",
+    "choose_device",
+    "connect",
+    "inspect",
+    "probe",
+    "wait_until_warm",
+    "workers_of",
+]
 
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
@@ -154,6 +162,28 @@ def _is_warm(dask_worker: Any) -> bool:
     return bool(getattr(dask_worker, "is_warm", True))
 
 
+def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
+    """Return address to ``name``, ``host``, ``nthreads`` and ``memory_limit`` of all workers.
+
+    The client's own copy of that, ``scheduler_info()``, has none at times: every two seconds it is
+    replaced by one without workers.
+    """
+    found: dict[str, dict[str, Any]] = client.run_on_scheduler(_workers)
+    return found
+
+
+def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:
+    return {
+        address: {
+            "name": str(worker.name),
+            "host": worker.host,
+            "nthreads": worker.nthreads,
+            "memory_limit": worker.memory_limit,
+        }
+        for address, worker in dask_scheduler.workers.items()
+    }
+
+
 def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     """Ask all workers of a cluster what they compute on, once they are warm.
 
@@ -171,7 +201,7 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     wait_until_warm(client)
     found = client.run(probe)
     device = choose_device(found, wanted)
-    info = client.scheduler_info(n_workers=-1)["workers"]
+    info = workers_of(client)
     n_slots = sum(worker["nthreads"] for worker in info.values())
     if device == "cuda":
         names = Counter(answer["name"] for answer in found.values())

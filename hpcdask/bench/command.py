@@ -19,7 +19,7 @@ import dask
 from dask.utils import parse_bytes
 
 from hpcdask import ranks
-from hpcdask.bench import exchange_report, limits, report, table
+from hpcdask.bench import exchange_report, limits, table
 from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster, connect, inspect
 from hpcdask.bench.compare import compare_files
@@ -181,14 +181,20 @@ def _execute(
         if report_file is not None:
             if rates:
                 lines.insert(0, {"workload": limits.LIMITS, "rates": rates, **describe(cluster)})
-            report.write(lines, report_file)
-            say(f"report: {report_file}")
+            _write_report(lines, report_file)
     except WorkloadError as exc:
         raise UsageError(str(exc)) from exc
     except OSError as exc:
         raise UsageError(f"{type(exc).__name__}: {exc}") from exc
     if code:
         raise SystemExit(code)
+
+
+def _write_report(lines: list[dict[str, Any]], path: Path) -> None:
+    from hpcdask.bench import report  # Bokeh takes half a second to import
+
+    report.write(lines, path)
+    say(f"report: {path}")
 
 
 def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
@@ -313,8 +319,7 @@ def table_command(
             tell(lines[-1], json_file)
     table.show(lines)
     if report_file is not None:
-        report.write(lines, report_file)
-        say(f"report: {report_file}")
+        _write_report(lines, report_file)
 
 
 @bench.command("all")

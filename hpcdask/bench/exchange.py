@@ -18,7 +18,7 @@ import distributed
 import numpy as np
 
 from hpcdask.bench import exchange_report, heatmap
-from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
 from hpcdask.bench.records import Case, decimal_bytes, record, say
 from hpcdask.bench.timing import Timed
@@ -138,11 +138,11 @@ def heat_map(line: dict[str, Any]) -> str:
 
 
 def _members(client: distributed.Client, device: str) -> Members:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     if len(workers) < 2:
         raise UsageError(f"an exchange needs two workers at least; this cluster has {len(workers)}")
     found = client.run(_describe, device, workers=list(workers))
-    names = {address: str(workers[address]["name"]) for address in found}
+    names = {address: workers[address]["name"] for address in found}
     order = sorted(found, key=lambda a: (found[a]["host"], len(names[a]), names[a], a))
     # Names are what findings are told by, so they have to differ.
     unique = len(set(names.values())) == len(names)

@@ -15,6 +15,7 @@ from typing import Any
 import distributed
 from dask.delayed import delayed
 
+from hpcdask.bench.cluster import workers_of
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device
 from hpcdask.workloads import exchange as workload
@@ -183,7 +184,7 @@ def wait(
     try:
         distributed.wait(what, timeout=deadline_s)
     except TimeoutError as exc:
-        there = client.scheduler_info(n_workers=-1)["workers"]
+        there = workers_of(client)
         gone = [n for n, a in zip(members.names, members.addresses, strict=True) if a not in there]
         why = (
             f"workers left: {', '.join(gone)}" if gone else "all workers are there; see their logs"

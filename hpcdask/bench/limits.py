@@ -23,7 +23,7 @@ from typing import Any
 import distributed
 import numpy as np
 
-from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device, WorkloadError, array_module
@@ -292,16 +292,11 @@ _OPERATIONS: dict[str, Callable[[Device, int, int], tuple[Operation, float]]] = 
 
 
 def _in_order(client: distributed.Client) -> Members:
-    # Not client.scheduler_info(): every two seconds the client forgets its workers, now and then
-    # between the scheduler's answer and its own.
-    found: dict[str, tuple[str, str]] = client.run_on_scheduler(_workers)
-    order = sorted(found, key=lambda a: (found[a][0], len(found[a][1]), found[a][1], a))
-    hosts, names = ([found[address][i] for address in order] for i in (0, 1))
-    return Members(order, names, hosts, [])
-
-
-def _workers(dask_scheduler: Any) -> dict[str, tuple[str, str]]:
-    return {a: (worker.host, str(worker.name)) for a, worker in dask_scheduler.workers.items()}
+    found = workers_of(client)
+    order = sorted(
+        found, key=lambda a: (found[a]["host"], len(found[a]["name"]), found[a]["name"], a)
+    )
+    return Members(order, [found[a]["name"] for a in order], [found[a]["host"] for a in order], [])
 
 
 def _ring(cluster: Cluster, members: Members) -> float:

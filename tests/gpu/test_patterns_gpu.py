@@ -55,7 +55,6 @@ def by_numpy(name: str, x: np.ndarray) -> np.ndarray:
 @each
 def test_tuned_equals_numpy(name: str) -> None:
     max_nbytes = 101 * 101 * 8 if name == "transpose" else 101 * N * 8
-    # Three slots: three slabs are a multiple of them, and the grid needs more than three parts.
     result = patterns.build(name, N, "cuda", "tuned", 1, SEED, max_nbytes=max_nbytes).compute()
     assert type(result).__module__ == "numpy"
     np.testing.assert_allclose(result, by_numpy(name, array(name)), rtol=1e-9)
