@@ -3,8 +3,8 @@
     pip install prefect prefect-dask
     mpirun -n 4 python -m hpcdask.run examples/prefect_flow.py
 
-Workers report to Prefect's server: with several nodes, start one that all of them reach
-(`prefect server start --host 0.0.0.0`) and set PREFECT_API_URL. Without it, one is started here.
+The program and all workers report to Prefect's server: start one that they reach, and set
+PREFECT_API_URL. Without it, each of them starts a server of its own.
 """
 
 import sys

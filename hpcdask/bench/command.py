@@ -44,10 +44,10 @@ SIZES: dict[Device, dict[str, int]] = {
         "exact": 200 * 10**6,
     },
     "cpu": {
-        "array": 400 * 10**6,
+        "array": 800 * 10**6,  # stock chunks are as large as that
         "operation": 64 * 10**6,
-        "svd": 50 * 10**6,
-        "exact": 16 * 10**6,
+        "svd": 100 * 10**6,
+        "exact": 200 * 10**6,
     },
 }
 

@@ -15,8 +15,7 @@ __all__ = ["phases", "run_startup"]
 
 #: What ends with each event; those before the first fork are paid once per rank.
 PHASES = {
-    "options read": "interpreter, options",
-    "distributed imported": "imports of Python",
+    "distributed imported": "interpreter, imports",
     "worker forked": "ranks meet, scheduler, nanny",
     "CUDA context made": "CUDA context",
     "packages imported": "imports of CUDA packages",

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcdask.workloads import Device, WorkloadError, array_module
+from hpcdask.workloads import Device, WorkloadError, array_module, to_host
 from hpcdask.workloads.zarr_threads import in_reading_thread, n_readers, run_inline
 
 __all__ = ["StoredArray", "StoredRows", "reading_way", "zarr_module"]
@@ -147,7 +147,7 @@ class StoredRows:
         self._height = stored.band_rows(device)
         gpu = array_module(device).cuda.Device() if device == "cuda" else None
         direct = device == "cuda" and not _why_not_direct(stored)
-        # First in the queue of the reading threads, so that no band waits for it in vain.
+        # It is before the bands in the queue: none of them can wait for what has no thread.
         opening = in_reading_thread(device, run_inline, _open(stored, direct))
         self._bands = [
             in_reading_thread(
@@ -160,8 +160,10 @@ class StoredRows:
         start, stop, step = rows.indices(self.shape[0])
         if step != 1:
             raise IndexError(f"rows are read in steps of 1, not {step}")
+        stop = max(start, stop)
+        first = min(start // self._height, len(self._bands) - 1)
         parts = []
-        for i in range(start // self._height, max(1, math.ceil(stop / self._height))):
+        for i in range(first, max(first + 1, math.ceil(stop / self._height))):
             band = self._bands[i].result()
             parts.append(band[max(0, start - i * self._height) : stop - i * self._height])
         if len(parts) == 1:
@@ -169,7 +171,7 @@ class StoredRows:
         return array_module(self._made_from[3]).concatenate(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self[:], dtype=dtype)
+        return np.asarray(to_host(self[:]), dtype=dtype)
 
     def __sizeof__(self) -> int:
         return self.nbytes

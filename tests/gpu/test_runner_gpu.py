@@ -123,7 +123,7 @@ def test_oversubscribe_shares_a_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
 @pytest.mark.parametrize("pool", [[], ["--rmm-pool-size", "0.5"]])
 def test_workloads_are_right(gpus: list[Gpu], workload: str, size: str, pool: list[str]) -> None:
     done = launch(
-        len(gpus), *pool, "-m", f"hpcdask.workloads.{workload}", "--size", size, "--repeats", "1"
+        len(gpus), *pool, "-m", "hpcdask.bench", workload, "--size", size, "--repeats", "1"
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])

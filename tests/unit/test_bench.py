@@ -240,7 +240,7 @@ def test_startup_of_a_cluster_of_its_own(tmp_path):
     assert "until the last of" in done.stderr
 
 
-PHASES_WITHOUT_GPU = ["options read", "distributed imported", "worker forked", "registered", "warm"]
+PHASES_WITHOUT_GPU = ["distributed imported", "worker forked", "registered", "warm"]
 
 
 def test_phases_of_a_worker_that_was_started_again():
@@ -248,8 +248,7 @@ def test_phases_of_a_worker_that_was_started_again():
     marks = [*life, (9.5, "registered"), (9.75, "warm")]
     found = startup.phases(marks)
     assert found == {
-        "interpreter, options": 1.0,
-        "imports of Python": 1.0,
+        "interpreter, imports": 2.0,
         "ranks meet, scheduler, nanny": 7.0,
         "registration": 0.5,
         "transport, first transfers": 0.25,

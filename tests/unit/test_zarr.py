@@ -147,6 +147,8 @@ def test_rows_are_served_from_bands(tmp_path, monkeypatch):
     monkeypatch.setitem(zarr_reading.BAND_NBYTES, "cpu", 200)
     values = bytes_of((103, 10))
     stored = find(store(tmp_path / "x", values, (10, 4)))
+    for edge in slice(60, None), slice(60, 70):
+        assert StoredRows(stored, 20, 80, "cpu")[edge].shape == (0, 10)
     rows = StoredRows(stored, 20, 103, "cpu")
     assert (rows.shape, rows.nbytes, rows.ndim) == ((83, 10), 830, 2)
     assert len(rows._bands) == 5
@@ -157,6 +159,8 @@ def test_rows_are_served_from_bands(tmp_path, monkeypatch):
         slice(40, 99),
         slice(5, 5),
         slice(-3, None),
+        slice(83, None),
+        slice(30, 15),
     ):
         np.testing.assert_array_equal(rows[piece], values[20:][piece])
     again = pickle.loads(pickle.dumps(rows))

@@ -1,0 +1,64 @@
+"""Zarr stores read into the memory of a real GPU, and the genotype pipeline on it."""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pytest
+
+from hpcdask.workloads.genotypes import count_variants, normalise, population_structure
+from hpcdask.workloads.made_genotypes import write_genotypes
+from hpcdask.workloads.zarr import find, open_rows, read_all
+from hpcdask.workloads.zarr_reading import StoredRows, reading_way
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.usefixtures("gpus")]
+
+
+@pytest.fixture(autouse=True)
+def _synchronous():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+@pytest.fixture(params=["lz4", "zstd", None])
+def stored(request, tmp_path):
+    """Path and sum of genotypes, compressed or not."""
+    pytest.importorskip("zarr")
+    made = write_genotypes(
+        tmp_path / "g", (4000, 300), chunks=(500, 300), n_slots=2, codec=request.param
+    )
+    return tmp_path / "g", int(made.compute())
+
+
+def test_rows_are_read_into_device_memory(stored):
+    import cupy
+
+    path, total = stored
+    on_host = open_rows(path, device="cpu", n_slots=2).compute()
+    rows = StoredRows(find(path), 500, 4000, "cuda")
+    assert isinstance(rows[100:2000], cupy.ndarray)
+    np.testing.assert_array_equal(cupy.asnumpy(rows[100:2000]), on_host[600:2500])
+    for prefetch in False, True:
+        x = open_rows(path, device="cuda", n_slots=2, prefetch=prefetch)
+        assert read_all(x, device="cuda").compute() == total
+    assert reading_way(find(path), "cuda")
+
+
+def test_the_pipeline_is_the_same_on_a_gpu(stored):
+    import cupy
+
+    path, _ = stored
+    found = {
+        device: dask.compute(*population_structure(path, 3, n_slots=2, device=device))
+        for device in ("cpu", "cuda")
+    }
+    np.testing.assert_allclose(found["cuda"][0], found["cpu"][0], rtol=1e-9)
+    np.testing.assert_allclose(found["cuda"][1], found["cpu"][1], atol=1e-7)
+    np.testing.assert_array_equal(found["cuda"][2], found["cpu"][2])
+    tile = open_rows(path, device="cpu", n_slots=2)[:100].compute()
+    for dtype in "float32", "float64":
+        out = normalise(cupy.asarray(tile), dtype=dtype)
+        assert (type(out), out.dtype) == (cupy.ndarray, dtype)
+        np.testing.assert_allclose(cupy.asnumpy(out), normalise(tile, dtype=dtype), atol=1e-5)
+    counts = count_variants(open_rows(path, device="cuda", n_slots=2), device="cuda")
+    assert counts.compute().sum() == 4000
