@@ -69,7 +69,7 @@ format: .venv/.test
 	@$(BIN)/ruff format --quiet .
 
 test: .venv/.test .venv-mpich/.done lint type
-	@bash tests/tools/install-slurm.sh
+	@bash tests/tools/install-programs.sh
 	@bash tests/tools/install-queues.sh
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 

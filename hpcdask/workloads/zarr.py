@@ -115,11 +115,12 @@ def _found(array: Any, where: str, component: str | None) -> StoredArray:
         path=where,
         component=component or "",
         shape=tuple(array.shape),
-        dtype=str(array.dtype),
+        dtype=str(array.dtype.newbyteorder("=")),
         chunk=tuple(array.shards or array.chunks),
         fill_value=array.fill_value or 0,
         plain=array.metadata.zarr_format == 3
-        and not (array.shards or array.filters or array.compressors),
+        and not (array.shards or array.filters or array.compressors)
+        and "big" not in repr(array.serializer),
         stamp=_stamp(os.path.join(where, component or "")),
     )
     if array.ndim != 2:
@@ -173,7 +174,7 @@ def open_rows(
     Returns
     -------
     dask.array.Array
-        As stored in shape and dtype. Each chunk but the last is a multiple of the store's chunks
+        As stored in shape and dtype, in the byte order of the machine. Each chunk but the last is a multiple of the store's chunks
         high, so that no file is read twice. One Dask task per chunk. Building it needs no GPU.
 
     Raises

@@ -61,13 +61,14 @@ class StoredArray:
     component
         Array in the store, ``""`` for the store itself.
     shape, dtype
-        Of the matrix.
+        Of the matrix, in the byte order of the machine.
     chunk
         Rows and columns of what is one file: a chunk, or a shard.
     fill_value
         What the elements of a chunk are that the store does not have.
     plain
-        Files hold the elements as they are in memory: Zarr format 3, no compression, no shards.
+        Files hold the elements as they are in memory: Zarr format 3, no compression, no
+        shards, little-endian.
     stamp
         When its metadata were written, in ns: a store that is written anew has other Dask keys.
     """
@@ -102,7 +103,7 @@ class StoredArray:
                 f"{host} does not see the Zarr array {self}: "
                 "workers need it on a file system that they share with the client"
             ) from exc
-        if (array.shape, array.dtype) != (self.shape, np.dtype(self.dtype)):
+        if (array.shape, array.dtype.newbyteorder("=")) != (self.shape, np.dtype(self.dtype)):
             raise WorkloadError(
                 f"{self} is {array.shape} {array.dtype} on {host}, and was "
                 f"{self.shape} {self.dtype} when it was opened: open it again"
@@ -208,7 +209,7 @@ def _read(
 
 async def _rows(stored: StoredArray, array: Any, start: int, stop: int, buffers: Any) -> Any:
     try:
-        return await array.getitem((slice(start, stop), slice(None)), prototype=buffers)
+        rows = await array.getitem((slice(start, stop), slice(None)), prototype=buffers)
     except Exception as exc:
         await _name_the_chunk(stored, array, start, stop, buffers)
         raise WorkloadError(
