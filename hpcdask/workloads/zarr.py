@@ -174,8 +174,9 @@ def open_rows(
     Returns
     -------
     dask.array.Array
-        As stored in shape and dtype, in the byte order of the machine. Each chunk but the last is a multiple of the store's chunks
-        high, so that no file is read twice. One Dask task per chunk. Building it needs no GPU.
+        As stored in shape and dtype, in the byte order of the machine. Each chunk but the
+        last is a multiple of the store's chunks high, so that no file is read twice. One Dask task
+        per chunk. Building it needs no GPU.
 
     Raises
     ------

@@ -215,6 +215,8 @@ async def _rows(stored: StoredArray, array: Any, start: int, stop: int, buffers:
         raise WorkloadError(
             f"rows {start} to {stop - 1} of {stored} cannot be read: {exc}"
         ) from exc
+    # CuPy has no other byte order than the machine's.
+    return rows.astype(stored.dtype, copy=False)
 
 
 async def _name_the_chunk(

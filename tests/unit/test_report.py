@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import logging
 import re
 import shutil
@@ -15,6 +14,7 @@ import pytest
 
 from hpcdask.bench import chart_times, charts, report
 from hpcdask.errors import UsageError
+from launching import unavailable
 
 SECTIONS = ("Times", "Published figures", "Exchange between workers", "Where the time goes")
 NASTY = "<img src=x onerror=alert(1)> </script> $$x^2$$ 'q' \"r\" &amp; \\[y\\]"
@@ -356,8 +356,7 @@ def test_a_browser_draws_it_without_errors(tmp_path):
     """In Chromium, Debian's package of that name."""
     browser = shutil.which("chromium")
     if browser is None:
-        why = "no chromium on this machine: apt-get install chromium"
-        pytest.fail(why) if os.environ.get("CI") == "true" else pytest.skip(why)
+        unavailable("no chromium on this machine: apt-get install chromium")
     nasty = record("fft", label=NASTY, phases=[{"name": NASTY, "seconds": 1.0}])
     page = tmp_path / "x.html"
     page.write_text(report.html([*ALL, nasty]).replace("<head>", f"<head>{WATCH}"))

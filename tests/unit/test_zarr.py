@@ -37,7 +37,7 @@ from hpcdask.workloads.svd import svd_rows
 from hpcdask.workloads.zarr import find, n_missing_chunks, open_rows, read_all
 from hpcdask.workloads.zarr_reading import StoredRows, reading_way
 
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=150, deadline=None)
 HOST = socket.gethostname()
 
 
