@@ -14,6 +14,7 @@ pytestmark = pytest.mark.mpi
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "needs", "found"),
     [
@@ -25,6 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ),
         ("dataframe", "pyarrow", "pandas, on 2 workers: {'east': 4900000, 'north': 4800000, "),
     ],
+    ids=["futures", "grid_search", "dataframe"],
 )
 def test_example(site: Site, program: str, needs: str, found: str) -> None:
     if importlib.util.find_spec(needs) is None:
