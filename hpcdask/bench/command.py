@@ -27,6 +27,7 @@ from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.records import decimal_bytes, describe, say, tell
 from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import run_svd, run_svd_exact
+from hpcdask.bench.zarr import run_zarr
 from hpcdask.devices import visible_gpus
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.workloads import Device, Form, WorkloadError
@@ -42,12 +43,14 @@ SIZES: dict[Device, dict[str, int]] = {
         "operation": 8 * 10**9,
         "svd": 25 * 10**9,
         "exact": 200 * 10**6,
+        "zarr": 10**9,
     },
     "cpu": {
         "array": 800 * 10**6,  # stock chunks are as large as that
         "operation": 64 * 10**6,
         "svd": 100 * 10**6,
         "exact": 200 * 10**6,
+        "zarr": 100 * 10**6,
     },
 }
 
@@ -290,6 +293,27 @@ def svd_command(
     _execute([partial(run, form=form) for form in forms], **options)
 
 
+@bench.command("zarr")
+@click.option(
+    "--size", type=Size(), default="2GB", show_default=True, help="Bytes of genotypes to make."
+)
+@click.option(
+    "--path",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="A store of yours, or where to make one. Default: a temporary one.",
+)
+@click.option("--component", metavar="NAME", help="The array, in a store of several.")
+@repeats_option
+@common_options
+def zarr_command(
+    size: int, path: Path | None, component: str | None, repeats: int, **options: Any
+) -> None:
+    """Time the way from a Zarr store of genotypes to its population structure."""
+    where: dict[str, Any] = {"path": path, "component": component}
+    _execute([partial(run_zarr, nbytes=size, repeats=repeats, **where)], **options)
+
+
 @bench.command("startup")
 @common_options
 def startup_command(**options: Any) -> None:
@@ -313,10 +337,9 @@ def table_command(
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
     lines = []
     for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
-        for form in get_args(Form):
-            nbytes = cpu_size if row.device == "cpu" else size
-            lines.append(table.run_row(row, form, nbytes, repeats))
-            tell(lines[-1], json_file)
+        for line in table.run_row(row, cpu_size if row.device == "cpu" else size, repeats):
+            tell(line, json_file)
+            lines.append(line)
     table.show(lines)
     if report_file is not None:
         _write_report(lines, report_file)
@@ -347,6 +370,7 @@ def all_command(repeats: int, **options: Any) -> None:
         *(sized(run_svd, "svd", form=form) for form in forms),
         sized(run_svd, "svd", packed=True),
         *(sized(run_svd_exact, "exact", form=form) for form in forms),
+        sized(run_zarr, "zarr"),
         _exchange(None, None, repeats=repeats, alone=False),
     ]
     _execute(measurements, leave_out=True, **options)

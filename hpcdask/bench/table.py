@@ -19,7 +19,6 @@ from rich.table import Table
 
 from hpcdask.bench.records import decimal_bytes, say
 from hpcdask.errors import ClusterError
-from hpcdask.workloads import Form
 
 __all__ = ["Row", "rows", "run_row", "show"]
 
@@ -74,8 +73,8 @@ def rows(cores: set[int], gpus: Sequence[str]) -> list[Row]:
     return found
 
 
-def run_row(row: Row, form: Form, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Measure the array workload on one kind of hardware.
+def run_row(row: Row, nbytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Measure both forms of the array workload on one kind of hardware.
 
     Raises
     ------
@@ -84,13 +83,13 @@ def run_row(row: Row, form: Form, nbytes: int, repeats: int) -> dict[str, Any]:
     """
     command = [
         *(sys.executable, "-m", "hpcdask.bench", "array", "--device", row.device),
-        *("--size", f"{nbytes}B", "--form", form, "--repeats", str(repeats)),
+        *("--size", f"{nbytes}B", "--form", "both", "--repeats", str(repeats)),
     ]
     environment = dict(os.environ)
     if row.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = row.gpus
     cores = os.sched_getaffinity(0)
-    say(f"{row.name}, {form}: {decimal_bytes(nbytes)}")
+    say(f"{row.name}: {decimal_bytes(nbytes)}")
     try:
         if row.cores is not None:
             os.sched_setaffinity(0, row.cores)  # children inherit it
@@ -104,20 +103,20 @@ def run_row(row: Row, form: Form, nbytes: int, repeats: int) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired as exc:
-        raise ClusterError(f"{row.name}, {form}: no result after {DEADLINE_S:g} s") from exc
+        raise ClusterError(f"{row.name}: no result after {DEADLINE_S:g} s") from exc
     finally:
         os.sched_setaffinity(0, cores)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise ClusterError(f"{row.name}, {form}: exit code {done.returncode}: {last[0]}")
-    line: dict[str, Any] = json.loads(done.stdout)
-    line["label"] = f"{row.name}, {form}"
-    if published := PUBLISHED_S.get(row.name):
-        what = f"{row.name}, Dask blog 2019"
-        line["published"] = [{"what": what, "seconds": published, "bytes": BLOG_NBYTES}]
-    else:
+        raise ClusterError(f"{row.name}: exit code {done.returncode}: {last[0]}")
+    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in lines:
+        line["label"] = f"{row.name}, {line['form']}"
         del line["published"]
-    return line
+        if published := PUBLISHED_S.get(row.name):
+            what = f"{row.name}, Dask blog 2019"
+            line["published"] = [{"what": what, "seconds": published, "bytes": BLOG_NBYTES}]
+    return lines
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, limits, startup, table, timing
+from hpcdask.bench import command, exchange, limits, startup, table, timing
 from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
 from hpcdask.errors import ClusterError, UsageError
@@ -293,6 +294,32 @@ def test_kinds_of_svd(client, capsys, options, label, nbytes):
     assert line["limit"]["by"] in ("memory", "matrix_float64")
 
 
+def test_zarr_from_a_temporary_store(client, capsys):
+    assert command.main(["zarr", "--size", "4MB", "--device", "cpu", "--repeats", "1"]) == 0
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert [part["name"] for part in line["phases"]] == ["load alone", "compute alone"]
+    assert len(line["checks"]) == 3
+    assert all(check["ok"] for check in line["checks"])
+    folder = re.search(r"genotypes to (\S+)/genotypes.zarr", err)[1]
+    assert not Path(folder).exists()
+
+
+def test_zarr_that_was_made_is_read_again(client, capsys, tmp_path):
+    argv = ["zarr", "--size", "1MB", "--device", "cpu", "--repeats", "1"]
+    argv += ["--path", str(tmp_path / "x.zarr")]
+    assert command.main(argv) == 0
+    assert command.main(argv) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["result"]["singular_values"] == lines[1]["result"]["singular_values"]
+    assert [len(line["checks"]) for line in lines] == [3, 1]
+
+
+def test_zarr_that_is_none(client, capsys, tmp_path):
+    assert command.main(["zarr", "--path", str(tmp_path), "--device", "cpu"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
 def test_packed_svd_has_no_stock_form(client, capsys):
     argv = ["svd", "--packed", "--form", "stock", "--size", "5MB", "--device", "cpu"]
     assert command.main(argv) == 2
@@ -333,6 +360,10 @@ def test_comparing_two_runs(client, capsys, tmp_path):
 
 def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
     small = {"array": 500_000, "operation": 50_000, "svd": 5_000_000, "exact": 80_000}
+    small["zarr"] = 400_000
+    monkeypatch.setitem(exchange.PAIR_NBYTES, "cpu", 80_000)
+    monkeypatch.setitem(exchange.SQUARE_NBYTES, "cpu", 800_000)
+
     monkeypatch.setitem(command.SIZES, "cpu", small)
     page = tmp_path / "report.html"
     argv = ["all", "--device", "cpu", "--repeats", "1", "--report", str(page)]
@@ -375,8 +406,8 @@ def test_rows_of_a_machine_with_gpus():
 
 
 def test_a_row_that_fails_is_named():
-    with pytest.raises(ClusterError, match=r"one CPU core, best: exit code 2: .*'--form'"):
-        table.run_row(table.Row("one CPU core", "cpu"), "best", 8, 1)
+    with pytest.raises(ClusterError, match=r"one CPU core: exit code 2: .*'--repeats'"):
+        table.run_row(table.Row("one CPU core", "cpu"), 8, 0)
 
 
 def test_the_table_is_not_for_launchers(monkeypatch, capsys):

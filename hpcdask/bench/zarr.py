@@ -1,0 +1,189 @@
+"""Measure the way from a Zarr store of genotypes to its population structure, and check it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import distributed
+import numpy as np
+
+from hpcdask.bench.cluster import Cluster, workers_of
+from hpcdask.bench.records import Case, announce, decimal_bytes, record, say
+from hpcdask.bench.timing import measure, progress
+from hpcdask.errors import UsageError
+from hpcdask.workloads import Check, made_genotypes
+from hpcdask.workloads import genotypes as workload
+from hpcdask.workloads.svd import svd_rows
+from hpcdask.workloads.zarr import find, open_rows, read_all
+from hpcdask.workloads.zarr_reading import reading_way
+
+__all__ = ["run_zarr"]
+
+SAMPLES = 2000
+LEAST_VARIANTS = 1000
+N_POPULATIONS = 4
+CHUNK_NBYTES = 16_000_000
+#: Of the memory of all workers, for computing from memory.
+USABLE_FRACTION = 0.5
+#: Of the variance of the samples' coordinates, the part that lies within populations.
+LARGEST_WITHIN = 0.1
+
+
+def run_zarr(
+    cluster: Cluster,
+    nbytes: int,
+    *,
+    path: Path | None = None,
+    component: str | None = None,
+    repeats: int = 3,
+    timeline: bool = False,
+) -> dict[str, Any]:
+    """Measure "load, filter, normalise, decompose", and its parts alone.
+
+    Parameters
+    ----------
+    cluster
+        From :func:`hpcdask.bench.cluster.inspect`.
+    nbytes
+        Size of the genotypes that are made, in bytes, where there are none at ``path``.
+    path
+        Store, on a file system that all workers see. What is there is read; otherwise a store is
+        made there, and stays. None is a temporary one, if all workers are on this host.
+    component
+        Array in the store.
+    repeats
+        Timed runs, after one that is not.
+    timeline
+        Record one more run.
+
+    Returns
+    -------
+    dict
+        The record that the command prints as JSON. ``seconds`` are of the whole way; ``phases``
+        are loading alone and computing alone, from memory, which overlap in the whole. There is
+        no limit: what a file system can do is not measured.
+
+    Raises
+    ------
+    UsageError
+        No path, and workers on other hosts.
+    WorkloadError
+        As from `hpcdask.workloads.genotypes.population_structure`.
+    """
+    with _store(cluster, nbytes, path) as (where, written):
+        stored = find(where, component)
+        x = open_rows(where, device=cluster.device, n_slots=cluster.n_slots, component=component)
+        largest = max(x.chunks[0]), x.shape[1]
+        case = Case("zarr", "tuned", stored.shape, stored.dtype, x.numblocks[0], largest)
+        k = min(N_POPULATIONS - 1, *stored.shape)
+        how: dict[str, Any] = {"n_slots": cluster.n_slots, "device": cluster.device}
+
+        def pipeline(_: int) -> list[Any]:
+            return list(workload.population_structure(where, k, component=component, **how))
+
+        pipeline(0)
+        announce(case, cluster)
+        for line in sorted(set(cluster.client.run(reading_way, stored, cluster.device).values())):
+            say(line)
+        load = measure(
+            cluster.client, lambda _: [read_all(x, device=cluster.device)], repeats, n_warmup=1
+        )
+        timed = measure(cluster.client, pipeline, repeats, n_warmup=1, timeline=timeline)
+        s, v, variants = timed.results
+        phases = [{"name": "load alone", "seconds": float(np.median(load.seconds))}]
+        if case.nbytes <= USABLE_FRACTION * cluster.memory_nbytes:
+            phases.append({"name": "compute alone", "seconds": _compute(cluster, x, k, repeats)})
+    checks = [Check("variants", int(variants.sum()), stored.shape[0], 0)]
+    if written is not None:
+        checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
+        checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
+    result = {
+        "k": k,
+        "singular_values": s.tolist(),
+        "variants": dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True)),
+        "load_seconds": load.seconds,
+    }
+    return {**record(case, cluster, timed, result, checks), "phases": phases}
+
+
+def within(v: Any) -> float:
+    """Return the part of the variance of the samples' coordinates that is within populations.
+
+    Parameters
+    ----------
+    v
+        Shape (k, samples), of the made-up genotypes.
+    """
+    populations = made_genotypes.populations(v.shape[1], N_POPULATIONS)
+    groups = [v[:, populations == number] for number in range(N_POPULATIONS)]
+    inside = sum(((group - group.mean(axis=1, keepdims=True)) ** 2).sum() for group in groups)
+    return float(inside / ((v - v.mean(axis=1, keepdims=True)) ** 2).sum())
+
+
+def _compute(cluster: Cluster, x: Any, k: int, repeats: int) -> float:
+    """Seconds from memory to the result."""
+    held = x.persist()
+    with progress(cluster.client, "input", x.numblocks[0]):
+        distributed.wait(held)
+    timed = measure(
+        cluster.client,
+        lambda _: svd_rows(held, k, prepare=workload.normalise, device=cluster.device)[1:],
+        repeats,
+        n_warmup=1,
+    )
+    return float(np.median(timed.seconds))
+
+
+@contextlib.contextmanager
+def _store(cluster: Cluster, nbytes: int, path: Path | None) -> Iterator[tuple[str, int | None]]:
+    """Yield the store, and the sum of what was written to it, if it was made."""
+    if path is not None and path.exists():
+        yield str(path), None
+        return
+    folder = None
+    if path is None:
+        _check_hosts(cluster)
+        folder = tempfile.mkdtemp(prefix="hpcdask-zarr-")
+        path = Path(folder) / "genotypes.zarr"
+    try:
+        yield str(path), _make(cluster, nbytes, str(path))
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_hosts(cluster: Cluster) -> None:
+    here = cluster.client.run_on_scheduler(_boot_id)
+    elsewhere = [w for w, boot in cluster.client.run(_boot_id).items() if boot != here]
+    if elsewhere or _boot_id() != here:
+        names = {worker["host"] for worker in workers_of(cluster.client).values()}
+        raise UsageError(
+            f"workers are on {len(names)} hosts: --path FOLDER, on a file system that all see, "
+            "says where the store is, or is to be made"
+        )
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def _make(cluster: Cluster, nbytes: int, path: str) -> int:
+    samples = min(SAMPLES, max(N_POPULATIONS, nbytes // LEAST_VARIANTS))
+    shape = max(1, nbytes // samples), samples
+    few = math.ceil(shape[0] / (4 * cluster.n_slots))
+    chunks = max(1, min(CHUNK_NBYTES // samples, few)), samples
+    say(f"writing {decimal_bytes(math.prod(shape))} of made-up genotypes to {path}")
+    start = time.perf_counter()
+    total = made_genotypes.write_genotypes(
+        path, shape, chunks=chunks, n_slots=cluster.n_slots, n_populations=N_POPULATIONS
+    )
+    written = int(cluster.client.gather(cluster.client.compute(total)))
+    say(f"written in {time.perf_counter() - start:.1f} s")
+    return written
