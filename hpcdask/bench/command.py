@@ -269,6 +269,7 @@ def array_command(
 @click.option("--k", type=int, default=10, show_default=True, help="Singular values wanted.")
 @click.option("--passes", type=click.Choice(["1", "2"]), default="1", show_default=True)
 @click.option("--packed", is_flag=True, help="Four values from 0 to 3 in a byte.")
+@click.option("--stream", is_flag=True, help="Make the matrix whenever it is read.")
 @click.option("--exact", is_flag=True, help="All singular values of 20 columns of float64.")
 @form_options
 @common_options
@@ -277,6 +278,7 @@ def svd_command(
     k: int,
     passes: str,
     packed: bool,
+    stream: bool,
     exact: bool,
     forms: list[Form],
     repeats: int,
@@ -288,7 +290,8 @@ def svd_command(
     if exact:
         run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, **how)
     else:
-        how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes), "packed": packed}
+        how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes)}
+        how |= {"packed": packed, "stream": stream}
         run = partial(run_svd, **how)
     _execute([partial(run, form=form) for form in forms], **options)
 

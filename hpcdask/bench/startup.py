@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.records import describe
-from hpcdask.bootstrap import marks
+from hpcdask.bootstrap import STARTED, marks
 from hpcdask.workloads import Check, WorkloadError
 
 __all__ = ["phases", "run_startup"]
 
+#: Processes whose start is that of the launch, or of the job's script.
+LAUNCHERS = {
+    *("mpirun", "prterun", "orterun", "prted", "orted", "mpiexec", "mpiexec.hydra"),
+    *("hydra_pmi_proxy", "srun", "slurmstepd", "palsd"),
+}
+LAUNCHER_DONE = "launcher done"
 #: What ends with each event; those before the first fork are paid once per rank.
 PHASES = {
+    LAUNCHER_DONE: "launcher",
     "distributed imported": "interpreter, imports",
     "worker forked": "ranks meet, scheduler, nanny",
     "CUDA context made": "CUDA context",
@@ -38,9 +46,10 @@ def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
     Returns
     -------
     dict
-        The record that the command prints as JSON. ``seconds`` is the time from the launch of a
-        worker's rank, or job, to its registration, for the slowest worker; ``phases`` are medians
-        over the workers, and ``spread`` the least and greatest of each.
+        The record that the command prints as JSON. ``seconds`` is the time from the start of the
+        launcher's process on the worker's node, or else of the worker's rank, to the worker's
+        registration, for the slowest worker; ``phases`` are medians over the workers, and
+        ``spread`` the least and greatest of each.
 
     Raises
     ------
@@ -96,8 +105,15 @@ def phases(marks: Marks) -> dict[str, float]:
 
 
 def _marks() -> Marks:
-    """What this worker remembers; runs on workers."""
-    return list(marks)
+    """What this worker remembers, in seconds since its launcher started; runs on workers."""
+    import psutil
+
+    started = float(os.environ.get(STARTED, "nan"))
+    above = psutil.Process().parents()
+    launched = min((p.create_time() for p in above if p.name() in LAUNCHERS), default=started)
+    before = max(0.0, started - launched)
+    first = [(before, LAUNCHER_DONE)] if before else []
+    return [*first, *((before + seconds, event) for seconds, event in marks)]
 
 
 def _has_started(marks: Marks) -> bool:

@@ -42,6 +42,7 @@ def run_svd(
     form: Form = "tuned",
     passes: Literal[1, 2] = 1,
     packed: bool = False,
+    stream: bool = False,
     repeats: int = 3,
     chunk_nbytes: int | None = None,
     timeline: bool = False,
@@ -53,7 +54,7 @@ def run_svd(
     cluster
         From :func:`hpcdask.bench.cluster.inspect`.
     nbytes
-        Size of the matrix in bytes; it has to fit the memory of the devices.
+        Size of the matrix in bytes.
     k
         Number of singular triplets, which is also the rank of the matrix.
     form
@@ -62,6 +63,8 @@ def run_svd(
         How often the tuned form reads the matrix.
     packed
         The matrix has values from 0 to 3, and four of them in a byte; only in the tuned form.
+    stream
+        Make the matrix whenever it is read, instead of holding it in the memory of the workers.
     repeats
         Timed runs, after a whole one that is not.
     chunk_nbytes
@@ -85,7 +88,10 @@ def run_svd(
     if packed and form == "stock":
         raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
     device, shape = cluster.device, svd_workload.shape_for(nbytes)
-    _check_room(math.prod(shape), 4 if packed else 1, cluster)
+    if stream and form == "stock":
+        raise UsageError("--stream is for the tuned form: the stock one holds the matrix")
+    if not stream:
+        _check_room(math.prod(shape), 4 if packed else 1, cluster, "--stream")
     if form == "tuned":
         rows = svd_workload.chunk_rows(
             shape, device=device, n_slots=cluster.n_slots, max_nbytes=chunk_nbytes
@@ -94,7 +100,8 @@ def run_svd(
     else:
         chunks = da.core.normalize_chunks(svd_workload.STOCK_CHUNKS, shape)
     largest = max(chunks[0]), max(chunks[1])
-    variant = " ".join(["2 bits"] * packed + ["two passes"] * (passes == 2 and form == "tuned"))
+    traits = {"2 bits": packed, "streamed": stream, "two passes": passes == 2 and form == "tuned"}
+    variant = " ".join(name for name, it_is in traits.items() if it_is)
     case = Case("svd", form, shape, "uint8", len(chunks[0]) * len(chunks[1]), largest, variant)
     x, expected = planted.matrix(
         shape,
@@ -115,9 +122,10 @@ def run_svd(
 
     decompose(0)
     announce(case, cluster)
-    x = x.persist()
-    with progress(cluster.client, "input", case.n_chunks):
-        distributed.wait(x)
+    if not stream:
+        x = x.persist()
+        with progress(cluster.client, "input", case.n_chunks):
+            distributed.wait(x)
     timed = measure(
         cluster.client,
         lambda index: decompose(index)[1:],
@@ -139,14 +147,16 @@ def run_svd(
     )
 
 
-def _check_room(nbytes: int, per_byte: int, cluster: Cluster) -> None:
+def _check_room(nbytes: int, per_byte: int, cluster: Cluster, instead: str = "") -> None:
     usable = int(USABLE_FRACTION * cluster.memory_nbytes) * per_byte
     if nbytes > usable:
-        hint = "" if per_byte > 1 else f", or --packed with up to {4 * usable // 10**6}MB"
+        options = [f"--size {usable // 10**6}MB is the most"]
+        if instead:
+            packed = f"--packed, up to {4 * usable // 10**6}MB"
+            streamed = f"{instead}, any size: the matrix is made whenever it is read"
+            options += [streamed] if per_byte > 1 else [packed, streamed]
         raise UsageError(
-            f"an input of {decimal_bytes(nbytes)} does not fit {cluster}: "
-            f"--size {usable // 10**6}MB is the most{hint}. A matrix of your own "
-            f"need not fit: svd_rows streams what is not persisted"
+            f"an input of {decimal_bytes(nbytes)} does not fit {cluster}: {'; or '.join(options)}"
         )
 
 

@@ -202,7 +202,7 @@ def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
     for tile in rows.tiles(block, "float64"):
         wrong = ~xp.isfinite(tile)
         if bool(wrong.any()):
-            row, column = divmod(int(wrong.argmax()), rows.n)
+            row, column = divmod(int(xp.flatnonzero(wrong)[0]), rows.n)
             raise WorkloadError(
                 f"x is {float(tile[row, column])} at row {first + row}, column {column}, and not "
                 f"finite at {int(wrong.sum())} places in rows {first} to "

@@ -188,6 +188,9 @@ def test_progress_follows_the_scheduler(client, monkeypatch):
         ("svd", ["--size", "5MB", "--k", "0"], "k=0 is out of range"),
         ("svd", ["--size", "5MB", "--k", "101", "--form", "stock"], "k=101 is out of range"),
         ("svd", ["--size", "90GB"], "does not fit 2 x cpu"),
+        ("svd", ["--size", "90GB"], "or --packed, up to 6871MB; or --stream, any size"),
+        ("svd", ["--size", "90GB", "--packed"], "6871MB is the most; or --stream, any size"),
+        ("svd", ["--size", "90GB", "--exact"], "--size 1717MB is the most"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(client, capsys, workload, argv, message):
@@ -285,6 +288,7 @@ def test_an_operation_that_keeps_its_array_needs_room(client, capsys):
         (["--exact", "--size", "320kB", "--form", "stock"], "svd exact, stock", 320_000),
         (["--packed", "--size", "5MB", "--k", "4"], "svd 2 bits, tuned", 5_000_000),
         (["--passes", "2", "--size", "5MB", "--k", "4"], "svd two passes, tuned", 5_000_000),
+        (["--stream", "--size", "5MB", "--k", "4"], "svd streamed, tuned", 5_000_000),
     ],
 )
 def test_kinds_of_svd(client, capsys, options, label, nbytes):
