@@ -69,7 +69,7 @@ def pack(values: Any) -> Any:
     return _gpu().pack_words()(words.view(np.uint32))
 
 
-def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8) -> Any:
+def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) -> Any:
     """Undo :func:`pack`.
 
     Parameters
@@ -80,6 +80,8 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8) -> Any:
         Values of a row.
     dtype
         Of the result.
+    out
+        NumPy array to fill instead, contiguous, of shape (..., n) and any dtype; without a GPU.
 
     Returns
     -------
@@ -93,7 +95,9 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8) -> Any:
     """
     _validate_packed(packed, n)
     if not _on_gpu(packed):
-        return packing_cpu.unpack(packed, n, np.dtype(dtype))
+        if out is None:
+            out = np.empty((*packed.shape[:-1], n), dtype)
+        return packing_cpu.unpack(packed, out)
     xp = array_module("cuda")
     values = _gpu().spread_bytes()(xp.ascontiguousarray(packed)).view(np.uint8)[..., :n]
     return xp.ascontiguousarray(values, dtype=dtype)

@@ -79,10 +79,9 @@ def pack(values: NDArray[Any]) -> NDArray[np.uint8]:
     return out
 
 
-def unpack(packed: NDArray[np.uint8], n: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def unpack(packed: NDArray[np.uint8], out: NDArray[Any]) -> NDArray[Any]:
     """Unpack (..., ceil(n / 4)) bytes into values of shape (..., n)."""
-    others = packed.shape[:-1]
-    out = np.empty((*others, n), dtype)
+    *others, n = out.shape
     n_rows = math.prod(others)
     flat, flat_out = packed.reshape(n_rows, packed.shape[-1]), out.reshape(n_rows, n)
     buffer = np.empty(TILE // PER_BYTE, np.uint32)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcdask.workloads import Device, WorkloadError, array_module, to_host
+from hpcdask.workloads.packing import multiply, multiply_transposed, unpack
 
 __all__ = [
     "Prepare",
@@ -93,40 +94,45 @@ class Rows:
     packed: bool = False
 
     def tiles(self, block: Any, dtype: str) -> Iterator[Any]:
-        """Yield some rows after the other as floats."""
+        """Yield some rows after the other as floats; each is gone when the next is asked for."""
         width = self.n * np.dtype(dtype).itemsize
         step = max(MIN_TILE_ROWS, TILE_NBYTES[self.device] // width)
+        # Made once: workers give freed memory back, and fresh pages cost more than the products.
+        room = array_module(self.device).empty((min(step, block.shape[0]), self.n), dtype)
         for start in range(0, block.shape[0], step):
             tile = block[start : start + step]
+            floats = room[: tile.shape[0]]
             if self.packed:
-                from hpcdask.workloads.packing import unpack
-
-                tile = unpack(tile, self.n)
+                # Without a scaling, and a GPU, values go where they are needed as floats
+                into = floats if self.device == "cpu" and self.prepare is None else None
+                tile = unpack(tile, self.n, out=into)
             if self.prepare is not None:
                 tile = self.prepare(tile)
-            yield tile.astype(dtype, copy=False)
+            if tile.dtype != dtype:
+                floats[...] = tile
+                tile = floats
+            yield tile
 
     @property
     def fused(self) -> bool:
-        """Whether packed values are multiplied as they are."""
-        return self.packed and self.prepare is None
+        """Whether packed values are multiplied as they are; CPUs do better with tiles."""
+        return self.packed and self.prepare is None and self.device == "cuda"
 
     def products(self, block: Any, basis: Any) -> tuple[Any, Any, Any]:
         """Return z, gram and y_sums of a chunk, float64."""
         xp = array_module(self.device)
         if self.fused:
-            from hpcdask.workloads.packing import multiply, multiply_transposed
-
             y = multiply(block, basis, self.n)
             z = multiply_transposed(block, y, self.n).astype(np.float64, copy=False)
             y = y.astype(np.float64, copy=False)
             return z, y.T @ y, y.sum(axis=0)
         width = self.n if basis is None else basis.shape[1]
         zt, gram, y_sums = xp.zeros((width, self.n)), xp.zeros((width, width)), xp.zeros(width)
+        part = xp.empty((width, self.n), self.work)
         for tile in self.tiles(block, self.work):
             y = tile if basis is None else tile @ basis
             if basis is not None:
-                zt += y.T @ tile  # on a CPU, tile.T @ y takes up to twice as long
+                zt += xp.matmul(y.T, tile, out=part)  # on a CPU, tile.T @ y takes twice as long
             y = y.astype(np.float64, copy=False)
             gram += y.T @ y
             y_sums += y.sum(axis=0)
@@ -138,8 +144,6 @@ class Rows:
         if right is None:
             return block.astype(np.float64, copy=False)
         if self.fused:
-            from hpcdask.workloads.packing import multiply
-
             return multiply(block, xp.asarray(right, np.float64), self.n)
         # always in float64: what undoes the scale of Ω has opposite signs, which cancel
         return xp.concatenate([tile @ right for tile in self.tiles(block, "float64")])
