@@ -15,7 +15,7 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,2)
+WORKERS ?= $(if $(CUDA),0,3)
 
 .PHONY: help venv demo test lint format type docs bench check clean
 .DELETE_ON_ERROR:

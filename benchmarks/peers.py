@@ -214,48 +214,41 @@ def bare_contexts(gpus: int) -> float:
     return max(float(process.communicate(timeout=60)[0]) for process in started)
 
 
-def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]:
+def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     """What runs on a GPU host."""
-    results = []
-    context = {"NEEDS_CONTEXT": "1"}
     if "startup" in wanted:
-        results.append(
-            compare(
-                f"startup to {gpus} workers",
-                runner(gpus, "--case", "startup"),
-                peer("local-cuda", gpus, "--case", "startup"),
-                measure="ready_s",
-                rounds=rounds,
-                peer_name="LocalCUDACluster",
-                environment=context,
-            )
+        case = compare(
+            f"startup to {gpus} workers",
+            runner(gpus, "--case", "startup"),
+            peer("local-cuda", gpus, "--case", "startup"),
+            measure="ready_s",
+            rounds=rounds,
+            peer_name="LocalCUDACluster",
+            environment={"NEEDS_CONTEXT": "1"},
         )
+        case["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
+        case["floor"] = "CUDA contexts alone, in bare processes at once"
+        yield case
     if "tasks" in wanted:
-        results.append(
-            compare(
-                f"10,000 empty Dask tasks, {gpus} workers",
-                runner(gpus, "--case", "tasks", "--repeats", "2"),
-                peer("local-cuda", gpus, "--case", "tasks", "--repeats", "2"),
-                measure="seconds",
-                rounds=rounds,
-                peer_name="LocalCUDACluster",
-            )
+        yield compare(
+            f"10,000 empty Dask tasks, {gpus} workers",
+            runner(gpus, "--case", "tasks", "--repeats", "2"),
+            peer("local-cuda", gpus, "--case", "tasks", "--repeats", "2"),
+            measure="seconds",
+            rounds=rounds,
+            peer_name="LocalCUDACluster",
         )
-    if "startup" in wanted:
-        results[0]["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
-        results[0]["floor"] = "CUDA contexts alone, in bare processes at once"
-    results += exchange_cases(gpus, wanted, rounds)
+    yield from exchange_cases(gpus, wanted, rounds)
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
-            results.append(gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1))
+            yield gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1)
     sizes = {"svd": 25 * gpus, "packed": 25 * gpus, "exact": 1.6, "transposed": 10 * gpus}
     sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 10 * gpus) | {"matmul": 4 * gpus}
-    for case, gigabytes in sizes.items():
-        if case in wanted or "workloads" in wanted:
-            results.append(gpu_workload(case, gigabytes, gpus, rounds))
+    for case_name, gigabytes in sizes.items():
+        if case_name in wanted or "workloads" in wanted:
+            yield gpu_workload(case_name, gigabytes, gpus, rounds)
     if "scaling" in wanted and gpus > 1:
-        results.append(weak_scaling(gpus, rounds))
-    return results
+        yield weak_scaling(gpus, rounds)
 
 
 def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[str, Any]:
@@ -288,9 +281,8 @@ def weak_scaling(gpus: int, rounds: int) -> dict[str, Any]:
     )
 
 
-def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, Any]]:
+def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     """What goes from GPU to GPU: the first time, after both are ready, and later."""
-    results = []
     for what, name, size in (
         ("transfer", "2.1 GB from one GPU to another", "0"),
         ("transpose", f"x + x.T of {10 * gpus} GB on {gpus} GPUs", f"{10 * gpus}GB"),
@@ -307,58 +299,50 @@ def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> list[dict[str, 
             peer_name="LocalCUDACluster(protocol='ucx')",
             environment={"PEER_PROTOCOL": "ucx"},
         )
-        results += [summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"]), made]
-    return results
+        yield summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"])
+        yield made
 
 
-def cpu_cases(wanted: list[str], rounds: int) -> list[dict[str, Any]]:
+def cpu_cases(wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     """What runs without a GPU."""
-    results = []
     cpu = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
     if "startup" in wanted:
-        results.append(
-            compare(
-                "launch to exit, 2 workers",
-                runner(2, "--case", "startup"),
-                peer("dask-mpi", 2, "--case", "startup"),
-                measure="wall_s",
-                rounds=rounds,
-                peer_name="dask-mpi (4 ranks)",
-                environment=cpu,
-            )
+        yield compare(
+            "launch to exit, 2 workers",
+            runner(2, "--case", "startup"),
+            peer("dask-mpi", 2, "--case", "startup"),
+            measure="wall_s",
+            rounds=rounds,
+            peer_name="dask-mpi (4 ranks)",
+            environment=cpu,
         )
     if "tasks" in wanted:
-        results.append(
-            compare(
-                "10,000 empty Dask tasks, 2 workers",
-                runner(2, "--case", "tasks"),
-                peer("local", 2, "--case", "tasks"),
-                measure="seconds",
-                rounds=rounds,
-                peer_name="LocalCluster",
-                environment=cpu,
-            )
+        yield compare(
+            "10,000 empty Dask tasks, 2 workers",
+            runner(2, "--case", "tasks"),
+            peer("local", 2, "--case", "tasks"),
+            measure="seconds",
+            rounds=rounds,
+            peer_name="LocalCluster",
+            environment=cpu,
         )
     sizes = {"array": 2000, "svd": 500, "exact": 160, "transposed": 512, "matmul": 128}
     sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 512)
     for case, megabytes in sizes.items():
         if case in wanted or (case != "array" and "workloads" in wanted):
             arguments = ["--case", case, "--size", f"{megabytes}MB"]
-            results.append(
-                compare(
-                    f"{NAMES[case]} {megabytes} MB, 2 workers, tuned against stock",
-                    runner(2, *arguments, "--form", "tuned"),
-                    peer("local", 2, *arguments, "--form", "stock"),
-                    measure="seconds",
-                    rounds=min(rounds, 3),
-                    peer_name="LocalCluster, stock form",
-                    environment=cpu,
-                )
+            yield compare(
+                f"{NAMES[case]} {megabytes} MB, 2 workers, tuned against stock",
+                runner(2, *arguments, "--form", "tuned"),
+                peer("local", 2, *arguments, "--form", "stock"),
+                measure="seconds",
+                rounds=rounds,
+                peer_name="LocalCluster, stock form",
+                environment=cpu,
             )
-    return results
 
 
-def job_cases(gpus: int, rounds: int, count: int) -> list[dict[str, Any]]:
+def job_cases(gpus: int, rounds: int, count: int) -> Iterator[dict[str, Any]]:
     """What runs where there is a SLURM."""
     if not shutil.which("sbatch"):
         raise SystemExit("--cases jobs needs a SLURM: run it on a login node, or --virtual-slurm")
@@ -367,17 +351,15 @@ def job_cases(gpus: int, rounds: int, count: int) -> list[dict[str, Any]]:
     environment["JOB_KEYWORDS"] = os.environ.get("JOB_KEYWORDS", json.dumps(usual))
     jobs = ["--case", "jobs"]
     kind = "GPU" if gpus else "CPU"
-    return [
-        compare(
-            f"{count} SLURM jobs to {count} {kind} workers",
-            peer("jobs", count, *jobs),
-            peer("dask-jobqueue", count, *jobs),
-            measure="seconds",
-            rounds=rounds,
-            peer_name="dask-jobqueue SLURMCluster",
-            environment=environment,
-        )
-    ]
+    yield compare(
+        f"{count} SLURM jobs to {count} {kind} workers",
+        peer("jobs", count, *jobs),
+        peer("dask-jobqueue", count, *jobs),
+        measure="seconds",
+        rounds=rounds,
+        peer_name="dask-jobqueue SLURMCluster",
+        environment=environment,
+    )
 
 
 @contextlib.contextmanager
@@ -471,22 +453,25 @@ def main() -> None:
         ),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
-        "cases": gpu_cases(len(gpus), wanted, options.rounds)
-        if gpus
-        else cpu_cases(wanted, options.rounds),
     }
+    if "jobs" in wanted and options.virtual_slurm:
+        results["machine"] += ", SLURM with four virtual nodes"
+    with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
+        for case in cases(len(gpus), wanted, options.rounds):
+            print(
+                f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
+                f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})",
+                flush=True,
+            )
+            if options.json:  # after each, since a visit may end at any moment
+                add_results(Path(options.json), {**results, "cases": [case]})
+
+
+def cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """All that is wanted of what this machine can."""
+    yield from gpu_cases(gpus, wanted, rounds) if gpus else cpu_cases(wanted, rounds)
     if "jobs" in wanted:
-        if options.virtual_slurm:
-            results["machine"] += ", SLURM with four virtual nodes"
-        with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
-            results["cases"] += job_cases(len(gpus), options.rounds, len(gpus) or 8)
-    for case in results["cases"]:
-        print(
-            f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
-            f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})"
-        )
-    if options.json:
-        add_results(Path(options.json), results)
+        yield from job_cases(gpus, rounds, gpus or 8)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import secrets
 import socket
@@ -350,8 +351,6 @@ def make_nanny(
 
 def quiet(level: str = "WARNING") -> None:
     """Have distributed log from this level on, unless the user configured logging."""
-    import logging
-
     if dask.config.get("logging", None) is None:
         for name in (
             "distributed",
@@ -362,6 +361,13 @@ def quiet(level: str = "WARNING") -> None:
             "tornado.application",
         ):
             logging.getLogger(name).setLevel(level)
+        logging.getLogger("distributed.comm.tcp").addFilter(_not_of_the_departed)
+
+
+def _not_of_the_departed(record: logging.LogRecord) -> bool:
+    """Leave out that a process, of this cluster say, ended before its TLS handshake did."""
+    text = record.getMessage()
+    return not ("TLS handshake failed" in text and "EOF" in text)
 
 
 def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:

@@ -36,14 +36,14 @@ __all__ = ["LIMITS", "Work", "against", "bound", "measure"]
 LIMITS = "limits"
 DEADLINE_S = 60.0
 #: Rounds that count; the one before them does not.
-REPEATS = 4
-ROUND_S = 0.1
+REPEATS = 3
+ROUND_S = 0.05
 #: What a thread of a worker, or a GPU, may use. More than any cache.
-MAX_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 256_000_000}
+MAX_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 MEMORY_FRACTION = 1 / 8
 LEAST_NBYTES = 1 << 20
-MATRIX_SIDE: dict[Device, int] = {"cuda": 8192, "cpu": 1024}
-LINK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 32_000_000}
+MATRIX_SIDE: dict[Device, int] = {"cuda": 8192, "cpu": 512}
+LINK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 16_000_000}
 #: Workers spill from 0.6 on, and count each view of a buffer as memory of its own.
 LINK_FRACTION = 0.25
 
@@ -119,8 +119,8 @@ def against(limit: Mapping[str, Any], median_s: float) -> dict[str, Any]:
 def measure(cluster: Cluster) -> dict[str, float]:
     """Measure the rates that a cluster reaches, all its workers at once.
 
-    Each is the best of four rounds of a tenth of a second, after one that does not count; without
-    GPUs it takes about three seconds in all. Every thread of a worker computes, or its GPU.
+    Each is the best of three rounds of 0.05 s, after one that does not count; without GPUs it takes
+    one or two seconds in all. Every thread of a worker computes, or its GPU.
     Clusters with something else to do give lower rates.
 
     Parameters

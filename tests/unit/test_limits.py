@@ -154,7 +154,7 @@ def _until_set(_):
 def test_blocks_that_arrive_wrong_are_an_error(client, monkeypatch):
     monkeypatch.setattr(exchange_workload, "is_right", lambda *_: False)
     cluster = inspect(client, "cpu")
-    with pytest.raises(ClusterError, match=r"10 of 10 blocks between workers arrived wrong"):
+    with pytest.raises(ClusterError, match=r"8 of 8 blocks between workers arrived wrong"):
         limits._ring(cluster, limits._in_order(client))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 
 import pytest
 
+from hpcdask import nanny
 from hpcdask.peers import FAR_PEERS, SLOW_RATE, Link, choose_peers, environment, judge
 
 
@@ -198,3 +200,19 @@ def test_every_challenge_is_new():
     _, two, _ = meet(b"s" * 32, b"s" * 32)
     assert not {*one.sent} & {*two.sent}
     assert hmac.digest(b"s" * 32, b"listens" + one.sent[0], "sha256") not in one.sent
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol", False),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", True),
+    ],
+)
+def test_a_peer_that_ended_in_the_handshake_is_not_complained_about(error, told):
+    text = "Listener on %r: TLS handshake failed with remote %r: %s"
+    arguments = ("tls://10.0.0.1:1", "tls://10.0.0.2:2", error)
+    record = logging.LogRecord(
+        "distributed.comm.tcp", logging.WARNING, "", 0, text, arguments, None
+    )
+    assert nanny._not_of_the_departed(record) == told

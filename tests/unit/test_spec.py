@@ -310,7 +310,7 @@ def test_no_program():
         (["--nonsense"], ["--nonsense", "--help"]),
         (["--memory-limt", "1GB"], ["--memory-limt", "--memory-limit"]),
         (["--timeout"], ["--timeout"]),
-        (["-m"], ["-m", "hpcdask.workloads.array"]),
+        (["-m"], ["-m", "hpcdask.bench"]),
         (["--layout", "wide", "x.py"], ["--layout", "'wide'", "shared", "dedicated"]),
         (["--nthreads", "1.5", "x.py"], ["--nthreads", "'1.5'", "whole number"]),
     ],
