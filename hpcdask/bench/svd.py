@@ -17,7 +17,7 @@ import numpy as np
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, announce, decimal_bytes, record
-from hpcdask.bench.timing import measure, progress
+from hpcdask.bench.timing import hold, measure
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
@@ -123,15 +123,9 @@ def run_svd(
     decompose(0)
     announce(case, cluster)
     if not stream:
-        x = x.persist()
-        with progress(cluster.client, "input", case.n_chunks):
-            distributed.wait(x)
+        x = hold(cluster.client, x)
     timed = measure(
-        cluster.client,
-        lambda index: decompose(index)[1:],
-        repeats,
-        n_warmup=1,
-        timeline=timeline,
+        cluster.client, lambda i: decompose(i)[1:], repeats, n_warmup=1, timeline=timeline
     )
     s, v = (to_host(result) for result in timed.results)
     checks = _check_svd(cluster.client, x, shape[1], decompose(repeats + 1), (s, v), expected)
@@ -233,15 +227,9 @@ def run_svd_exact(
 
     decompose(0)
     announce(case, cluster)
-    x = x.persist()
-    with progress(cluster.client, "input", case.n_chunks):
-        distributed.wait(x)
+    x = hold(cluster.client, x)
     timed = measure(
-        cluster.client,
-        lambda index: decompose(index)[1:],
-        repeats,
-        n_warmup=1,
-        timeline=timeline,
+        cluster.client, lambda i: decompose(i)[1:], repeats, n_warmup=1, timeline=timeline
     )
     s, v = (to_host(result) for result in timed.results)
     checks = _check_exact(cluster.client, x, decompose(0)[0], s, v)

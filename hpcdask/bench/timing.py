@@ -15,7 +15,7 @@ import distributed
 from hpcdask.bench.timeline import recorded
 from hpcdask.workloads import count_tasks
 
-__all__ = ["Timed", "measure", "progress"]
+__all__ = ["Timed", "hold", "measure", "progress"]
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -86,6 +86,14 @@ def measure(
     with recorded(client) as found, progress(client, "timeline", n_tasks):
         client.gather(client.compute(list(collections)))
     return Timed(seconds, results, n_tasks, found)
+
+
+def hold(client: distributed.Client, x: Any) -> Any:
+    """Return a dask array whose chunks are in the memory of the workers."""
+    x = x.persist()
+    with progress(client, "input", x.npartitions):
+        distributed.wait(x)
+    return x
 
 
 @contextlib.contextmanager

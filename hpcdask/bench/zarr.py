@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import distributed
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.records import Case, announce, decimal_bytes, record, say
-from hpcdask.bench.timing import measure, progress
+from hpcdask.bench.timing import hold, measure
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, made_genotypes
 from hpcdask.workloads import genotypes as workload
@@ -129,9 +128,7 @@ def within(v: Any) -> float:
 
 def _compute(cluster: Cluster, x: Any, k: int, repeats: int) -> float:
     """Seconds from memory to the result."""
-    held = x.persist()
-    with progress(cluster.client, "input", x.numblocks[0]):
-        distributed.wait(held)
+    held = hold(cluster.client, x)
     timed = measure(
         cluster.client,
         lambda _: svd_rows(held, k, prepare=workload.normalise, device=cluster.device)[1:],
