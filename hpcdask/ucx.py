@@ -569,7 +569,9 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
             progress().look()
             if not isinstance(error, Exception):
                 raise
-            logger.warning("refused a ucx connection to %s: %s", self.address, _reason(error))
+            # A worker of this cluster that ends while it gets to know others is no stranger
+            level = logging.INFO if _hung_up(error) else logging.WARNING
+            logger.log(level, "refused a ucx connection to %s: %s", self.address, _reason(error))
             return None
         finally:
             self.pending -= 1
@@ -583,6 +585,14 @@ def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:
     """UCX has a connection for a listener."""
     if (there := listener()) is not None:
         there.admit(raw)
+
+
+def _hung_up(error: Exception) -> bool:
+    """Whether the other end closed, which UCX tells in several ways, before it said anything."""
+    known = base.ucxx.exceptions
+    gone = (known.UCXCanceledError, known.UCXCloseError, known.UCXConnectionResetError)
+    cut = isinstance(error, known.UCXMessageTruncatedError) and ": 0 (got)" in str(error)
+    return isinstance(error, gone) or cut
 
 
 def _reason(error: Exception) -> str:

@@ -369,6 +369,7 @@ def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(exchange.SQUARE_NBYTES, "cpu", 800_000)
 
     monkeypatch.setitem(command.SIZES, "cpu", small)
+    monkeypatch.setattr(command, "OPERATIONS", ("sum", "mean", "fft"))
     page = tmp_path / "report.html"
     argv = ["all", "--device", "cpu", "--repeats", "1", "--report", str(page)]
     assert command.main(argv) == 0
