@@ -17,7 +17,10 @@ export HPCDASK_QUEUES := $(CURDIR)/.queues
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
 WORKERS ?= $(if $(CUDA),0,3)
 
-.PHONY: help venv demo test lint format type docs bench check clean
+# What is installed comes from the network, side by side; the tests start after all of it
+MAKEFLAGS += --jobs=3 --output-sync=target
+
+.PHONY: help venv programs demo test lint format type docs bench check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,7 +50,8 @@ venv: .venv/.test .venv-mpich/.done
 	@$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
-.venv-mpich/.done:
+# Making the first environment may install a package of the distribution, which only one may do at a time
+.venv-mpich/.done: | .venv/.made
 	@echo "Installing MPICH into .venv-mpich"
 	@bash tests/tools/make-venv.sh $(PYTHON) .venv-mpich
 	@.venv-mpich/bin/python $(PIP_INSTALL) 'mpich>=4.3'
@@ -68,9 +72,11 @@ format: .venv/.test
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-test: .venv/.test .venv-mpich/.done lint type
+programs: | .venv/.made
 	@bash tests/tools/install-programs.sh
 	@bash tests/tools/install-queues.sh
+
+test: .venv/.test .venv-mpich/.done programs lint type
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: lint type test
