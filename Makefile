@@ -18,7 +18,7 @@ export HPCDASK_QUEUES := $(CURDIR)/.queues
 WORKERS ?= $(if $(CUDA),0,3)
 
 # What is installed comes from the network, side by side; the tests start after all of it
-MAKEFLAGS += --jobs=3 --output-sync=target
+MAKEFLAGS += --jobs=3
 
 .PHONY: help venv programs demo test lint format type docs bench check clean
 .DELETE_ON_ERROR:
