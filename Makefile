@@ -15,7 +15,7 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,3)
+WORKERS ?= $(if $(CUDA),0,2)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
