@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -193,6 +194,8 @@ class SgeSite:
         ):
             assert old in settings, old
             settings = settings.replace(old, new)
+        # A login shell would run the user's own start-up files, which may take long or wait
+        settings = re.sub(r"^(login_shells +)\S+", r"\1none", settings, flags=re.MULTILINE)
         configuration = self.folder / "configuration"
         configuration.write_text(settings)
         resources = self.folder / "util/resources"
