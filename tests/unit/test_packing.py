@@ -343,13 +343,13 @@ def emulated(tmp_path_factory):
 
     class RawKernel:
         def __init__(self, code, name, options):
-            self.library = library(code, options)
-            self.function = getattr(self.library, name)
+            self.emulator = library(code, options)
+            self.function = getattr(self.emulator, name)
 
         def __call__(self, grid, block, args):
             words = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in args]
             words = (ctypes.c_longlong * 10)(*words)
-            self.library.launch(self.function, *(*grid, 1)[:2], *block, words)
+            self.emulator.launch(self.function, *(*grid, 1)[:2], *block, words)
 
     return SimpleNamespace(
         RawKernel=RawKernel,
