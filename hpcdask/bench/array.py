@@ -20,7 +20,7 @@ from hpcdask.bench.timing import measure
 from hpcdask.workloads import Device, Form, WorkloadError, patterns, to_host
 from hpcdask.workloads import array as array_workload
 
-__all__ = ["OPERATIONS", "run_array"]
+__all__ = ["OPERATIONS", "PUBLISHED_NBYTES", "published", "run_array"]
 
 SUM = "sum"
 #: The tuned forms of the others make a chunk, reduce it and drop it.
@@ -28,15 +28,23 @@ KEPT = ("matmul", "stencil")
 OPERATIONS = (SUM, *patterns.NAMES)
 
 #: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
-PUBLISHED: dict[Device, list[dict[str, Any]]] = {
-    "cpu": [{"what": "one CPU core, Dask blog 2019", "seconds": 9540.0, "bytes": 2 * 10**12}],
-    "cuda": [
-        {"what": "one V100, Dask blog 2019", "seconds": 97.0, "bytes": 2 * 10**12},
-        {"what": "eight V100, Dask blog 2019", "seconds": 19.0, "bytes": 2 * 10**12},
-    ],
+PUBLISHED_NBYTES = 2 * 10**12
+PUBLISHED_S: dict[Device, dict[str, float]] = {
+    "cpu": {"one CPU core": 9540.0},
+    "cuda": {"one GPU": 97.0, "8 GPUs": 19.0},
 }
 # Of the memory of all devices, for operations that keep the array.
 USABLE_FRACTION = 0.5
+
+
+def published(device: Device, hardware: str | None = None) -> list[dict[str, Any]]:
+    """Return the times of the blog, or that of one kind of hardware if it has one."""
+    kind = " (V100)" if device == "cuda" else ""
+    return [
+        {"what": f"{name}{kind}, Dask blog 2019", "seconds": seconds, "bytes": PUBLISHED_NBYTES}
+        for name, seconds in PUBLISHED_S[device].items()
+        if hardware in (None, name)
+    ]
 
 
 def run_array(
@@ -123,7 +131,7 @@ def run_array(
         array_workload.check(total, count, case.shape),
         # each number is written, and a quarter of them is read
         work=Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes),
-        published=PUBLISHED[device],
+        published=published(device),
     )
 
 

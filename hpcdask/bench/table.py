@@ -17,18 +17,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hpcdask.bench.array import PUBLISHED_NBYTES, published
 from hpcdask.bench.records import decimal_bytes, say
 from hpcdask.errors import ClusterError
+from hpcdask.workloads import Device
 
 __all__ = ["Row", "rows", "run_row", "show"]
 
-BLOG_NBYTES = 2 * 10**12
 #: Seconds that one cluster may take, from its start to its end.
 DEADLINE_S = 3600.0
 #: Columns of a table that goes to a file or pipe.
 WIDE = 120
-#: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
-PUBLISHED_S = {"one CPU core": 9540.0, "one GPU": 97.0, "8 GPUs": 19.0}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Row:
     """
 
     name: str
-    device: str
+    device: Device
     cores: frozenset[int] | None = None
     gpus: str | None = None
 
@@ -112,10 +111,7 @@ def run_row(row: Row, nbytes: int, repeats: int) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     for line in lines:
         line["label"] = f"{row.name}, {line['form']}"
-        del line["published"]
-        if published := PUBLISHED_S.get(row.name):
-            what = f"{row.name}, Dask blog 2019"
-            line["published"] = [{"what": what, "seconds": published, "bytes": BLOG_NBYTES}]
+        line["published"] = published(row.device, row.name)
     return lines
 
 
@@ -126,8 +122,8 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     for name in ("size", "seconds", "spread", "GB/s", "of the limit", "2 TB takes", "blog, 2 TB"):
         table.add_column(name, justify="right")
     for line in lines:
-        scale = BLOG_NBYTES / line["bytes"]
-        published = line.get("published")
+        scale = PUBLISHED_NBYTES / line["bytes"]
+        known = line["published"]
         table.add_row(
             line["label"],
             decimal_bytes(line["bytes"]),
@@ -136,6 +132,6 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
             f"{line['GB/s']:.3g}",
             f"{line['limit']['fraction']:.0%}",
             f"{line['seconds_median'] * scale:.3g} s{'' if abs(scale - 1) < 0.01 else ' (scaled)'}",
-            f"{published[0]['seconds']:g} s" if published else "",
+            f"{known[0]['seconds']:g} s" if known else "",
         )
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDE).print(table)

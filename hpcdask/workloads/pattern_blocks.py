@@ -15,13 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcdask.workloads import Device, array_module, to_host
+from hpcdask.workloads.array import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES, LOC
 
-LOC = 10.0
-ITEM_NBYTES = 8
-# As for the array workload, where the two were measured.
-BIT_GENERATOR = "XORWOW"
-# The CPU fills and reduces a tile while it is in the cache; an FFT makes one of the same size.
-CPU_TILE_NBYTES = 1 << 20
 # Columns are read across rows of the mirror image: 64 x 256 took 2 ns per element, rows of full
 # width 7 ns.
 MIRROR_TILE = 64, 256

@@ -47,8 +47,8 @@ from hpcdask.workloads import (
     slab_rows,
 )
 from hpcdask.workloads import pattern_blocks as blocks
+from hpcdask.workloads.array import ITEM_NBYTES, LOC
 from hpcdask.workloads.graphs import Graph
-from hpcdask.workloads.pattern_blocks import ITEM_NBYTES, LOC
 
 __all__ = ["LEAST_SIDE", "NAMES", "build", "check", "grid", "slabs", "work"]
 

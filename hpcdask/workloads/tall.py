@@ -98,7 +98,9 @@ class Rows:
         width = self.n * np.dtype(dtype).itemsize
         step = max(MIN_TILE_ROWS, TILE_NBYTES[self.device] // width)
         # Made once: workers give freed memory back, and fresh pages cost more than the products.
-        room = array_module(self.device).empty((min(step, block.shape[0]), self.n), dtype)
+        as_it_is = block.dtype == dtype and not self.packed and self.prepare is None
+        height = 0 if as_it_is else min(step, block.shape[0])
+        room = array_module(self.device).empty((height, self.n), dtype)
         for start in range(0, block.shape[0], step):
             tile = block[start : start + step]
             floats = room[: tile.shape[0]]

@@ -376,7 +376,6 @@ def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
     out, err = capsys.readouterr()
     labels = [json.loads(line).get("label") for line in out.splitlines()]
     assert {"array, tuned", "array, stock", "array fft, tuned", "svd exact, stock"} <= {*labels}
-    assert "left out: start-up is measured of workers that hpcdask started" not in labels
     assert "left out: 2 workers do not know when they were launched" in err
     assert "svd 2 bits, tuned" in page.read_text()
 
