@@ -353,9 +353,10 @@ def test_comparing_two_runs(client, capsys, tmp_path):
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert command.main(["array", "--size", "8MB", "--device", "cpu", "--json", str(before)]) == 0
     line = json.loads(before.read_text())
-    for name in ("seconds_median", "seconds_min", "seconds_max"):
-        line[name] *= 3
-    after.write_text(json.dumps(line) + "\n")
+    for file, factor in ((before, 1), (after, 3)):
+        times = {"seconds_min": 1.0, "seconds_median": 1.1, "seconds_max": 1.2}
+        times = {name: factor * seconds for name, seconds in times.items()}
+        file.write_text(json.dumps({**line, **times}) + "\n")
     capsys.readouterr()
     assert command.main(["--compare", str(before), str(after)]) == 1
     assert "slower" in capsys.readouterr().out
