@@ -38,6 +38,40 @@ class Graph:
         self.tasks[key] = Task(key, function, *args, **kwargs)
         return TaskRef(key)
 
+    def block(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ndim: int,
+        after: Sequence[Any],
+        **kwargs: Any,
+    ) -> da.Array:
+        """Return what a function makes of arguments, which may be no array, as one block.
+
+        Parameters
+        ----------
+        function, args, kwargs
+            The last Dask task.
+        ndim
+            Dimensions of the array that the block passes for, each of length 1.
+        after
+            Arrays whose blocks the graph refers to.
+
+        Returns
+        -------
+        dask.array.Array
+            Its only block is what ``function`` returns.
+        """
+        key = (self.name, *[0] * ndim)
+        self.tasks[key] = Task(key, function, *args, **kwargs)
+        return da.Array(
+            HighLevelGraph.from_collections(self.name, self.tasks, dependencies=after),
+            self.name,
+            chunks=((1,),) * ndim,
+            dtype=np.float64,
+            meta=np.empty((0,) * ndim),
+        )
+
     def array(
         self,
         parts: Sequence[TaskRef],

@@ -7,13 +7,14 @@ quarter of the memory is held, moved and read, and a randomised SVD needs no mor
 the two products here.
 
 On a CPU the products unpack a tile at a time and leave the rest to BLAS. On a GPU they run on the
-integer tensor cores, see :mod:`hpcdask.workloads.packing_kernels`.
+integer tensor cores, see :mod:`hpcdask.workloads.integer_kernels`.
 
 Blocks are NumPy or CuPy arrays, and what comes back is of the same library.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ def pack(values: Any) -> Any:
     n = values.shape[-1]
     words = array_module("cuda").zeros((*values.shape[:-1], padded(n)), np.uint8)
     words[..., :n] = values
-    return _gpu().pack_words()(words.view(np.uint32))
+    return _pack_words()(words.view(np.uint32))
 
 
 def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) -> Any:
@@ -99,7 +100,7 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
             out = np.empty((*packed.shape[:-1], n), dtype)
         return packing_cpu.unpack(packed, out)
     xp = array_module("cuda")
-    values = _gpu().spread_bytes()(xp.ascontiguousarray(packed)).view(np.uint8)[..., :n]
+    values = _spread_bytes()(xp.ascontiguousarray(packed)).view(np.uint8)[..., :n]
     return xp.ascontiguousarray(values, dtype=dtype)
 
 
@@ -119,9 +120,7 @@ def multiply(packed: Any, right: Any, n: int) -> Any:
     -------
     numpy.ndarray or cupy.ndarray
         Shape (m, l), dtype of ``right``. On a CPU it is what BLAS makes of it. On a GPU with
-        integer tensor cores, elements of ``right`` are rounded by at most 1.2e-7 (float32) or
-        2.8e-17 (float64) of the largest magnitude of their column, the sums of products are exact,
-        hence always the same, and a column with NaN or infinity gives NaN.
+        integer tensor cores, it is as exact as :func:`hpcdask.workloads.integer_gpu.multiply`.
 
     Raises
     ------
@@ -130,7 +129,7 @@ def multiply(packed: Any, right: Any, n: int) -> Any:
     """
     _validate_product(packed, right, n, n_rows=n)
     if _on_gpu(packed) and 0 not in (*packed.shape, *right.shape) and _gpu().can_multiply():
-        return _gpu().multiply(packed, right).astype(right.dtype, copy=False)
+        return _gpu().multiply(packed, right, PER_BYTE).astype(right.dtype, copy=False)
     parts = [tile @ right for _, tile in _tiles(packed, n, right.dtype)]
     return _library(packed).concatenate(parts) if parts else right[:0]
 
@@ -160,7 +159,7 @@ def multiply_transposed(packed: Any, left: Any, n: int) -> Any:
     """
     _validate_product(packed, left, n, n_rows=len(packed))
     if _on_gpu(packed) and 0 not in (*packed.shape, *left.shape) and _gpu().can_multiply():
-        return _gpu().multiply_transposed(packed, left, n).astype(left.dtype, copy=False)
+        return _gpu().multiply_transposed(packed, left, n, PER_BYTE).astype(left.dtype, copy=False)
     sums = _library(packed).zeros((left.shape[1], n))
     for rows, tile in _tiles(packed, n, left.dtype):
         sums += left[rows].T @ tile  # on a CPU, tile.T @ left takes up to twice as long
@@ -257,9 +256,28 @@ def _library(array: Any) -> Any:
 
 
 def _gpu() -> Any:
-    from hpcdask.workloads import packing_gpu
+    from hpcdask.workloads import integer_gpu
 
-    return packing_gpu
+    return integer_gpu
+
+
+@functools.cache
+def _pack_words() -> Any:
+    """Return the kernel that makes one byte of four, each 0 to 3, in a 32-bit word."""
+    return array_module("cuda").ElementwiseKernel(
+        "uint32 x", "uint8 y", "y = (x * 0x01041040u) >> 24", "hpcdask_pack"
+    )
+
+
+@functools.cache
+def _spread_bytes() -> Any:
+    """Return the kernel that makes a 32-bit word of four values of each packed byte."""
+    return array_module("cuda").ElementwiseKernel(
+        "uint8 x",
+        "uint32 y",
+        "y = (x | x << 12) & 0x000F000Fu; y = (y | y << 6) & 0x03030303u;",
+        "hpcdask_unpack",
+    )
 
 
 def _tiles(packed: Any, n: int, dtype: DTypeLike) -> Iterator[tuple[slice, Any]]:

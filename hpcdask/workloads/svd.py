@@ -31,17 +31,22 @@ Z is also what a power iteration needs next: Ω ← orth(Z), one more pass for e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import dask.array as da
 import numpy as np
+from dask._task_spec import List, TaskRef
+from dask.core import flatten
 from numpy.typing import DTypeLike
 
 from hpcdask.workloads import Device, WorkloadError, client_cupy, slab_rows
+from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.tall import (
     Prepare,
     Rows,
     combine,
+    end,
     left,
     only,
     orthonormal,
@@ -282,18 +287,17 @@ def _decompose(
     sign_of_left: bool = False,
 ) -> tuple[da.Array, da.Array, da.Array]:
     how = {"rows": rows, "width": width, "seed": seed}
-    sums, basis = _sums(x, None, how, "0"), None
+    basis: tuple[da.Array, ...] = ()
+    sums = _sums(x, basis, how, "0")
     for number in range(n_power_iter + passes - 1):
         if number < n_power_iter:
-            basis = _small(orthonormal, "nl", sums, "nl")
+            basis = (_ended(orthonormal, sums, (), 2),)
         else:
-            bases = () if basis is None else (basis, "nl")
-            basis = _small(precondition, "nl", sums, "nl", *bases, **how)
+            basis = (_ended(precondition, sums, basis, 2, **how),)
         sums = _sums(x, basis, how, str(number + 1))
-    bases = () if basis is None else (basis, "nl")
-    solution = _small(solve, "n", sums, "nl", *bases, k=k, sign_of_left=sign_of_left, **how)
-    s = _small(_part, "k", solution, "n", part=0, new_axes={"k": k})
-    v = _small(_part, "kv", solution, "n", part=1, new_axes={"k": k, "v": rows.n})
+    solution = _ended(solve, sums, basis, 1, k=k, sign_of_left=sign_of_left, **how)
+    s = _part(solution, "k", 0, {"k": k})
+    v = _part(solution, "kv", 1, {"k": k, "v": rows.n})
     u = da.blockwise(
         left, "in", x, "in", _starts(x, "left"), "i", solution, "n",
         adjust_chunks={"n": lambda _: k}, rows=rows, **FREE_FORM,
@@ -301,32 +305,44 @@ def _decompose(
     return u, s, v
 
 
-def _sums(x: da.Array, basis: da.Array | None, how: dict[str, Any], reader: str) -> da.Array:
-    """Sums of `tall.products` over the chunks, as one block.
+def _sums(x: da.Array, basis: tuple[da.Array, ...], how: dict[str, Any], reader: str) -> da.Array:
+    """Sums of `tall.products` over each chunk.
 
     All indices are in the result, or dask would not fuse this with what makes x and the starts.
     """
-    bases = () if basis is None else (basis, "nl")
-    partial = da.blockwise(
-        products, "inl", x, "in", _starts(x, reader), "i", *bases,
-        new_axes={} if bases else {"l": how["width"]},
-        adjust_chunks={"i": lambda _: 1},
-        **FREE_FORM, **how,
-    )  # fmt: skip
+    pairs = (basis[0], "nl") if basis else ()
     return cast(
         "da.Array",
-        da.reduction(
-            partial,
-            chunk=_as_it_is,
-            combine=combine,
-            aggregate=combine,
-            axis=0,
-            concatenate=False,
-            split_every=SPLIT_EVERY,
-            dtype=np.float64,
-            meta=np.empty((0, 0)),
+        da.blockwise(
+            products, "inl", x, "in", _starts(x, reader), "i", *pairs,
+            new_axes={} if basis else {"l": how["width"]},
+            adjust_chunks={"i": lambda _: 1},
+            **FREE_FORM, **how,
         ),
-    )
+    )  # fmt: skip
+
+
+def _ended(
+    function: Callable[..., Any],
+    sums: da.Array,
+    basis: tuple[da.Array, ...],
+    ndim: int,
+    **how: Any,
+) -> da.Array:
+    """Add the sums of all chunks and hand them to a function, as one block.
+
+    The last of the tree's Dask tasks is the function's: each level takes the scheduler and the
+    workers some milliseconds.
+    """
+    graph = Graph(function.__name__, sums.name, [b.name for b in basis], how)
+    parts: list[Any] = [TaskRef(key) for key in flatten(sums.__dask_keys__())]
+    while len(parts) > SPLIT_EVERY:
+        parts = [
+            graph.task(combine, List(*parts[i : i + SPLIT_EVERY]))
+            for i in range(0, len(parts), SPLIT_EVERY)
+        ]
+    bases = [TaskRef((b.name, 0, 0)) for b in basis]
+    return graph.block(end, function, List(*parts), *bases, ndim=ndim, after=[sums, *basis], **how)
 
 
 def _starts(x: da.Array, reader: str) -> da.Array:
@@ -349,16 +365,14 @@ def _start(*, starts: tuple[int, ...], block_id: tuple[int]) -> Any:
     return np.array([starts[block_id[0]]])
 
 
-def _small(function: Any, index: str, *pairs: Any, **how: Any) -> da.Array:
-    """One Dask task on blocks that are small."""
-    return cast("da.Array", da.blockwise(function, index, *pairs, **FREE_FORM, **how))
+def _part(solution: da.Array, index: str, part: int, sizes: dict[str, int]) -> da.Array:
+    return cast(
+        "da.Array",
+        da.blockwise(_item, index, solution, "n", part=part, new_axes=sizes, **FREE_FORM),
+    )
 
 
-def _as_it_is(block: Any, **_: Any) -> Any:
-    return block
-
-
-def _part(solution: Any, *, part: int) -> Any:
+def _item(solution: Any, *, part: int) -> Any:
     return only(solution)[part]
 
 

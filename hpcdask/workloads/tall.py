@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcdask.workloads import Device, WorkloadError, array_module, to_host
+from hpcdask.workloads import Device, WorkloadError, array_module, integer_gpu, to_host
 from hpcdask.workloads.packing import multiply, multiply_transposed, unpack
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Rows",
     "Solution",
     "combine",
+    "end",
     "left",
     "only",
     "orthonormal",
@@ -41,6 +42,7 @@ __all__ = [
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 22}
 # Each tile updates n x l sums, which takes as long as reading about l rows.
 MIN_TILE_ROWS = 64
+GRAM_ROWS = 4096
 
 Floats = NDArray[np.floating[Any]]
 Prepare = Callable[[Any], Any]
@@ -115,19 +117,29 @@ class Rows:
                 tile = floats
             yield tile
 
-    @property
-    def fused(self) -> bool:
-        """Whether packed values are multiplied as they are; CPUs do better with tiles."""
-        return self.packed and self.prepare is None and self.device == "cuda"
+    def fused(self, block: Any) -> bool:
+        """Whether small integers are multiplied as they are; CPUs do better with tiles."""
+        if self.device == "cpu" or self.prepare is not None:
+            return False
+        return self.packed or (block.dtype == np.uint8 and integer_gpu.can_multiply())
+
+    def _multiply(self, block: Any, right: Any) -> Any:
+        if self.packed:
+            return multiply(block, right, self.n)
+        return integer_gpu.multiply(block, right).astype(right.dtype, copy=False)
+
+    def _multiply_transposed(self, block: Any, left: Any) -> Any:
+        if self.packed:
+            return multiply_transposed(block, left, self.n)
+        return integer_gpu.multiply_transposed(block, left, self.n)
 
     def products(self, block: Any, basis: Any) -> tuple[Any, Any, Any]:
         """Return z, gram and y_sums of a chunk, float64."""
         xp = array_module(self.device)
-        if self.fused:
-            y = multiply(block, basis, self.n)
-            z = multiply_transposed(block, y, self.n).astype(np.float64, copy=False)
-            y = y.astype(np.float64, copy=False)
-            return z, y.T @ y, y.sum(axis=0)
+        if basis is not None and self.fused(block):
+            y = self._multiply(block, basis)
+            z = self._multiply_transposed(block, y).astype(np.float64, copy=False)
+            return z, *_sums_of(y)
         width = self.n if basis is None else basis.shape[1]
         zt, gram, y_sums = xp.zeros((width, self.n)), xp.zeros((width, width)), xp.zeros(width)
         part = xp.empty((width, self.n), self.work)
@@ -135,9 +147,9 @@ class Rows:
             y = tile if basis is None else tile @ basis
             if basis is not None:
                 zt += xp.matmul(y.T, tile, out=part)  # on a CPU, tile.T @ y takes twice as long
-            y = y.astype(np.float64, copy=False)
-            gram += y.T @ y
-            y_sums += y.sum(axis=0)
+            gram_of_tile, sums_of_tile = _sums_of(y)
+            gram += gram_of_tile
+            y_sums += sums_of_tile
         return (gram if basis is None else zt.T), gram, y_sums
 
     def times(self, block: Any, right: Any) -> Any:
@@ -145,8 +157,8 @@ class Rows:
         xp = array_module(self.device)
         if right is None:
             return block.astype(np.float64, copy=False)
-        if self.fused:
-            return multiply(block, xp.asarray(right, np.float64), self.n)
+        if self.fused(block):
+            return self._multiply(block, xp.asarray(right, np.float64))
         # always in float64: what undoes the scale of Ω has opposite signs, which cancel
         return xp.concatenate([tile @ right for tile in self.tiles(block, "float64")])
 
@@ -157,6 +169,19 @@ class Rows:
             out = out + q[start : start + tile.shape[0]].T @ tile
             start += tile.shape[0]
         return out
+
+
+def _sums_of(y: Any) -> tuple[Any, Any]:
+    """Return the Gram matrix of a tall matrix and the sums of its columns, float64."""
+    y = y.astype(np.float64, copy=False)
+    n_cuts = len(y) // GRAM_ROWS
+    if isinstance(y, np.ndarray) or n_cuts < 2:
+        return y.T @ y, y.sum(axis=0)
+    # A product this small is one block of a GPU's, however long its sums are: cut them.
+    cut = y[: n_cuts * GRAM_ROWS].reshape(n_cuts, GRAM_ROWS, -1)
+    rest = y[n_cuts * GRAM_ROWS :]
+    gram = (cut.transpose(0, 2, 1) @ cut).sum(axis=0) + rest.T @ rest
+    return gram, cut.sum(axis=0).sum(axis=0) + rest.sum(axis=0)
 
 
 def products(
@@ -218,9 +243,8 @@ def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
     raise WorkloadError(f"x is finite, but its products overflow in {rows.work}: scale x")
 
 
-def combine(blocks: Any, **_: Any) -> tuple[Any, Any, Any, list[Part]]:
+def combine(flat: list[Any]) -> tuple[Any, Any, Any, list[Part]]:
     """Add the sums of some chunks."""
-    flat = list(_flatten(blocks))
     parts = [part for sums in flat for part in sums[3]]
     if parts:
         return None, None, None, parts
@@ -228,12 +252,9 @@ def combine(blocks: Any, **_: Any) -> tuple[Any, Any, Any, list[Part]]:
     return z, gram, y_sums, []
 
 
-def _flatten(nested: Any) -> Iterator[Any]:
-    if isinstance(nested, list):
-        for item in nested:
-            yield from _flatten(item)
-    else:
-        yield nested
+def end(function: Callable[..., Any], blocks: list[Any], *basis: Any, **how: Any) -> Any:
+    """Add the sums of some chunks, and hand them to a function."""
+    return function(combine(blocks), *basis, **how)
 
 
 def only(nested: Any) -> Any:

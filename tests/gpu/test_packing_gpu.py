@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcdask.workloads import WorkloadError, packing, packing_gpu
+from hpcdask.workloads import WorkloadError, integer_gpu, packing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -50,8 +50,8 @@ def test_values_outside_the_range_are_located(cupy):
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4003), (5000, 6), (3001, 2048), (777, 5002)])
 def test_products(cupy, monkeypatch, shape, columns, dtype, tensor_cores):
     if not tensor_cores:
-        monkeypatch.setattr(packing_gpu, "can_multiply", lambda: False)
-    elif not packing_gpu.can_multiply():
+        monkeypatch.setattr(integer_gpu, "can_multiply", lambda: False)
+    elif not integer_gpu.can_multiply():
         pytest.skip("no integer tensor cores")
     m, n = shape
     values = genotypes(m, n)
@@ -67,7 +67,7 @@ def test_products(cupy, monkeypatch, shape, columns, dtype, tensor_cores):
 
 
 def test_nothing_near_the_unpacked_matrix_is_allocated_and_sums_repeat(cupy):
-    if not packing_gpu.can_multiply():
+    if not integer_gpu.can_multiply():
         pytest.skip("no integer tensor cores")
     m, n, columns = 200_000, 20_000, 20
     packed = cupy.asarray(packing.pack(genotypes(1000, n)))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hpcdask.workloads import (
     WorkloadError,
     count_tasks,
+    integer_gpu,
+    integer_kernels,
     packing,
     packing_cpu,
-    packing_gpu,
-    packing_kernels,
 )
 from hpcdask.workloads.packing import (
     multiply,
@@ -247,7 +247,7 @@ static void wait_for_copies() {
     copies[threadIdx.x].clear();
 }
 // The fragments of the PTX manual: a is rows by terms, b terms by columns.
-struct Fragment { signed char a[16], b[8]; };
+struct Fragment { unsigned char a[16]; signed char b[8]; };
 static Fragment fragments[2][MAX_THREADS];
 static int turn[MAX_THREADS];
 static void mma(int (&c)[4], const u32 (&a)[4], uint2 b) {
@@ -335,7 +335,7 @@ def emulated(tmp_path_factory):
     @functools.cache
     def library(code, options):
         source = folder / f"{abs(hash(options))}.cpp"
-        source.write_text(EMULATOR + code.removeprefix(packing_kernels.INTRINSICS))
+        source.write_text(EMULATOR + code.removeprefix(integer_kernels.INTRINSICS))
         out = source.with_suffix(".so")
         flags = ["-O1", "-shared", "-fPIC", "-w", "-std=gnu++17"]
         subprocess.run(["g++", *flags, *options, source, "-o", out], check=True, timeout=100)
@@ -362,12 +362,24 @@ def emulated(tmp_path_factory):
 
 @pytest.fixture
 def gpu(emulated, monkeypatch):
-    monkeypatch.setattr(packing_gpu, "array_module", lambda device: emulated)
-    packing_gpu._kernel.cache_clear()
-    yield packing_gpu
-    packing_gpu._kernel.cache_clear()
+    monkeypatch.setattr(integer_gpu, "array_module", lambda device: emulated)
+    integer_gpu._kernel.cache_clear()
+    yield integer_gpu
+    integer_gpu._kernel.cache_clear()
 
 
+def stored(values, per_byte):
+    return array(pack(values) if per_byte == 4 else values)
+
+
+def small_integers(shape, per_byte):
+    return np.random.default_rng(0).integers(0, 4 if per_byte == 4 else 256, shape, dtype=np.uint8)
+
+
+each_form = pytest.mark.parametrize("per_byte", [4, 1], ids=["2 bits", "8 bits"])
+
+
+@each_form
 @pytest.mark.parametrize(
     ("m", "n", "columns", "dtype"),
     [
@@ -377,34 +389,40 @@ def gpu(emulated, monkeypatch):
         (130, 7, 20, np.float64),  # three groups of six tiles
     ],
 )
-def test_kernels(gpu, m, n, columns, dtype):
-    values = genotypes((m, n))
+def test_kernels(gpu, m, n, columns, dtype, per_byte):
+    values = small_integers((m, n), per_byte)
     rng = np.random.default_rng(2)
     right, left = (rng.standard_normal((size, columns)).astype(dtype) for size in (n, m))
-    packed = array(pack(values))
+    matrix, floats = stored(values, per_byte), values.astype(np.float64)
     for found, expected in [
-        (gpu.multiply(packed, array(right)), values @ right.astype(np.float64)),
-        (gpu.multiply_transposed(packed, array(left), n), values.T @ left.astype(np.float64)),
+        (gpu.multiply(matrix, array(right), per_byte), floats @ right),
+        (gpu.multiply_transposed(matrix, array(left), n, per_byte), floats.T @ left),
     ]:
         assert found.shape == expected.shape
         assert close(found.astype(dtype), expected)
 
 
-def test_kernels_row_by_row_and_exactly(gpu, monkeypatch):
+@each_form
+def test_kernels_part_by_part_and_exactly(gpu, monkeypatch, per_byte):
     m, n = 700, 301
-    values = genotypes((m + 1, n))
-    packed = array(pack(values))[1:]  # rows begin anywhere
+    values = small_integers((m + 1, n), per_byte)
+    matrix, floats = stored(values, per_byte)[1:], values[1:].astype(np.float64)  # begin anywhere
     rng = np.random.default_rng(3)
     right, left = (rng.integers(-2000, 2000, (k, 2)).astype(np.float32) for k in (n, m))
-    products = []
-    for nbytes in (1 << 26, 4096):  # of all rows, and of a few at a time
-        monkeypatch.setattr(packing_gpu, "SCRATCH_NBYTES", nbytes)
-        products.append(gpu.multiply(packed, array(right)))
-        products.append(gpu.multiply_transposed(packed, array(left), n))
-    for found in products[::2]:
-        np.testing.assert_array_equal(found, values[1:] @ right.astype(np.float64))
-    for found in products[1::2]:
-        np.testing.assert_array_equal(found, values[1:].T @ left.astype(np.float64))
+    for nbytes, terms in (1 << 26, 1 << 20), (4096, 128):  # of all at once, and of a few at a time
+        monkeypatch.setattr(integer_gpu, "SCRATCH_NBYTES", nbytes)
+        monkeypatch.setattr(integer_gpu, "MAX_TERMS", {per_byte: terms})
+        found = gpu.multiply(matrix, array(right), per_byte)
+        np.testing.assert_array_equal(found, floats @ right)
+        found = gpu.multiply_transposed(matrix, array(left), n, per_byte)
+        np.testing.assert_array_equal(found, floats.T @ left)
+
+
+@pytest.mark.parametrize(("per_byte", "largest"), [(4, 3), (1, 255)])
+def test_sums_of_the_largest_values_fit_32_bits(per_byte, largest):
+    terms = integer_gpu.MAX_TERMS[per_byte]
+    assert terms * largest * 128 < 2**31 <= (terms + 128) * largest * 128
+    assert terms % 128 == 0
 
 
 def test_kernels_on_columns_of_any_size(gpu):
@@ -412,7 +430,7 @@ def test_kernels_on_columns_of_any_size(gpu):
     factor = np.random.default_rng(4).standard_normal((40, 7)).astype(np.float32)
     factor[:, :5] *= np.float32([0, 1e-38, 1e-30, 1e30, 1e37])
     factor[7, 5], factor[8, 6] = np.nan, -np.inf
-    found = gpu.multiply_transposed(array(pack(values)), array(factor), 16)
+    found = gpu.multiply_transposed(array(pack(values)), array(factor), 16, 4)
     assert np.isnan(found[:, 5:]).all()
     assert (found[:, 0] == 0).all()
     expected = values.T @ factor[:, :5].astype(np.float64)

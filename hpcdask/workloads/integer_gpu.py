@@ -1,4 +1,8 @@
-"""Packed matrices on a GPU: launches :mod:`hpcdask.workloads.packing_kernels`, on workers only.
+"""Products of small integers on a GPU: launches :mod:`hpcdask.workloads.integer_kernels`.
+
+For workers only. A matrix is of uint8, or of 2-bit values packed four to the byte; the time is that
+of reading it, where floats made of it would take four to eight times the memory, once more to
+write and once to read.
 
 Blocks are CuPy arrays. The tensor cores of compute capability 8.0 (A100) and later have the
 instruction that the products need; :func:`can_multiply` tells.
@@ -8,30 +12,27 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from hpcdask.workloads import WorkloadError, array_module
-from hpcdask.workloads.packing_kernels import INTRINSICS, KERNELS
+from hpcdask.workloads import array_module
+from hpcdask.workloads.integer_kernels import INTRINSICS, KERNELS
 
-__all__ = [
-    "can_multiply",
-    "multiply",
-    "multiply_transposed",
-    "pack_words",
-    "spread_bytes",
-]
+__all__ = ["can_multiply", "multiply", "multiply_transposed"]
 
 # Digits to the base 256: 24 bits and 53 bits need so many.
 N_DIGITS = {"float32": 3, "float64": 7}
-# Products of 3 by -128 that a 32-bit sum holds.
-MAX_TERMS = (2**31 - 1) // (3 * 128)
+# Products of the largest value by -128 that a 32-bit sum holds, in whole chunks.
+MAX_TERMS = {
+    per_byte: (2**31 - 1) // (largest * 128) // 128 * 128
+    for per_byte, largest in ((4, 3), (1, 255))
+}
 # These five are also written in the kernels.
 MAX_TILES = 8
 TILE_COLUMNS = 8
-CHUNK = 128  # terms of a sum that are staged together
+CHUNK = {4: 128, 1: 32}  # terms of a sum that are staged together
 BLOCK_THREADS = 128
 BLOCK_ROWS = 256  # of the result
 BLOCKS_PER_SM = 2
@@ -48,100 +49,100 @@ def can_multiply() -> bool:
     return int(array_module("cuda").cuda.Device().compute_capability) >= 80
 
 
-def multiply(packed: Any, right: Any) -> Any:
-    """Return unpacked ``packed`` times ``right``.
+def multiply(matrix: Any, right: Any, per_byte: int = 1) -> Any:
+    """Return ``matrix``, unpacked, times ``right``.
 
     Parameters
     ----------
-    packed
+    matrix
         Shape (m, b), uint8.
     right
-        Shape (n, l), float32 or float64, with n between 4b - 3 and 4b.
+        Shape (n, l), float32 or float64; n is b, or for packed values between 4b - 3 and 4b.
+    per_byte
+        1, or 4 for packed values.
 
     Returns
     -------
     cupy.ndarray
-        Shape (m, l), float64.
-
-    Raises
-    ------
-    WorkloadError
-        More than 5.6 million columns.
+        Shape (m, l), float64. Elements of ``right`` are rounded by at most 1.2e-7 (float32) or
+        2.8e-17 (float64) of the largest magnitude of their column, the sums of products are exact,
+        hence always the same, and a column with NaN or infinity gives NaN.
     """
-    if len(right) > MAX_TERMS:
-        raise WorkloadError(
-            f"{len(right)} columns are too many for the 32-bit sums of the GPU: split them into "
-            f"blocks of at most {MAX_TERMS}, multiply each and add the products"
-        )
     cupy = array_module("cuda")
-    matrix = _Packed.of(packed)
-    digits = _Digits.of(right, aligned=matrix.aligned)
+    rows = _Matrix.of(matrix, per_byte)
+    digits = _Digits.of(right, rows)
     layout, kernel = digits.layout, digits.kernel("multiply")
-    out = cupy.zeros((matrix.n_rows, layout.columns))
-    split, n_chunks = digits.split(0, len(right))
+    out = cupy.zeros((rows.n_rows, layout.columns))
     step = max(1, SCRATCH_NBYTES // (4 * layout.width))
-    for start in range(0, matrix.n_rows, step):
-        rows = matrix.rows(start, start + step)
-        sums = cupy.empty((rows.n_rows, layout.width), np.int32)
-        n_blocks = math.ceil(rows.n_rows / BLOCK_ROWS) * layout.groups
-        kernel((n_blocks,), (BLOCK_THREADS,), (*rows.args, split, n_chunks, layout.groups, sums))
-        digits.combine(sums, out[start : start + step])
+    for left_end in range(0, len(right), MAX_TERMS[per_byte]):
+        right_end = min(len(right), left_end + MAX_TERMS[per_byte])
+        split, n_chunks = digits.split(left_end, right_end)
+        for start in range(0, rows.n_rows, step):
+            part = rows.part(start, start + step, left_end, right_end)
+            sums = cupy.empty((part.n_rows, layout.width), np.int32)
+            n_blocks = math.ceil(part.n_rows / BLOCK_ROWS) * layout.groups
+            args = *part.args, split, n_chunks, layout.groups, sums
+            kernel((n_blocks,), (BLOCK_THREADS,), args)
+            digits.combine(sums, out[start : start + step])
     return out
 
 
-def multiply_transposed(packed: Any, left: Any, n: int) -> Any:
-    """Return the transpose of unpacked ``packed`` times ``left``.
+def multiply_transposed(matrix: Any, left: Any, n: int, per_byte: int = 1) -> Any:
+    """Return the transpose of ``matrix``, unpacked, times ``left``.
 
     Parameters
     ----------
-    packed
-        Shape (m, ceil(n / 4)), uint8.
+    matrix
+        Shape (m, b), uint8.
     left
         Shape (m, l), float32 or float64.
     n
         Columns of the unpacked matrix.
+    per_byte
+        1, or 4 for packed values.
 
     Returns
     -------
     cupy.ndarray
-        Shape (n, l), float64.
+        Shape (n, l), float64, as exact as :func:`multiply`.
     """
     cupy = array_module("cuda")
-    matrix = _Packed.of(packed)
-    digits = _Digits.of(left, aligned=matrix.aligned)
+    rows = _Matrix.of(matrix, per_byte)
+    digits = _Digits.of(left, rows)
     layout, kernel = digits.layout, digits.kernel("multiply_transposed")
     out = cupy.zeros((n, layout.columns))
     n_column_blocks = math.ceil(n / BLOCK_ROWS) * layout.groups
     n_slots = cupy.cuda.Device().attributes["MultiProcessorCount"] * BLOCKS_PER_SM
-    step = max(1, min(SCRATCH_NBYTES // layout.width, MAX_TERMS))
-    for start in range(0, matrix.n_rows, step):
-        rows = matrix.rows(start, start + step)
-        split, n_chunks = digits.split(start, start + rows.n_rows)
+    step = max(1, min(SCRATCH_NBYTES // layout.width, MAX_TERMS[per_byte]))
+    for start in range(0, rows.n_rows, step):
+        part = rows.part(start, start + step)
+        split, n_chunks = digits.split(start, start + part.n_rows)
         n_cuts = min(n_chunks, math.ceil(N_ROUNDS * n_slots / n_column_blocks))
         chunks_per_block = math.ceil(n_chunks / n_cuts)
         sums = cupy.zeros((n, layout.width), np.int32)
         kernel(
             (n_column_blocks, math.ceil(n_chunks / chunks_per_block)),
             (BLOCK_THREADS,),
-            (*rows.args, n, split, n_chunks, chunks_per_block, layout.groups, sums),
+            (*part.args, n, split, n_chunks, chunks_per_block, layout.groups, sums),
         )
         digits.combine(sums, out)
     return out
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Rows of a packed matrix whose bytes are next to each other."""
+class _Matrix:
+    """Rows whose bytes are next to each other."""
 
     array: Any
+    per_byte: int
     aligned: bool
 
     @classmethod
-    def of(cls, array: Any) -> _Packed:
+    def of(cls, array: Any, per_byte: int) -> _Matrix:
         if array.strides[1] != 1 and array.shape[1] > 1:
             array = array_module("cuda").ascontiguousarray(array)
         aligned = all(x % 8 == 0 for x in (array.data.ptr, array.strides[0], array.shape[1]))
-        return cls(array, aligned)
+        return cls(array, per_byte, aligned)
 
     @property
     def n_rows(self) -> int:
@@ -151,8 +152,9 @@ class _Packed:
     def args(self) -> tuple[Any, ...]:
         return self.array, self.array.strides[0], *self.array.shape
 
-    def rows(self, start: int, stop: int) -> _Packed:
-        return _Packed(self.array[start:stop], self.aligned)
+    def part(self, top: int, bottom: int, first: int = 0, last: int | None = None) -> _Matrix:
+        columns = slice(first // self.per_byte, last and math.ceil(last / self.per_byte))
+        return replace(self, array=self.array[top:bottom, columns])
 
 
 @dataclass(frozen=True)
@@ -186,27 +188,28 @@ class _Digits:
     factor: Any  # float64
     top: Any  # largest magnitude of each column
     layout: _Layout
-    aligned: bool  # the matrix that it is to be multiplied with
+    matrix: _Matrix  # that it is to be multiplied with
 
     @classmethod
-    def of(cls, factor: Any, *, aligned: bool) -> _Digits:
+    def of(cls, factor: Any, matrix: _Matrix) -> _Digits:
         cupy = array_module("cuda")
         layout = _Layout(factor.shape[1], N_DIGITS[factor.dtype.name])
         factor = cupy.ascontiguousarray(factor, dtype=np.float64)
-        digits = cls(factor, cupy.zeros(layout.columns), layout, aligned)
+        digits = cls(factor, cupy.zeros(layout.columns), layout, matrix)
         n_blocks = max(64, math.ceil(layout.columns / BLOCK_THREADS))
         args = factor, *factor.shape, digits.top
         digits.kernel("column_max")((n_blocks,), (BLOCK_THREADS,), args)
         return digits
 
     def kernel(self, name: str) -> Any:
-        return _kernel(name, self.layout.tiles, self.aligned)
+        return _kernel(name, self.layout.tiles, self.matrix.aligned, self.matrix.per_byte)
 
     def split(self, start: int, stop: int) -> tuple[Any, int]:
         """Return the digits of some rows, and how many chunks of terms they are."""
         rows, layout = self.factor[start:stop], self.layout
-        n_chunks = math.ceil(len(rows) / CHUNK)
-        digits = array_module("cuda").zeros(n_chunks * CHUNK * layout.width, np.int8)
+        chunk = CHUNK[self.matrix.per_byte]
+        n_chunks = math.ceil(len(rows) / chunk)
+        digits = array_module("cuda").zeros(n_chunks * chunk * layout.width, np.int8)
         self.kernel("split")(
             (math.ceil(rows.size / BLOCK_THREADS),),
             (BLOCK_THREADS,),
@@ -224,26 +227,7 @@ class _Digits:
 
 
 @functools.cache
-def _kernel(name: str, tiles: int, aligned: bool) -> Any:
+def _kernel(name: str, tiles: int, aligned: bool, per_byte: int) -> Any:
     # CuPy compiles the source once for each set of options and keeps the result on disk.
-    options = (f"-DTILES={tiles}", f"-DALIGNED={int(aligned)}")
+    options = (f"-DTILES={tiles}", f"-DALIGNED={int(aligned)}", f"-DPER_BYTE={per_byte}")
     return array_module("cuda").RawKernel(INTRINSICS + KERNELS, name, options)
-
-
-@functools.cache
-def pack_words() -> Any:
-    """Return the kernel that makes one byte of four, each 0 to 3, in a 32-bit word."""
-    return array_module("cuda").ElementwiseKernel(
-        "uint32 x", "uint8 y", "y = (x * 0x01041040u) >> 24", "hpcdask_pack"
-    )
-
-
-@functools.cache
-def spread_bytes() -> Any:
-    """Return the kernel that makes a 32-bit word of four values of each packed byte."""
-    return array_module("cuda").ElementwiseKernel(
-        "uint8 x",
-        "uint32 y",
-        "y = (x | x << 12) & 0x000F000Fu; y = (y | y << 6) & 0x03030303u;",
-        "hpcdask_unpack",
-    )
