@@ -9,7 +9,7 @@ from hpcdask.workloads import WorkloadError, integer_gpu, packing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
-# Of the largest element.
+# Of the largest sum of magnitudes.
 TOLERANCE = {np.float32: 2e-6, np.float64: 1e-14}
 
 
@@ -57,13 +57,34 @@ def test_products(cupy, monkeypatch, shape, columns, dtype, tensor_cores):
     values = genotypes(m, n)
     right, left = factor(n, columns, dtype=dtype), factor(m, columns, dtype=dtype)
     packed = cupy.asarray(packing.pack(values))
-    as_floats = values.astype(np.float64)
-    for found, expected in [
-        (packing.multiply(packed, cupy.asarray(right), n), as_floats @ right),
-        (packing.multiply_transposed(packed, cupy.asarray(left), n), as_floats.T @ left),
-    ]:
-        assert found.dtype == dtype
-        assert np.abs(found.get() - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
+    found = packing.multiply(packed, cupy.asarray(right), n)
+    check(found, values, right, dtype)
+    found = packing.multiply_transposed(packed, cupy.asarray(left), n)
+    check(found, values.T, left, dtype)
+
+
+def check(found, values, factor, dtype):
+    assert found.dtype == dtype
+    values, factor = values.astype(np.float64), factor.astype(np.float64)
+    most = (values @ np.abs(factor)).max()
+    assert np.abs(found.get() - values @ factor).max() <= TOLERANCE[dtype] * most
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("columns", [1, 20, 64])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 4003), (5000, 6), (3001, 2048), (777, 5002), (130, 70_001), (70_001, 9)]
+)
+def test_products_of_bytes(cupy, shape, columns, dtype):
+    if not integer_gpu.can_multiply():
+        pytest.skip("no integer tensor cores")
+    m, n = shape
+    values = np.random.default_rng(0).integers(200, 256, shape, dtype=np.uint8)
+    right, left = factor(n, columns, dtype=dtype), factor(m, columns, dtype=dtype)
+    found = integer_gpu.multiply(cupy.asarray(values), cupy.asarray(right))
+    check(found.astype(dtype), values, right, dtype)
+    found = integer_gpu.multiply_transposed(cupy.asarray(values), cupy.asarray(left), n)
+    check(found.astype(dtype), values.T, left, dtype)
 
 
 def test_nothing_near_the_unpacked_matrix_is_allocated_and_sums_repeat(cupy):

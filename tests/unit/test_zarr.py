@@ -152,7 +152,7 @@ def test_one_task_for_each_chunk(tmp_path, n_chunks, prefetch):
     if n_chunks == 8:
         # The tree of the SVD, its solver, two views of it, and the names the client asked for.
         _, s, v = svd_rows(x, 2, prepare=normalise)
-        assert count_tasks(s, v) == n_chunks + tree(8, 8) + 1 + 2 * 2
+        assert count_tasks(s, v) == n_chunks + tree(8, 8) + 2 * 2
 
 
 def test_rows_are_served_from_bands(tmp_path, monkeypatch):
@@ -559,8 +559,8 @@ def test_one_reading_gives_structure_and_counts(cohort, monkeypatch):
     n = len(n_read)
     assert n == 8
     # s and v alone: one for each chunk; with the counts, the chunk and its two uses.
-    assert count_tasks(found.s, found.v) == n + tree(n, 8) + 1 + 2 * 2
-    assert count_tasks(*found) == 3 * n + tree(n, 8) + 1 + 2 * 2 + tree(n, 64) + 1
+    assert count_tasks(found.s, found.v) == n + tree(n, 8) + 2 * 2
+    assert count_tasks(*found) == 3 * n + tree(n, 8) + 2 * 2 + tree(n, 64) + 1
 
 
 def test_genotype_errors_before_anything_is_computed(cohort, tmp_path):
