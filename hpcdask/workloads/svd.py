@@ -58,6 +58,7 @@ from hpcdask.workloads.tall import (
 __all__ = ["chunk_rows", "exact_shape_for", "shape_for", "stock", "svd_exact", "svd_rows"]
 
 ASPECT = 500  # rows per column of the reference matrix
+ALIGNED_COLUMNS = 32
 EXACT_COLUMNS = 20
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
@@ -72,7 +73,10 @@ FREE_FORM: dict[str, Any] = {
 
 
 def shape_for(nbytes: int) -> tuple[int, int]:
-    """Return the shape of a uint8 matrix within ``nbytes`` bytes, 500 times taller than wide.
+    """Return the shape of a uint8 matrix within ``nbytes`` bytes, some 500 times taller than wide.
+
+    Rows of more than 32 columns are a multiple of that, as those of the reference are: packed or
+    not, each begins where a GPU likes to read.
 
     Raises
     ------
@@ -82,7 +86,8 @@ def shape_for(nbytes: int) -> tuple[int, int]:
     n = math.isqrt(max(nbytes, 0) // ASPECT)
     if n < 1:
         raise WorkloadError(f"size {nbytes} B is too small: the least is {ASPECT} B, one column")
-    return ASPECT * n, n
+    n = n // ALIGNED_COLUMNS * ALIGNED_COLUMNS or n
+    return nbytes // n // ASPECT * ASPECT, n
 
 
 def exact_shape_for(nbytes: int) -> tuple[int, int]:

@@ -42,7 +42,6 @@ __all__ = [
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 22}
 # Each tile updates n x l sums, which takes as long as reading about l rows.
 MIN_TILE_ROWS = 64
-GRAM_ROWS = 4096
 
 Floats = NDArray[np.floating[Any]]
 Prepare = Callable[[Any], Any]
@@ -139,7 +138,7 @@ class Rows:
         if basis is not None and self.fused(block):
             y = self._multiply(block, basis)
             z = self._multiply_transposed(block, y).astype(np.float64, copy=False)
-            return z, *_sums_of(y)
+            return z, *_sums_of(y, xp)
         width = self.n if basis is None else basis.shape[1]
         zt, gram, y_sums = xp.zeros((width, self.n)), xp.zeros((width, width)), xp.zeros(width)
         part = xp.empty((width, self.n), self.work)
@@ -147,7 +146,7 @@ class Rows:
             y = tile if basis is None else tile @ basis
             if basis is not None:
                 zt += xp.matmul(y.T, tile, out=part)  # on a CPU, tile.T @ y takes twice as long
-            gram_of_tile, sums_of_tile = _sums_of(y)
+            gram_of_tile, sums_of_tile = _sums_of(y, xp)
             gram += gram_of_tile
             y_sums += sums_of_tile
         return (gram if basis is None else zt.T), gram, y_sums
@@ -171,17 +170,15 @@ class Rows:
         return out
 
 
-def _sums_of(y: Any) -> tuple[Any, Any]:
+def _sums_of(y: Any, xp: Any) -> tuple[Any, Any]:
     """Return the Gram matrix of a tall matrix and the sums of its columns, float64."""
     y = y.astype(np.float64, copy=False)
-    n_cuts = len(y) // GRAM_ROWS
-    if isinstance(y, np.ndarray) or n_cuts < 2:
-        return y.T @ y, y.sum(axis=0)
-    # A product this small is one block of a GPU's, however long its sums are: cut them.
-    cut = y[: n_cuts * GRAM_ROWS].reshape(n_cuts, GRAM_ROWS, -1)
-    rest = y[n_cuts * GRAM_ROWS :]
-    gram = (cut.transpose(0, 2, 1) @ cut).sum(axis=0) + rest.T @ rest
-    return gram, cut.sum(axis=0).sum(axis=0) + rest.sum(axis=0)
+    return y.T @ y, _column_sums(y, xp)
+
+
+def _column_sums(y: Any, xp: Any) -> Any:
+    # On a GPU, y.sum(axis=0) takes a hundred times longer.
+    return xp.ones(len(y)) @ y
 
 
 def products(
@@ -223,9 +220,10 @@ def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
 
 
 def _part(block: Any, first: int, matrix: Any, rows: Rows) -> Part:
-    q, r = array_module(rows.device).linalg.qr(rows.times(block, matrix))
+    xp = array_module(rows.device)
+    q, r = xp.linalg.qr(rows.times(block, matrix))
     c = None if matrix is None else to_host(rows.transposed_times(block, q))
-    return Part(first, to_host(r), c, to_host(q.sum(axis=0)))
+    return Part(first, to_host(r), c, to_host(_column_sums(q, xp)))
 
 
 def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:

@@ -112,7 +112,7 @@ def test_a_worker_that_hides_its_gpus_has_none(monkeypatch):
     ("workload", "size", "options", "shape"),
     [
         ("array", "8MB", [], [1000, 1000]),
-        ("svd", "5MB", ["--k", "4"], [50_000, 100]),
+        ("svd", "5MB", ["--k", "4"], [52_000, 96]),
     ],
 )
 def test_command_reports_one_json_line(
@@ -123,12 +123,11 @@ def test_command_reports_one_json_line(
         *("--size", size, "--form", form, "--device", "cpu", "--repeats", "2", *options),
         *("--json", str(file)),
     ]
-    assert command.main([workload, *argv]) == 0
+    file.write_text('{"before": 1}\n')
     assert command.main([workload, *argv]) == 0
     out, err = capsys.readouterr()
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
-    line = lines[0]
+    line = json.loads(out)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"before": 1}, line]
     assert (line["workload"], line["form"], line["shape"]) == (workload, form, shape)
     assert len(line["seconds"]) == 2
     assert line["seconds_min"] <= line["seconds_median"] <= line["seconds_max"]
@@ -286,9 +285,9 @@ def test_an_operation_that_keeps_its_array_needs_room(client, capsys):
     [
         (["--exact", "--size", "320kB"], "svd exact, tuned", 320_000),
         (["--exact", "--size", "320kB", "--form", "stock"], "svd exact, stock", 320_000),
-        (["--packed", "--size", "5MB", "--k", "4"], "svd 2 bits, tuned", 5_000_000),
-        (["--passes", "2", "--size", "5MB", "--k", "4"], "svd two passes, tuned", 5_000_000),
-        (["--stream", "--size", "5MB", "--k", "4"], "svd streamed, tuned", 5_000_000),
+        (["--packed", "--size", "5MB", "--k", "4"], "svd 2 bits, tuned", 4_992_000),
+        (["--passes", "2", "--size", "5MB", "--k", "4"], "svd two passes, tuned", 4_992_000),
+        (["--stream", "--size", "5MB", "--k", "4"], "svd streamed, tuned", 4_992_000),
     ],
 )
 def test_kinds_of_svd(client, capsys, options, label, nbytes):
@@ -370,7 +369,7 @@ def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(exchange.SQUARE_NBYTES, "cpu", 800_000)
 
     monkeypatch.setitem(command.SIZES, "cpu", small)
-    monkeypatch.setattr(command, "OPERATIONS", ("sum", "mean", "fft"))
+    monkeypatch.setattr(command, "OPERATIONS", ("sum", "fft"))
     page = tmp_path / "report.html"
     argv = ["all", "--device", "cpu", "--repeats", "1", "--report", str(page)]
     assert command.main(argv) == 0
