@@ -26,7 +26,8 @@ MAKEFLAGS += --jobs=3
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
 	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
-	@echo "make check   the same;  make lint | type | format | docs | bench | venv | clean"
+	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
+	@echo "make check   the same as test;  make lint | type | format | docs | bench | venv | clean"
 
 venv: .venv/.test .venv-mpich/.done
 
@@ -87,6 +88,22 @@ docs: .venv/.docs
 
 bench: .venv/.test
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
+# What a release uploads, and what a bundle is made of
+dist: | .venv/.made
+	@$(BIN)/python $(PIP_INSTALL) build
+	@out=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$out"; exit 1; }
+	@ls dist/hpcdask-*.tar.gz dist/hpcdask-*.whl
+
+# hpcdask, all it needs, and what WITH names, for machines without a network; CUDA=cpu without GPUs
+PYTHON_VERSION ?= 3.12
+PLATFORM ?= manylinux_2_28_x86_64
+EXTRAS ?= mpi,zarr
+bundle: dist
+	@$(BIN)/python tools/bundle.py "$$(ls -t dist/hpcdask-*.whl | head -n 1)" --extras \
+		"$(CUDA),$(EXTRAS)" --with "$(WITH)" --python-version $(PYTHON_VERSION) --platform $(PLATFORM)
+
+.PHONY: dist bundle
 
 clean:
 	rm -rf .venv .venv-mpich .queues docs/_build

@@ -1,16 +1,49 @@
 """Sphinx configuration."""
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from docutils import nodes
+
+sys.path.insert(0, str(Path(__file__).parent))  # for commands.py
 
 project = "hpcdask"
 author = "The hpcdask developers"
 copyright = f"2026, {author}"  # noqa: A001 (Sphinx's name)
 version = release = installed_version("hpcdask")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"hpcdask {release}"
+html_static_path = ["pictures"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 3
-autodoc_typehints = "description"
+autosummary_generate = False  # tables of names only, no pages of their own
+# what docstrings put in single backquotes is a name of this package, linked where it is documented
+default_role = "py:obj"
+add_module_names = False
+smartquotes = False  # -- is an option
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings tell types in words
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+
+
+def setup(app):
+    app.connect("doctree-resolved", lambda app, tree, page: set_dashes(tree))
+
+
+def set_dashes(tree):
+    """Set the dash between a parameter and its text, which smart quotes would do."""
+    for text in list(tree.findall(nodes.Text)):
+        if text.startswith(" -- "):
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} " + text[4:]))

@@ -1,4 +1,4 @@
-"""``hpcdask``: what the jobs of one's clusters do, and an end to those that were left."""
+"""``hpcdask``: submit a program, see and end the jobs of one's clusters, check and measure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hpcdask.queues.ending import end_jobs, may_bring_more
 from hpcdask.queues.folder import prune
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.survey import Found, choose, survey
+from hpcdask.submit import BATCH
+from hpcdask.submit.command import script, submit
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 #: Columns of a table that goes to a file or pipe.
@@ -33,9 +35,17 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
 
 
-@click.group(cls=Commands, context_settings=SETTINGS)
+@click.group(
+    cls=Commands,
+    context_settings=SETTINGS,
+    epilog="Example: hpcdask submit --gpus-per-node 4 script.py. Each command's --help has one.",
+)
 def main() -> None:
     """Dask clusters on the GPUs of a queueing system."""
+
+
+main.add_command(submit)
+main.add_command(script)
 
 
 folder_option = click.option(
@@ -46,11 +56,11 @@ folder_option = click.option(
 )
 
 
-@main.command()
+@main.command(epilog="Example: hpcdask jobs --json")
 @folder_option
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON list, one entry per job.")
 def jobs(base: str | None, as_json: bool) -> None:
-    """Show what your clusters have in the queue.
+    """Show what your clusters, and hpcdask submit, have in the queue.
 
     The exit code is 1 if a queueing system does not answer.
     """
@@ -68,7 +78,7 @@ def jobs(base: str | None, as_json: bool) -> None:
     _complain(list(problems.values()))
 
 
-@main.command()
+@main.command(epilog="Example: hpcdask cleanup --yes")
 @folder_option
 @click.argument("clusters", nargs=-1, metavar="[CLUSTER]...")
 @click.option("--all", "every", is_flag=True, help="Also where the notebook cannot be seen.")
@@ -98,7 +108,7 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     _complain(complaints)
 
 
-@main.command()
+@main.command(epilog="Example: srun --gpus-per-task=1 hpcdask doctor")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
 @click.option(
     "--timeout",
@@ -191,6 +201,8 @@ def _where(cluster: Found) -> str:
 
 def _why_not(cluster: Found) -> str:
     count = f"{len(cluster.jobs)} jobs stay"
+    if cluster.name.startswith(BATCH):
+        return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
     if cluster.lives:
         return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
     return (
@@ -239,7 +251,9 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         state = "running" if row["state"] == "starting" else row["state"]
         reason = f" ({row['reason']})" if row["reason"] else ""
         cells = [row["cluster"], row["job"], state + reason, row["queue"]]
-        cells += [_clock(row["since"]), _notebook(row["notebook"])]
+        batch = row["cluster"].startswith(BATCH)
+        cells.append(_clock(row["since"]))
+        cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
         table.add_row(*map(Text, cells))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 

@@ -37,7 +37,8 @@ def parse_memory(text: str | int | float | None, name: str) -> int | None:
         if isinstance(text, str) and not re.search(r"\d", text):
             raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
         value = int(parse_bytes(text))
-        if value < 0:
+        # A fraction, which other tools take, would be 0: no limit.
+        if value < 0 or (value == 0 and re.search("[1-9]", str(text))):
             raise ValueError(text)
     except (ValueError, TypeError, AttributeError, OverflowError):
         raise UsageError(

@@ -1,11 +1,10 @@
 #!/bin/bash
 # A program on all GPUs of one node: one Dask worker per GPU, started by mpirun.
 #
-#     sbatch slurm-mpirun.sh
+#     sbatch slurm-mpirun.sh script.py [args]
 #
-# Adapt the lines below to the site, and the last one to your program: script.py [args] in place of
-# -m hpcdask.bench svd. A directive with two ## is off. --ntasks is the number of GPUs; some
-# sites take --gpus-per-node=4 instead of --gres=gpu:4.
+# Without a program it measures the node. Adapt the lines below to the site; a directive with two ##
+# is off. --ntasks is the number of GPUs; some sites take --gpus-per-node=4 instead of --gres=gpu:4.
 ##SBATCH --partition=gpu
 ##SBATCH --account=abc
 #SBATCH --job-name=dask
@@ -19,5 +18,5 @@ set -e
 
 # module load cuda openmpi; source ~/venv/bin/activate
 
-exec mpirun -n "$SLURM_NTASKS" ${MPIRUN_OPTIONS:-} python -m hpcdask.run ${HPCDASK_OPTIONS:-} \
-    -m hpcdask.bench svd ${1:+--size "$1"}
+[ $# -gt 0 ] || set -- -m hpcdask.bench svd
+exec mpirun -n "$SLURM_NTASKS" python -m hpcdask.run ${HPCDASK_OPTIONS:-} "$@"

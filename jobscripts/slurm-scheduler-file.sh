@@ -1,5 +1,5 @@
 #!/bin/bash
-# A cluster that stays up for programs elsewhere, until the time is over.
+# A cluster that stays up for a notebook or programs elsewhere, until the time is over.
 #
 #     sbatch slurm-scheduler-file.sh cluster.json
 #

@@ -1,11 +1,11 @@
 #!/bin/bash
 # A program on GPUs of several nodes: one Dask worker per GPU, started by srun.
 #
-#     sbatch slurm-srun.sh
+#     sbatch slurm-srun.sh script.py [args]
 #
-# Adapt the lines below to the site, and the last one to your program: script.py [args] in place of
-# -m hpcdask.bench array. A directive with two ## is off. --ntasks-per-node is the number of
-# GPUs per node; some sites take --gpus-per-node=4 instead of --gres=gpu:4.
+# Without a program it measures the nodes. Adapt the lines below to the site; a directive with two ##
+# is off. --ntasks-per-node is the number of GPUs per node; some sites take --gpus-per-node=4 instead
+# of --gres=gpu:4.
 ##SBATCH --partition=gpu
 ##SBATCH --account=abc
 #SBATCH --job-name=dask
@@ -21,7 +21,8 @@ set -e
 
 # module load cuda; source ~/venv/bin/activate
 
+[ $# -gt 0 ] || set -- -m hpcdask.bench array
 # sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # -K: when one rank is lost, the others end as well
-exec srun -K python -m hpcdask.run ${HPCDASK_OPTIONS:-} -m hpcdask.bench array ${1:+--size "$1"}
+exec srun -K python -m hpcdask.run ${HPCDASK_OPTIONS:-} "$@"

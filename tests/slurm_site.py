@@ -63,7 +63,7 @@ class SlurmSite:
         gpus_per_node: int = 2,
         cpus_per_node: int = 8,
         memory_per_node_mb: int = 16_000,
-        requeue_wait_s: int = 10,
+        requeue_wait_s: int = 6,
         conf: Mapping[str, object] | None = None,
         accounting: bool = False,
     ) -> None:

@@ -57,7 +57,8 @@ def reached(record: Mapping[str, Any]) -> str:
     limit = record.get("limit")
     if not limit:
         return ""
-    return f"{100 * limit['fraction']:.0f} % of {limit_name(limit['by'])}"
+    percent = 100 * limit["fraction"]
+    return f"{percent:.{0 if percent >= 1 else 1}f} % of {limit_name(limit['by'])}"
 
 
 def limit_name(name: str) -> str:

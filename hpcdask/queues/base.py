@@ -18,7 +18,13 @@ from hpcdask.reconcile import Seen
 
 #: Seconds after which a command of the queueing system counts as hanging.
 COMMAND_TIMEOUT_S = 60.0
-CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d")
+#: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
+CONTAINER_MARKS = (
+    *("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d"),
+    *("/.enroot", "/.lock"),
+)
+#: Variables that Apptainer and Singularity set there.
+CONTAINER_VARIABLES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Queue(ABC):
     title: ClassVar[str]
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
+    #: What its commands need beside themselves, for a container into which they are bound.
+    companions: ClassVar[str] = "its configuration"
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
     #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
@@ -143,8 +151,13 @@ class Queue(ABC):
 
     # Running commands
 
-    def check(self) -> None:
+    def check(self, instead: str = "job_script() still shows what would be submitted") -> None:
         """Refuse a machine that has no commands of this system.
+
+        Parameters
+        ----------
+        instead
+            What can be done all the same, for the error.
 
         Raises
         ------
@@ -153,15 +166,9 @@ class Queue(ABC):
         """
         for program in self.programs:
             if shutil.which(program) is None:
-                inside = any(os.path.exists(mark) for mark in CONTAINER_MARKS)
-                where = (
-                    "This is inside a container: bind the site's commands into it, or start outside"
-                    if inside
-                    else "Run this on a login node of the site"
-                )
                 raise UsageError(
                     f"there is no {program} on this machine, so no job can be submitted to "
-                    f"{self.title}. {where}. job_script() still shows what would be submitted"
+                    f"{self.title}. {where_to_run(self)}. {instead}"
                 )
 
     async def run(
@@ -211,6 +218,23 @@ class Queue(ABC):
                 f"overloaded or down. See whether it answers in a terminal"
             ) from None
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def in_container() -> bool:
+    """Whether this process seems to run inside a container."""
+    return any(map(os.environ.get, CONTAINER_VARIABLES)) or any(
+        os.path.exists(mark) for mark in CONTAINER_MARKS
+    )
+
+
+def where_to_run(queue: Queue) -> str:
+    """Return where the commands of a queueing system are, as advice."""
+    if not in_container():
+        return "Run this on a login node of the site"
+    return (
+        f"This is inside a container, which does not have the queue's commands: submit from the "
+        f"host, or bind into the container {', '.join(queue.programs)} and {queue.companions}"
+    )
 
 
 def _last_words(process: subprocess.Popen[str]) -> str:

@@ -2,7 +2,8 @@
 
 A job is a session of processes under coreutils' ``timeout``, which ends them at the walltime, and
 kills what is left 5 s after a SIGTERM even when the one who sent it is gone by then. Its processes
-carry its id and tag in their environment, where the user's other programs find them.
+carry its id and tag in their environment, where the user's other programs find them. Its script is
+opened before it starts, so that it runs whatever becomes of the script's folder.
 
 Pending jobs exist only in the process that submitted them, and end with it.
 """
@@ -303,20 +304,26 @@ class LocalQueue(Queue):
         environment = {**os.environ, **given, machine.JOB: entry.id, machine.TAG: entry.tag}
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
-        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
+        script = os.open(entry.script, os.O_RDONLY)
         try:
-            return subprocess.Popen(
-                ["timeout", *limit, "bash", entry.script],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=locks,
-                start_new_session=True,
-            )
+            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                # bash would open the script by its name only after this has returned
+                read = ["bash", "-c", f". /proc/self/fd/{script}", entry.script]
+                return subprocess.Popen(
+                    ["timeout", *limit, *read],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=[*locks, script],
+                    start_new_session=True,
+                )
+            finally:
+                os.close(output)
         finally:
-            os.close(output)
+            os.close(script)
 
     def _show(self, entry: Entry) -> Seen:
         ends = entry.started + self.walltime_s if entry.started and self.walltime_s else None

@@ -115,7 +115,8 @@ class PbsQueue(Queue):
             command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
         if flavour == "slurm":
             # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            log = f"{_log_folder(await forms.read(script))}queue-%j.log"
+            folder = _log_folder(await forms.read(script)).replace("%", "%%")  # %j is the job's
+            log = f"{folder}queue-%j.log"
             command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
         path = shlex.quote(script) if flavour == "slurm" else script
         done = await self.run(*command, path)

@@ -53,6 +53,9 @@ class SlurmQueue(Queue):
 
     title: ClassVar[str] = "SLURM"
     programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
+    companions: ClassVar[str] = (
+        "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"
+    )
     job_id: ClassVar[str] = (
         "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     )

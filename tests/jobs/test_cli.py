@@ -141,38 +141,22 @@ def test_cleanup_ends_what_was_left_and_nothing_else(user):
 
 
 def test_cleanup_of_a_name(user):
-    living, other, left = user.cluster("living"), user.cluster("other"), user.left_cluster()
+    living, left = user.cluster("living"), user.left_cluster()
+    done = user.hpcdask("cleanup", left.name, "no-such", "--yes", code=2)
+    assert done.stderr.startswith("hpcdask: error: no cluster of yours that is not over is called ")
+    assert len(done.stderr.splitlines()) == 1
+    assert left.name in done.stderr
+    done = user.hpcdask("cleanup", code=2)
+    assert f"Cancel 2 jobs of {left.name}? Nobody is there to ask: --yes is needed" in done.stderr
+    assert len(processes(left)) >= 2
+    assert len(processes(living)) >= 2
+
     done = user.hpcdask("cleanup", living.name, "--yes")
     assert not processes(living)
     assert "lives and may submit others" in done.stdout
     assert living.keys.exists()  # the notebook's own
     assert ClusterFolder.open(living.path).ended is None
-    assert len(processes(other)) >= 2
     assert len(processes(left)) >= 2
-
-
-def test_an_unknown_name_is_refused_before_anything_happens(user):
-    left = user.left_cluster()
-    done = user.hpcdask("cleanup", left.name, "no-such", "--yes", code=2)
-    assert done.stderr.startswith("hpcdask: error: no cluster of yours that is not over is called ")
-    assert len(done.stderr.splitlines()) == 1
-    assert left.name in done.stderr
-    assert len(processes(left)) >= 2
-
-
-def test_without_anybody_to_ask_nothing_is_cancelled(user):
-    left = user.left_cluster()
-    done = user.hpcdask("cleanup", code=2)
-    assert f"Cancel 2 jobs of {left.name}? Nobody is there to ask: --yes is needed" in done.stderr
-    assert len(processes(left)) >= 2
-
-
-def test_keys_without_jobs_are_removed_without_a_question(user):
-    left = user.left_cluster(jobs=0)
-    assert left.keys.exists()
-    user.hpcdask("cleanup")
-    assert not left.keys.exists()
-    assert ClusterFolder.open(left.path).ended is not None
 
 
 def elsewhere(folder: ClusterFolder, **change: str) -> None:
@@ -206,7 +190,8 @@ def test_jobs_of_a_removed_folder_are_known_by_their_tag(user):
     assert not processes(folder)
 
 
-def test_processes_of_another_machine_are_left_to_it(user):
+def test_a_cluster_without_jobs(user):
+    """On another machine; then on this one, without a question; then a month later."""
     folder = user.left_cluster(jobs=0)
     elsewhere(folder, host="laptop")
     hint = f"{folder.name}: its jobs are processes of laptop. There: hpcdask"
@@ -215,6 +200,15 @@ def test_processes_of_another_machine_are_left_to_it(user):
     done = user.hpcdask("cleanup", folder.name, code=1)
     assert f"hpcdask: error: {hint} cleanup {folder.name}" in done.stderr
     assert folder.keys.exists()
+
+    elsewhere(folder, host=socket.gethostname())
+    user.hpcdask("cleanup")
+    assert not folder.keys.exists()
+    assert ClusterFolder.open(folder.path).ended is not None
+
+    elsewhere(folder, ended=time.time() - 31 * 86400)
+    assert f"ended long ago: {folder.name}" in user.hpcdask("cleanup").stdout
+    assert not folder.path.exists()
 
 
 def test_a_queue_that_does_not_answer_is_an_error(user):
@@ -232,13 +226,6 @@ def test_a_base_that_cannot_be_read_is_one_line(user, tmp_path):
     (tmp_path / "base").symlink_to("base")
     done = user.hpcdask("jobs", code=2)
     assert re.fullmatch(r"hpcdask: error: .*base cannot be read: .*\n", done.stderr)
-
-
-def test_what_ended_long_ago_is_removed(user):
-    left = user.left_cluster(jobs=0)
-    elsewhere(left, ended=time.time() - 31 * 86400)
-    assert f"ended long ago: {left.name}" in user.hpcdask("cleanup").stdout
-    assert not left.path.exists()
 
 
 def test_without_clusters():

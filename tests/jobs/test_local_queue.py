@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,22 @@ def test_a_job_that_cannot_be_started_has_failed(site):
     assert "No such file or directory" in seen.reason
 
 
+def test_a_job_runs_though_its_script_moves_before_it_is_read(site, monkeypatch):
+    slow = site.folder / "bin" / "bash"
+    slow.parent.mkdir()
+    real = f'exec {shutil.which("bash")} "$@"'
+    slow.write_text(f"#!/bin/sh\nwhile [ ! -e {site.folder}/go ]; do sleep 0.02; done\n{real}\n")
+    slow.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{slow.parent}{os.pathsep}{os.environ['PATH']}")
+    queue, script = site.queue(), Path(site.script('echo "$0 $#"; exit 3'))
+    (job_id,) = asyncio.run(queue.submit(str(script), 1))
+    script.rename(site.folder / "elsewhere")
+    (site.folder / "go").touch()
+    (seen,) = wait_over(queue, job_id)
+    assert (seen.state, seen.exit_code) == (State.FAILED, 3), site.output(job_id)
+    assert site.output(job_id) == f"{script} 0\n"
+
+
 def test_a_script_that_says_nothing_is_refused(site):
     path = site.folder / "other.sh"
     path.write_text("#!/bin/bash\ntrue\n")
@@ -155,7 +172,7 @@ def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
 
 
 def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
-    monkeypatch.setattr(local, "KILL_WAIT_S", 5)
+    monkeypatch.setattr(local, "KILL_WAIT_S", 3)
     queue = site.queue()
     (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     (done,) = site.submit(queue, "exit 4")

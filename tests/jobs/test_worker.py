@@ -148,7 +148,9 @@ def end_of_one(running: Running, code: int, *lines: str) -> None:
 
 
 def test_the_workers_of_a_job(site, client):
-    job = site.job("--workers", "2", env={"HPCDASK_RESTARTS": "1"})
+    """Without a queue and a GPU they compute on the CPU, and say so."""
+    env = {"HPCDASK_RESTARTS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = site.job("--workers", "2", device="auto", env=env)
     expected = {"ab12-4711_3-1-0", "ab12-4711_3-1-1"}
     job.wait_for(lambda: names(client) == expected, "two workers")
     cores = len(os.sched_getaffinity(0))
@@ -161,19 +163,19 @@ def test_the_workers_of_a_job(site, client):
     client.cluster.close()
     ended = job.end()
     assert ended.code == 0, ended
-    line = f"hpcdask: job 4711_3 on {os.uname().nodename}: 2 workers on {cores} core"
-    assert ended.err.startswith(line), ended
-    assert ended.err.endswith(", tcp\n"), ended
-    assert ended.err.count("\n") == 1, ended
+    bare, line = ended.err.splitlines()
+    assert bare.startswith("hpcdask: no GPU here, so workers compute on the CPU"), ended
+    start = f"hpcdask: job 4711_3 on {os.uname().nodename}: 2 workers on {cores} core"
+    assert line.startswith(start), ended
+    assert line.endswith(", tcp"), ended
     assert not ended.out
     site.check_nothing_left(ended_at, within=5)
 
 
-@pytest.mark.parametrize("close", [True, False], ids=["closed", "only removed"])
-def test_retired_workers_end_their_job(site, client, close):
+def test_workers_that_are_only_removed_end_their_job_too(site, client):
     job = site.job("--workers", "2")
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
-    assert len(client.retire_workers(close_workers=close)) == 2
+    assert len(client.retire_workers(close_workers=False)) == 2
     end_of_one(job, 0)
 
 
@@ -195,7 +197,7 @@ def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
 
 def test_no_scheduler_at_the_start(site):
     start = time.time()
-    job = site.job("--death-timeout", "2s")
+    job = site.job("--death-timeout", "1s")
     end_of_one(job, 1, f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler")
     assert time.time() - start < 15
 
@@ -203,7 +205,7 @@ def test_no_scheduler_at_the_start(site):
 def test_a_scheduler_that_does_not_know_the_keys(site, client, tmp_path):
     site.keys = tmp_path / "keys"
     security.save_credentials(security.create_credentials(), str(site.keys))
-    end_of_one(site.job("--death-timeout", "3s"), 1, f"scheduler at {site.address}")
+    end_of_one(site.job("--death-timeout", "2s"), 1, f"scheduler at {site.address}")
 
 
 @pytest.fixture
@@ -214,34 +216,30 @@ def killable(site: JobSite) -> Running:
     return running
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_killed_scheduler_ends_the_job(site, killable, busy):
+def test_a_killed_scheduler_ends_the_job(site, killable):
     job = site.job("--workers", "2", "--death-timeout", "20s")
     access = security.to_security(security.load_credentials(str(site.keys)))
     with Client(site.address, security=access, asynchronous=False) as client:
         job.wait_for(lambda: len(names(client)) == 2, "two workers")
-        if busy:
-            tasks = [client.submit(time.sleep, 600, pure=False) for _ in range(2)]
-            job.wait_for(lambda: any(client.processing().values()), "a busy worker")
+        tasks = [client.submit(time.sleep, 600, pure=False)]
+        job.wait_for(lambda: any(client.processing().values()), "one busy and one idle worker")
         client.cluster = None
     shell = psutil.Process(killable.process.pid)
     (shell.children() or [shell])[0].kill()
     end_of_one(job, 1, f"error: job 4711_3 on {os.uname().nodename}: the scheduler at")
-    if busy:
-        del tasks
+    del tasks
 
 
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_hands_over(site, client, tmp_path, number):
+def test_a_signal_hands_over(site, client, tmp_path):
     job = start_one(site, client, "1")
     values = client.map(counted(tmp_path), range(50))
     wait(values)
     start_one(site, client, "2")
-    job.signal(number)
-    end_of_one(job, 128 + number, "job 1 hands over what its workers hold")
+    job.signal(signal.SIGINT)
+    end_of_one(job, 130, "SIGINT: job 1 hands over what its workers hold")
     assert names(client) == {"ab12-2-0-0"}
     assert client.gather(values) == list(range(50))
     assert len(list(tmp_path.iterdir())) == 50
@@ -254,7 +252,7 @@ def test_what_nobody_can_take_waits_for_a_replacement(site, client, tmp_path):
     job.signal(signal.SIGTERM)
     job.line("hpcdask: SIGTERM", stream="err")
     start_one(site, client, "2")
-    end_of_one(job, 143, "SIGTERM")
+    end_of_one(job, 143, "SIGTERM: job 1 hands over what its workers hold")
     assert value.result() == 7
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -295,7 +293,7 @@ def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
     assert total.result() == sum(range(100))
     client.restart(timeout=60)
     assert names(client) == {"ab12-1-0-0", "ab12-1-0-1"}
-    client.retire_workers(close_workers=True)
+    assert len(client.retire_workers(close_workers=True)) == 2
     assert job.end().code == 0
 
 
@@ -368,7 +366,6 @@ def test_bad_options(keys, arguments, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--keys", "/no/such/folder"], "the key folder /no/such/folder is gone"),
         (["--interface", "no0"], "has no interface no0 with an IPv4 address. It has: "),
         (["--local-directory", "/dev/null/scratch"], "cannot write in /dev/null/scratch"),
     ],
@@ -471,7 +468,6 @@ def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
 @pytest.mark.parametrize(
     ("count", "workers", "device", "text"),
     [
-        (0, "1", "auto", "1 worker and no GPU here. This job (4711) got none: request them"),
         (0, "1", "cuda", "1 worker and no GPU here. This job (4711) got none: request them"),
         (1, "2", "auto", "2 workers and only 1 GPU here"),
     ],
@@ -483,12 +479,6 @@ def test_too_few_gpus(site, gpus, count, workers, device, text):
     assert ended.code == 2, ended
     assert len(ended.err.splitlines()) == 1, ended
     assert text in ended.errors[0], ended
-
-
-def test_without_a_queue_and_a_gpu_it_computes_on_the_cpu(site, client):
-    job = site.job(device="auto", env={"CUDA_VISIBLE_DEVICES": ""})
-    job.line("hpcdask: no GPU here, so workers compute on the CPU", stream="err")
-    job.wait_for(lambda: names(client) == {"ab12-4711_3-0-0"}, "a worker")
 
 
 # Several nodes

@@ -1,14 +1,13 @@
-"""The example notebook, executed cell by cell by a real kernel against a real SLURM."""
+"""The notebooks, executed cell by cell by a real kernel against a real SLURM."""
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
 import signal
-import tempfile
-import uuid
-from collections.abc import Iterator
+import struct
 from pathlib import Path
 
 import nbformat
@@ -16,84 +15,38 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
-from launching import describe, end, leftovers, unavailable, wait_for, walk
-from slurm_site import SlurmSite, missing_programs
+import browser
+from desk import JOBSCRIPTS, Desk, read, shown
+from launching import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-NOTEBOOK = Path(__file__).parents[2] / "jobscripts" / "adaptive.ipynb"
-OPTIONS = {
-    "device": "cpu",
-    "gpus_per_job": 1,
-    "cores": 1,
-    "memory": "512MiB",
-    "walltime": "00:10:00",
-    "poll_interval": "1s",
-}
+NOTEBOOKS = sorted(path.name for path in JOBSCRIPTS.glob("*.ipynb"))
+JOB = {"cores": 1, "memory": "512MiB", "walltime": "00:10:00", "poll_interval": "1s"}
+OPTIONS = {"device": "cpu", "gpus_per_job": 1, **JOB}
+#: With HPCDASK_PICTURES set, the test takes it anew.
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "cluster.png"
+SIZE = (760, 245)
+SEEN = """
+const details = [...document.querySelectorAll('details')];
+const jobs = details.find(d => d.querySelector('summary').innerText.startsWith('Jobs:'));
+const before = jobs.querySelector('table').checkVisibility();
+jobs.open = true;
+const table = jobs.querySelector('table');
+return {
+  before,
+  after: table.checkVisibility(),
+  head: [...table.querySelectorAll('th')].map(cell => cell.innerText),
+  rows: [...table.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText)),
+  fits: document.body.scrollWidth <= innerWidth,
+  text: document.body.innerText,
+};
+"""
 
 
-class Desk:
-    """Where the kernel runs: a login node's environment with a HOME of its own."""
-
-    def __init__(self, site: SlurmSite) -> None:
-        self.site = site
-        self.home = Path(tempfile.mkdtemp(prefix="hn-", dir="/tmp"))
-        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-        name, value = self.marker.split("=")
-        folders = {"HOME": str(self.home), "IPYTHONDIR": str(self.home / "ipython")}
-        self.env = {**site.env, **folders, name: value}
-
-    def jobs(self) -> str:
-        """The queue's own list of jobs."""
-        return self.site.run("squeue", "-h").stdout
-
-    def left(self) -> list[str]:
-        keys = [str(path) for path in walk(self.home) if path.suffix == ".pem"]
-        return [*self.jobs().splitlines(), *describe(leftovers(self.marker)).splitlines(), *keys]
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[SlurmSite]:
-    if missing := missing_programs():
-        unavailable(f"SLURM is not installed, missing: {' '.join(missing)}")
-    with SlurmSite(nodes=2) as site:
-        yield site
-
-
-@pytest.fixture
-def desk(site: SlurmSite, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """At the end of the test no job, process or key may remain."""
-    desk = Desk(site)
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(desk.home / "runtime"))
-    try:
-        yield desk
-        try:
-            wait_for(lambda: not desk.left(), 30, "all to be gone", interval=0.2)
-        except AssertionError:
-            pytest.fail("left behind:\n" + "\n".join(desk.left()))
-    finally:
-        site.cancel_all()
-        end(leftovers(desk.marker))
-        shutil.rmtree(desk.home, ignore_errors=True)
-
-
-def read(chunks: int, side: int) -> nbformat.NotebookNode:
-    """The notebook, with another content of the cell tagged ``parameters``."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    assert len(tagged) == 1
-    tagged[0].source = f"options = {OPTIONS}\nmaximum = 3\nchunks, side = {chunks}, {side}"
-    return notebook
-
-
-def shown(notebook: nbformat.NotebookNode, cell_id: str, kind: str = "text/plain") -> str:
-    """What this cell printed, or displayed in this form."""
-    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
-    texts = [
-        output.text if output.output_type == "stream" else output.data.get(kind, "")
-        for output in cell.outputs
-    ]
-    return "".join(texts)
+def adaptive(chunks: int, side: int) -> nbformat.NotebookNode:
+    parameters = f"options = {OPTIONS}\nmaximum = 3\nchunks, side = {chunks}, {side}"
+    return read("adaptive.ipynb", parameters)
 
 
 def states(table: str) -> set[str]:
@@ -104,15 +57,16 @@ def states(table: str) -> set[str]:
     return {row.split()[1] for row in rows}
 
 
-def test_it_is_kept_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_is_kept_without_outputs(name: str):
+    notebook = nbformat.read(JOBSCRIPTS / name, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
 
 
-def test_end_to_end(desk: Desk):
-    notebook = read(chunks=40, side=400)
+def test_end_to_end(desk: Desk, tmp_path: Path):
+    notebook = adaptive(chunks=40, side=400)
     client = NotebookClient(notebook, timeout=120, startup_timeout=60)
     client.execute(env=desk.env, cwd=str(desk.home))
 
@@ -131,12 +85,64 @@ def test_end_to_end(desk: Desk):
     assert abs(float(shown(notebook, "result")) - 11) < 0.01
     assert states(shown(notebook, "idle")) <= {"completed", "cancelled"}
     assert not desk.jobs()
+    look_at(summary, tmp_path)
+
+
+def look_at(summary: str, folder: Path) -> None:
+    """What a notebook shows of a cluster, in a real browser, and the picture of it in docs."""
+    seen = browser.look(folder, summary, SEEN)
+    assert not seen["before"]
+    assert seen["after"]
+    assert seen["head"][:3] == ["job", "state", "reason"]
+    assert 1 <= len(seen["rows"]) <= 3
+    assert {row[1] for row in seen["rows"]} <= {"pending", "starting", "running"}
+    assert seen["fits"]
+    assert "SLURMCUDACluster" in seen["text"]
+    assert "Dashboard: http://" in seen["text"]
+
+    # Not this machine's addresses
+    told = re.sub(r"//[\w.]+:(\d+)", r"//10.0.0.1:\1", summary)
+    body = told.replace("<details><summary><strong>Jobs", "<details open><summary><strong>Jobs")
+    style = "<style>body {font: 13px sans-serif; margin: 12px} td, th {padding: 2px 12px 2px 0}"
+    taken = folder / "cluster.png"
+    browser.photograph(folder, f"{style}</style>{body}", taken, SIZE)
+    if os.environ.get("HPCDASK_PICTURES"):
+        PICTURE.parent.mkdir(exist_ok=True)
+        shutil.copyfile(taken, PICTURE)
+    assert png_size(taken) == png_size(PICTURE) == SIZE
+    assert 5_000 < PICTURE.stat().st_size < 150_000
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return struct.unpack(">II", head[16:])
+
+
+def test_genomics(desk: Desk):
+    parameters = (
+        f"folder = {str(desk.home)!r}\nshape, chunks = (6_000, 300), (500, 300)\n"
+        f"n_populations = 3\ndevice = 'cpu'\noptions = {JOB}\nworkers = 2"
+    )
+    notebook = read("genomics.ipynb", parameters)
+    NotebookClient(notebook, timeout=120, startup_timeout=60).execute(
+        env=desk.env, cwd=str(desk.home)
+    )
+    assert "SLURMCUDACluster(" in shown(notebook, "cluster")
+    kept, *_ = re.findall(r"([\d,]+) variants kept", shown(notebook, "structure"))
+    assert 4_000 < int(kept.replace(",", "")) < 6_000
+    assert shown(notebook, "check") == "np.float64(1.0)"
+    drawn = shown(notebook, "plot", "application/javascript")
+    assert "Variance along each axis" in drawn
+    assert not re.search(r"<script[^>]+src=", html.unescape(shown(notebook, "plot", "text/html")))
+    assert (desk.home / "genotypes.zarr" / "zarr.json").exists()
+    assert not desk.jobs()
 
 
 @pytest.mark.parametrize("how", ["killed", "shut down"])
 def test_no_job_outlives_the_kernel(desk: Desk, how: str):
     """In the middle of the computation; the last cells never run."""
-    notebook = read(chunks=20_000, side=400)
+    notebook = adaptive(chunks=20_000, side=400)
     manager, client = start_new_kernel(startup_timeout=60, env=desk.env, cwd=str(desk.home))
     try:
         for cell in notebook.cells:

@@ -1,10 +1,12 @@
-"""The scripts of jobscripts/ as users submit them: nothing in them is changed or overridden."""
+"""The scripts of jobscripts/, as users submit them, on a smaller allocation than they ask for."""
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -13,12 +15,34 @@ from pathlib import Path
 import pytest
 
 import hpcdask
-from launching import describe, end, leftovers, openmpi_launcher, wait_for
+from launching import describe, end, leftovers, openmpi_launcher, unavailable, wait_for
 from slurm_site import SlurmSite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SCRIPTS = Path(__file__).parents[2] / "jobscripts"
+PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "torque/usr"
+#: What sbatch's options make of a script's own.
+SMALL = ("--nodes=1", "--gres=gpu:2", "--cpus-per-task=1")
+TWO_RANKS = (*SMALL, "--ntasks-per-node=2")
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+PROGRAM = """
+import os, sys
+from distributed import Client
+with Client() as client:
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    total = client.submit(sum, [1, 2]).result()
+    print("workers", len(workers), "sum", total, "words", sys.argv[1:], flush=True)
+"""
+#: Its first life waits for the second one.
+RESTARTED = """
+import os, time
+from distributed import Client
+life = os.environ.get("SLURM_RESTART_COUNT", "0")
+with Client() as client:
+    print("life", life, "sum", client.submit(sum, [1, 2]).result(), flush=True)
+    time.sleep(600 if life == "0" else 0)
+"""
 
 
 class Folder:
@@ -30,6 +54,8 @@ class Folder:
         self.path = Path(tempfile.mkdtemp(prefix="hj-", dir="/tmp"))
         self.tmp = self.path / "tmp"
         self.tmp.mkdir()
+        (self.path / "script.py").write_text(PROGRAM)
+        (self.path / "restarted.py").write_text(RESTARTED)
         self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
         mpi = openmpi_launcher()
         self.env = {
@@ -37,111 +63,190 @@ class Folder:
             "TMPDIR": str(self.tmp),
             "HPCDASK_TEST": self.marker.partition("=")[2],
             "HPCDASK_OPTIONS": "--device cpu",
-            "MPIRUN_OPTIONS": "--oversubscribe --allow-run-as-root",
+            "PROGRAM": "script.py args",  # of PBS, whose scripts get no arguments
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             **{name: mpi.env[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")},
         }
 
-    def submit(self, script: str, *arguments: str) -> int:
-        """Submit a script of jobscripts/ with its arguments; return the job's id."""
-        return self.site.submit(SCRIPTS / script, *arguments, env=self.env, cwd=self.path)
+    def submit(self, *arguments: str | Path) -> int:
+        """Submit with sbatch's options, a script and its arguments; return the job's id."""
+        return self.site.submit(*arguments, env=self.env, cwd=self.path)
+
+    def qsub(self, *arguments: str | Path) -> int:
+        """Submit with the qsub that SLURM brings."""
+        if not (PRIVATE / "bin/qsub").exists():
+            unavailable(f"PBS's commands are not in {PRIVATE}: run tests/tools/install-queues.sh")
+        perl = [PRIVATE / "lib/x86_64-linux-gnu/perl5/5.36", PRIVATE / "share/perl5"]
+        libraries = f"{PRIVATE}/lib/x86_64-linux-gnu:{self.env['LD_LIBRARY_PATH']}"
+        wrapper = {"PERL5LIB": os.pathsep.join(map(str, perl)), "LD_LIBRARY_PATH": libraries}
+        done = self.site.run(
+            PRIVATE / "bin/qsub", *arguments, env={**self.env, **wrapper}, cwd=self.path
+        )
+        return int(done.stdout)
 
     def output(self, job: int) -> str:
         """What the job has printed, in the file where SLURM puts it by default."""
-        path = self.path / f"slurm-{job}.out"
-        return path.read_text() if path.exists() else ""
+        return "".join(
+            path.read_text() for path in sorted(self.path.glob(f"slurm-{job}*.out"))
+        ) or "".join(path.read_text() for path in self.path.glob(f"*.?{job}"))
+
+    def state(self, job: int) -> str:
+        """One word for the job, or for all elements of an array."""
+        words = set(self.site.state(job).split())
+        return words.pop() if len(words) == 1 else "several"
 
     def wait(self, job: int, state: str, timeout: float = 120) -> str:
         """Wait for the end of the job, which must be in this state; return its output."""
-        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         try:
-            ended = self.site.wait_for_state(job, *ends, timeout=timeout)
+            wait_for(lambda: self.state(job) in ENDS, timeout, f"job {job}", interval=0.2)
         except AssertionError as error:
-            pytest.fail(f"{error}\n{self.output(job)}")
-        assert ended == state, self.output(job)
-        return self.output(job)
+            pytest.fail(f"{error}: {self.state(job)}\n{self.output(job)}")
+        output = self.output(job)
+        assert self.state(job) == state, output
+        assert "hpcdask: error" not in output
+        assert "Traceback" not in output
+        return output
 
     def left(self) -> list[str]:
         """Processes, and files other than the jobs' output."""
-        files = [*self.tmp.iterdir(), *self.path.glob("*json*"), *self.path.rglob("*.pem")]
+        scratch = {"dask-scratch-space", "global.lock", "purge.lock"}  # distributed's own, for ever
+        files = [
+            *(path for path in self.tmp.rglob("*") if path.name not in scratch),
+            *self.path.glob("*json*"),
+            *self.path.rglob("*.pem"),
+        ]
         return [*describe(leftovers(self.marker)).splitlines(), *map(str, files)]
 
 
 @pytest.fixture(scope="module")
-def site(slurm_programs: None) -> Iterator[SlurmSite]:
-    """A SLURM with nodes as large as the scripts ask for."""
-    with SlurmSite(nodes=2, gpus_per_node=4, cpus_per_node=32) as site:
-        yield site
-
-
-@pytest.fixture
-def folder(site: SlurmSite) -> Iterator[Folder]:
-    """At the end of the test, no process of its jobs and no key may remain."""
-    folder = Folder(site)
-    try:
-        yield folder
+def folder(slurm_programs: None) -> Iterator[Folder]:
+    """At the end, no process of its jobs and no key may remain."""
+    with SlurmSite(nodes=8, gpus_per_node=2, requeue_wait_s=5) as site:
+        folder = Folder(site)
         try:
-            wait_for(lambda: not folder.left(), 10)
-        except AssertionError:
-            pytest.fail("left behind:\n" + "\n".join(folder.left()))
-    finally:
-        site.cancel_all()
-        end(leftovers(folder.marker))
-        shutil.rmtree(folder.path, ignore_errors=True)
+            yield folder
+            try:
+                wait_for(lambda: not folder.left(), 10)
+            except AssertionError:
+                pytest.fail("left behind:\n" + "\n".join(folder.left()))
+        finally:
+            site.cancel_all()
+            end(leftovers(folder.marker))
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def record(output: str) -> dict:
-    """The measurement that a workload prints as a line of JSON."""
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, output
-    return json.loads(lines[0])
-
-
-@pytest.mark.parametrize(
-    ("script", "workload", "workers"),
-    [("slurm-srun.sh", "array", 8), ("slurm-mpirun.sh", "svd", 4)],
-)
-def test_a_program(folder: Folder, script: str, workload: str, workers: int):
-    output = folder.wait(folder.submit(script, "20MB"), "COMPLETED")
-    found = record(output)
-    assert found["workload"] == workload
-    assert found["devices"] == {"cpu": workers}
-    assert 0 < found["bytes"] <= 20e6
-    assert found["checks"]
-    assert all(check["ok"] for check in found["checks"]), output
-    assert "hpcdask: error" not in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("how", ["shutdown", "scancel"])
-def test_a_cluster_that_stays_up(folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch):
+def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    """Two ranks each, side by side; only sbatch's options make them smaller than they are."""
     monkeypatch.chdir(folder.path)
-    job = folder.submit("slurm-scheduler-file.sh", "cluster.json")
+    program = ("script.py", "a b", "it's")
+    requeued = folder.submit(
+        *SMALL, "--ntasks-per-node=1", SCRIPTS / "slurm-requeue.sh", "restarted.py"
+    )
+    file = folder.submit(*TWO_RANKS, SCRIPTS / "slurm-scheduler-file.sh", "cluster.json")
+    jobs = {
+        "slurm-srun.sh": folder.submit(
+            *SMALL, "--nodes=2", "--ntasks-per-node=1", SCRIPTS / "slurm-srun.sh", *program
+        ),
+        "slurm-mpirun.sh": folder.submit(
+            *SMALL, "--ntasks=2", SCRIPTS / "slurm-mpirun.sh", *program
+        ),
+    }
+    wait_for(lambda: "life 0 sum 3" in folder.output(requeued), 60, "the first life", interval=0.2)
+    folder.site.run("scontrol", "requeue", str(requeued))
 
-    def is_up() -> bool:
-        assert folder.site.state(job) in ("PENDING", "RUNNING"), folder.output(job)
-        return Path("cluster.json").exists()
-
-    wait_for(is_up, 60, "the scheduler file", interval=0.2)
+    wait_for(Path("cluster.json").exists, 60, "the scheduler file", interval=0.2)
     with hpcdask.connect("cluster.json") as client:
-        client.wait_for_workers(8, timeout=60)
-        assert client.gather(client.map(lambda x: x + 1, range(8))) == list(range(1, 9))
-        if how == "shutdown":
-            client.shutdown()
-    if how == "scancel":
-        folder.site.run("scancel", str(job))
-    output = folder.wait(job, {"shutdown": "COMPLETED", "scancel": "CANCELLED"}[how], timeout=60)
-    assert "hpcdask: error" not in output
-    assert "Traceback" not in output
+        client.wait_for_workers(2, timeout=60)
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        client.shutdown()
+
+    whole = ("--nodes=1", "--gres=gpu:2", "--job-name=whole")
+    jobs["slurm-whole-nodes.sh"] = folder.submit(*whole, SCRIPTS / "slurm-whole-nodes.sh", *program)
+    nothing = folder.submit(*SMALL, "--array=0", SCRIPTS / "slurm-array.sh")
+    array = folder.submit(*SMALL, "--array=0-1%2", SCRIPTS / "slurm-array.sh", *program)
+    small = re.sub(
+        'cores=8, memory="64GiB"',
+        'cores=1, memory="500MB", device="cpu", gpus_per_job=1',
+        (SCRIPTS / "slurm-job-per-gpu.sh").read_text(),
+    ).replace("maximum=8", "maximum=1")
+    (folder.path / "small.sh").write_text(small)
+    per_gpu = folder.submit("--cpus-per-task=1", "small.sh")
+    select = "select=2:ncpus=32:mpiprocs=4:ngpus=4"
+    text = (SCRIPTS / "pbs.sh").read_text().replace("mpirun -n 8", "mpirun -n 2")
+    assert select in text
+    (folder.path / "small.pbs").write_text(text.replace(select, "select=1:ncpus=2:mpiprocs=2"))
+    pbs = folder.qsub("-V", "small.pbs")
+
+    for job in jobs.values():
+        assert "workers 2 sum 3 words ['a b', \"it's\"]\n" in folder.wait(job, "COMPLETED")
+    folder.wait(file, "COMPLETED")
+    assert "name a program" in folder.wait(nothing, "FAILED")
+    assert folder.wait(array, "COMPLETED").count(" sum 3 words ['a b', \"it's\"]\n") == 2
+    assert f"the sum is {sum(n**2 for n in range(1000))}\n" in folder.wait(per_gpu, "COMPLETED")
+    assert "workers 2 sum 3 words ['args']\n" in folder.wait(pbs, "COMPLETED")
+    output = folder.wait(requeued, "COMPLETED")
+    assert output.index("life 0 sum 3") < output.index("life 1 sum 3")
+    assert not folder.site.run("squeue", "-h", "-t", "pending,running").stdout
 
 
-def test_a_cluster_without_a_file(folder: Folder):
-    output = folder.wait(folder.submit("slurm-scheduler-file.sh"), "FAILED")
-    assert "name a file" in output
+RUN = ["python", "-m", "hpcdask.run"]
+BENCH = ["-m", "hpcdask.bench", "array"]
+#: Script, its arguments, stand-in for a launcher that is not here, and what that has to get.
+STAND_INS = {
+    "slurm-apptainer.sh": (
+        ["my image.sif", "script.py", "a b"],
+        "srun",
+        ["-K", "apptainer", "exec", "--nv", "my image.sif", *RUN, "script.py", "a b"],
+    ),
+    "slurm-pyxis.sh": (
+        ["my image.sqsh"],
+        "srun",
+        [
+            *("-K", "--container-image=my image.sqsh", "--container-mount-home"),
+            *("--container-mounts=FOLDER:FOLDER", "--container-workdir=FOLDER", *RUN, *BENCH),
+        ],
+    ),
+    "lsf-jsrun.sh": (
+        [],
+        "jsrun",
+        [
+            *("--nrs", "2", "--rs_per_host", "1", "--tasks_per_rs", "6", "--gpu_per_rs", "6"),
+            *("--cpu_per_rs", "42", "--bind", "none", *RUN, *BENCH),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("script", STAND_INS)
+def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, script: str):
+    """Apptainer, Pyxis and jsrun are not here; SLURM's own part is checked by SLURM."""
+    arguments, name, expected = STAND_INS[script]
+    stand_in = tmp_path / name
+    stand_in.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o700)
+    done = subprocess.run(
+        ["bash", SCRIPTS / script, *arguments],
+        cwd=folder.path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        word.replace("FOLDER", str(folder.path)) for word in expected
+    ]
+    if script.startswith("slurm"):
+        small = ("--nodes=2", "--gres=gpu:2", "--ntasks-per-node=2", "--cpus-per-task=4")
+        done = folder.site.run("sbatch", "--test-only", *small, SCRIPTS / script, *arguments)
+        assert "to start at" in done.stderr
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
 def test_it_is_a_shell_script(script: Path):
-    """One that is not tested above is found here."""
+    """One that is not tested in this file is found here."""
     assert script.name in Path(__file__).read_text()
     assert script.read_text().startswith("#!/bin/bash\n")
     subprocess.run(["bash", "-n", script], check=True)

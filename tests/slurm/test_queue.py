@@ -170,8 +170,8 @@ def test_what_a_job_learns_of_itself(door, monkeypatch):
         assert stat.S_IMODE(door.log(job_id).stat().st_mode) == 0o600
 
 
-def test_one_job_where_the_site_has_no_arrays(slurm_programs, tmp_path, monkeypatch):
-    conf = {"MaxArraySize": 0}
+def test_a_site_without_arrays_that_takes_few_jobs(slurm_programs, tmp_path, monkeypatch):
+    conf = {"MaxArraySize": 0, "MaxJobCount": 3}
     with SlurmSite(nodes=1, conf=conf) as site:
         monkeypatch.setenv("SLURM_CONF", site.env["SLURM_CONF"])
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
@@ -182,6 +182,15 @@ def test_one_job_where_the_site_has_no_arrays(slurm_programs, tmp_path, monkeypa
         door.wait([job_id], State.COMPLETED)
         assert door.log(job_id, "50% of\"it's").read_text() == f"{job_id}\n"
         assert os.listdir(door.log(job_id, "50% of\"it's").parent) == [f"queue-{job_id}.log"]
+        door.queue.timeout_s = 3  # sbatch itself waits and tries again, for minutes
+
+        def fill() -> None:
+            for _ in range(3):  # what is over counts too
+                door.submit(request={"gpus": 0})
+
+        with pytest.raises(Refused, match="unable to accept job") as caught:
+            fill()
+        assert caught.value.for_now
 
 
 def test_any_name_and_path(door):
@@ -298,17 +307,6 @@ def test_too_many_for_one_array_may_be_fewer(door):
     with pytest.raises(Refused, match="Invalid job array specification") as caught:
         door.submit(count=limit + 1)
     assert caught.value.for_now
-
-
-def test_controller_that_takes_no_more_jobs(slurm_programs, tmp_path, monkeypatch):
-    # sbatch itself waits and tries again, for minutes
-    with SlurmSite(nodes=1, conf={"MaxJobCount": 3}) as site:
-        monkeypatch.setenv("SLURM_CONF", site.env["SLURM_CONF"])
-        door = Door(site, tmp_path, timeout_s=3)
-        door.submit(request={"gpus": 0})
-        with pytest.raises(Refused, match="unable to accept job") as caught:
-            door.submit(count=10)
-        assert caught.value.for_now
 
 
 @pytest.mark.parametrize("body", ["sleep 1000 & wait", "setsid sleep 30 & wait"])

@@ -41,6 +41,7 @@ from distributed import Client
 with Client() as client:
     workers = client.scheduler_info(n_workers=-1)["workers"]
     print("workers", len(workers), "result", client.submit(sum, [1, 2]).result(), flush=True)
+    print("limits", *(worker["memory_limit"] for worker in workers.values()), flush=True)
     print("ended", time.time(), flush=True)
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
@@ -211,29 +212,29 @@ def assert_refused(result: Result, *words: str, within: float = 15) -> None:
 
 
 def test_srun_on_one_node(desk):
-    result = desk.srun("-N1", "-n2", *RUN, desk.write(COUNT)).end()
+    """The memory limit is the job's, shared among the ranks."""
+    result = desk.srun("-N1", "-n2", "--mem=2G", *RUN, desk.write(COUNT)).end()
     assert_worked(result, 2)
     ended = float(result.out.partition("ended ")[2].split()[0])
     assert time.time() - ended < 3
+    limits = [int(limit) for limit in result.out.partition("limits ")[2].split("\n")[0].split()]
+    assert len(limits) == 2
+    assert all(0.9 * 2**30 <= limit <= 2**30 for limit in limits), limits
+    assert "WARNING" not in result.err
 
 
 def test_srun_on_several_nodes_without_an_mpi_plugin(desk):
-    result = desk.srun("-N2", "-n4", *RUN, desk.write(COUNT), "7").end()
-    assert_worked(result, 4, code=7)
-
-
-def test_srun_with_cores_spread_unevenly(desk):
     """Three tasks on the first node and one on the second: 3,1 in SLURM's variables."""
-    result = desk.srun("-N2", "-n4", "-m", "plane=3", *RUN, desk.write(COUNT)).end()
-    assert_worked(result, 4)
+    result = desk.srun("-N2", "-n4", "-m", "plane=3", *RUN, desk.write(COUNT), "7").end()
+    assert_worked(result, 4, code=7)
 
 
 def test_srun_with_pmi2_and_mpich(desk):
     env = {n: mpich_launcher().env[n] for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
     # With its UCX, MPICH 5.0.2 often sends SLURM 22.05's pmi2 a value that it does not understand
     env["MPIR_CVAR_CH4_NETMOD"] = "ofi"
-    result = desk.srun("--mpi=pmi2", "-N2", "-n3", *RUN, desk.write(COUNT), env=env).end()
-    assert_worked(result, 3)
+    result = desk.srun("--mpi=pmi2", "-N2", "-n2", *RUN, desk.write(COUNT), env=env).end()
+    assert_worked(result, 2)
 
 
 def test_two_steps_of_one_job_at_once(desk):
@@ -260,11 +261,11 @@ def test_mpirun_in_a_batch_script(desk):
 def test_mpich_s_launcher_in_a_batch_script_of_two_nodes(desk):
     """It starts its ranks by srun, whose own variables count the daemons."""
     mpi = mpich_launcher()
-    command = f"{' '.join(mpi.prefix)} -n 4 -ppn 2 {' '.join(RUN)} {desk.write(COUNT)}"
+    command = f"{' '.join(mpi.prefix)} -n 3 -ppn 2 {' '.join(RUN)} {desk.write(COUNT)}"
     variables = "".join(f"export {n}={mpi.env[n]}\n" for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH"))
     job, output = desk.sbatch("-N2", "--ntasks-per-node=2", script=f"{variables}exec {command}")
     assert desk.end_of_job(job) == 0, output.read_text()
-    assert "workers 4 result 3" in output.read_text()
+    assert "workers 3 result 3" in output.read_text()
 
 
 def test_no_launcher_in_a_batch_script(desk):
@@ -276,27 +277,12 @@ def test_no_launcher_in_a_batch_script(desk):
     assert not errors(output.read_text())
 
 
-def test_memory_limit_is_the_job_s_shared_among_the_ranks(desk):
-    program = desk.write(
-        "from distributed import Client\n"
-        "workers = Client().scheduler_info(n_workers=-1)['workers'].values()\n"
-        "print(*(worker['memory_limit'] for worker in workers))\n"
-    )
-    result = desk.srun("-N1", "-n2", "--mem=2G", *RUN, program).end()
-    assert result.code == 0, result.err
-    limits = [int(limit) for limit in result.out.split()]
-    assert len(limits) == 2
-    assert all(0.9 * 2**30 <= limit <= 2**30 for limit in limits), limits
-    assert "WARNING" not in result.err
-
-
 # --- exit codes and ends --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_program_killed_by_a_signal(desk, number):
-    program = desk.write(f"import os; os.kill(os.getpid(), {int(number)})")
-    assert desk.srun("-N2", "-n2", *RUN, program).end().code == 128 + number
+def test_program_killed_by_a_signal(desk):
+    program = desk.write("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert desk.srun("-N2", "-n2", *RUN, program).end().code == 128 + signal.SIGSEGV
 
 
 def test_program_that_raises(desk):
@@ -307,9 +293,9 @@ def test_program_that_raises(desk):
     assert result.err.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("index", [1, 0])
-def test_rank_killed(desk, index):
-    step = desk.srun("-N2", "-n3", *RUN, desk.write(WAIT))
+@pytest.mark.parametrize(("index", "options"), [(1, ["--workers-min", "2"]), (0, [])])
+def test_rank_killed(desk, index, options):
+    step = desk.srun("-N2", "-n2", *RUN, *options, desk.write(WAIT))
     step.wait_for("running")
     killed = time.monotonic()
     step.rank(index).kill()
@@ -334,18 +320,9 @@ def test_rank_killed_with_enough_workers_left(desk):
     assert not errors(result.err)
 
 
-def test_too_few_workers_left(desk):
-    step = desk.srun("-N2", "-n2", *RUN, "--workers-min", "2", desk.write(WAIT))
-    step.wait_for("running")
-    step.rank(1).kill()
-    result = step.end(10)
-    assert result.code != 0
-    assert f"rank 1 on {HOST}" in "".join(errors(result.err))
-
-
 def test_step_cancelled(desk, slurm):
     """SLURM kills all of a step's processes at once, the janitors too: the next run sweeps."""
-    step = desk.srun("-N2", "-n4", *RUN, desk.write(WAIT))
+    step = desk.srun("-N2", "-n2", *RUN, desk.write(WAIT))
     step.wait_for("running")
     assert desk.processes()
     (name,) = slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
@@ -361,8 +338,8 @@ def test_step_cancelled(desk, slurm):
 def test_job_cancelled(desk, slurm):
     """A cluster without a program: its file and keys go with it."""
     file = desk.folder / "cluster.json"
-    command = f"srun -N2 -n4 {' '.join(RUN)} --scheduler-file {file}"
-    job, output = desk.sbatch("-N2", "-n4", script=command)
+    command = f"srun -N2 -n2 {' '.join(RUN)} --scheduler-file {file}"
+    job, output = desk.sbatch("-N2", "-n2", script=command)
     wait_for(file.exists, 20, "the scheduler file")
     assert Path(f"{file}.keys").is_dir()
     slurm.run("scancel", str(job))
@@ -416,15 +393,14 @@ def test_requeued_job(desk, slurm, monkeypatch):
 # --- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_no_gpu_in_a_job(desk, device):
-    command = (*RUN[:3], "--device", device, desk.write(COUNT))
+def test_no_gpu_in_a_job(desk):
+    command = (*RUN[:3], desk.write(COUNT))
     result = desk.srun("-N2", "-n2", *command, env={"CUDA_VISIBLE_DEVICES": ""}).end()
     assert_refused(result, HOST, "--gpus-per-node=1", "--gres=gpu:1", "--gpus-per-task=1")
 
 
 def test_script_that_does_not_exist(desk):
-    assert_refused(desk.srun("-N2", "-n4", *RUN, "nowhere.py").end(), "nowhere.py", "shared")
+    assert_refused(desk.srun("-N2", "-n2", *RUN, "nowhere.py").end(), "nowhere.py", "shared")
 
 
 def test_mpi_that_is_not_the_plugin_s(desk):

@@ -51,7 +51,9 @@ def test_memory(text, nbytes):
     assert parse_memory(text, "--memory-limit") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "lots", "64 bananas", "-1GiB", -1, "GiB", "nan", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "64 bananas", "-1GiB", -1, "GiB", "nan", "inf", "0.5", 0.5]
+)
 def test_bad_memory_names_the_option_the_value_and_the_forms(text):
     with pytest.raises(UsageError) as caught:
         parse_memory(text, "--memory-limit")

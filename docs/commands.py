@@ -1,0 +1,17 @@
+"""The commands that the reference is made from."""
+
+import click
+
+from hpcdask import cli
+from hpcdask.bench.command import bench
+from hpcdask.run import command
+
+runner = command()
+# `hpcdask bench` hands its arguments on to a group of its own, which is listed with its workloads
+hpcdask = click.Group(
+    "hpcdask",
+    commands={name: one for name, one in cli.main.commands.items() if name != "bench"},
+    help=cli.main.help,
+)
+
+__all__ = ["bench", "hpcdask", "runner"]

@@ -1,0 +1,152 @@
+"""What a user asks of a batch job, checked before anything is written or submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from hpcdask.errors import UsageError
+from hpcdask.queues.script import one_line
+from hpcdask.spec import parse_memory
+
+#: Name of a job that runs no program.
+NO_PROGRAM = "dask-cluster"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch job, in the words of the command line.
+
+    Attributes
+    ----------
+    program
+        The program and its arguments; empty for a cluster that stays up.
+    is_module
+        Whether the program is a module (``-m``).
+    run
+        Options of ``python -m hpcdask.run``.
+    nodes, gpus_per_node
+        The allocation. Each GPU gets one rank; without GPUs each node has one.
+    walltime
+        In the queueing system's forms, or None for what is configured.
+    cpus_per_gpu
+        Or None for what the site gives.
+    memory
+        Host memory per node in bytes; 0 for all of it, None for what the site gives.
+    prologue, directives
+        Shell lines before the launch, and more options of the queueing system.
+    launcher
+        ``srun``, ``mpirun`` or None for the system's usual one.
+    container
+        Shell words that go before ``python``.
+    folder
+        Where the job runs and writes its log.
+    """
+
+    program: tuple[str, ...]
+    is_module: bool = False
+    run: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus_per_node: int = 1
+    walltime: str | None = None
+    queue: str | None = None
+    account: str | None = None
+    cpus_per_gpu: int | None = None
+    memory: int | None = None
+    prologue: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    launcher: str | None = None
+    container: str | None = None
+    folder: str = field(default_factory=lambda: working_folder())
+
+    @property
+    def ranks(self) -> int:
+        """Ranks per node."""
+        return max(1, self.gpus_per_node)
+
+    @property
+    def cores(self) -> int:
+        """Cores per node; one per rank if the user leaves that to the site."""
+        return self.ranks * (self.cpus_per_gpu or 1)
+
+    @property
+    def name(self) -> str:
+        """The job's name: the program's."""
+        if not self.program:
+            return NO_PROGRAM
+        return self.program[0] if self.is_module else os.path.basename(self.program[0].rstrip("/"))
+
+    @property
+    def words(self) -> list[str]:
+        """What stands behind ``python -m hpcdask.run``."""
+        return [*self.run, *(["-m"] if self.is_module else []), *self.program]
+
+    def label(self) -> str:
+        """A name for files and tags, which no other job has."""
+        plain = re.sub(r"\W+", "_", self.name, flags=re.ASCII).strip("_")[:40] or "job"
+        return f"{plain}-{os.urandom(3).hex()}"
+
+
+def working_folder() -> str:
+    """The current folder, by the name that the user knows, which nodes may know too."""
+    known = os.environ.get("PWD", "")
+    if os.path.isabs(known) and os.path.isdir(known) and os.path.samefile(known, "."):
+        return known
+    return os.getcwd()
+
+
+def read_memory(text: str | None) -> int | None:
+    """Bytes of ``--mem``."""
+    return parse_memory(text, "--mem")
+
+
+def read_run(text: str) -> tuple[str, ...]:
+    """Words of ``--run``."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--run: {text!r}: {str(error).lower()}. Check its quotes") from None
+
+
+def check(asked: Asked) -> None:
+    """Refuse what could not run.
+
+    Raises
+    ------
+    UsageError
+        The program is not there, an option of the runner is unknown, or a line cannot stand in a
+        script.
+    """
+    from hpcdask.run import parse
+
+    for what in ("prologue", "directive"):
+        for line in asked.prologue if what == "prologue" else asked.directives:
+            if not one_line(line, f"--{what}").strip():
+                raise UsageError(f"--{what} is empty: leave it out")
+    if asked.container is not None:
+        try:
+            empty = not shlex.split(one_line(asked.container, "--container"))
+        except ValueError as error:
+            raise UsageError(f"--container: {str(error).lower()}. Check its quotes") from None
+        if empty:
+            raise UsageError("--container is empty: leave it out")
+    for word in asked.words:
+        one_line(word, "the program's argument")
+    one_line(asked.folder, "the current folder")
+    launch = parse(asked.words)
+    found = launch.program
+    if (found.target if found else None) != (asked.program[0] if asked.program else None):
+        raise UsageError(
+            f"--run {shlex.join(asked.run)!r} has more than options of python -m hpcdask.run: "
+            f"the program stands behind the options of hpcdask submit"
+        )
+    if found is None:
+        if not launch.spec.scheduler_file:
+            raise UsageError(
+                "which program? Name a script or -m MODULE. For a cluster that stays up: "
+                '--run "--scheduler-file cluster.json"'
+            )
+    elif not found.is_module and asked.container is None:
+        found.check()  # one in a container's image cannot be seen from here

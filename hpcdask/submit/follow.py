@@ -1,0 +1,181 @@
+"""Waiting for a batch job: its log as it grows, its end, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcdask.errors import QueueError
+from hpcdask.queues.base import Queue
+from hpcdask.queues.ending import end_jobs
+from hpcdask.reconcile import OVER, WAITING, Seen, State
+
+from .batch import Batch
+
+#: Least and most seconds between two questions to the queue; it is asked less and less often.
+POLL_S = (0.5, 10.0)
+SLOWER = 1.3
+#: Seconds between two looks at the log.
+LOOK_S = 0.25
+#: Seconds for which a queue may not answer, or not show the job.
+SILENT_S, MISSING_S = 600.0, 30.0
+
+Say = Callable[[str], None]
+
+
+class Log:
+    """A file that another machine writes, copied to stdout."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+
+    def copy(self) -> None:
+        """Write what is new; a network's file shows it only to those who open it anew."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                new = file.read()
+        except OSError:
+            return
+        if new:
+            self.offset += len(new)
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+
+
+async def submit_and_wait(batch: Batch, say: Say) -> int:
+    """Submit a job, copy its log to stdout, and return the exit code of its program.
+
+    SIGINT and SIGTERM cancel the job; a second one leaves it.
+
+    Raises
+    ------
+    Refused, QueueError
+        The queue does not take the job, or does not answer for long.
+    """
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        job_id = await batch.submit()  # an answer that is given up would leave a job
+        tell(batch, job_id, say)
+        log = Log(batch.log(job_id))
+        waiting = asyncio.ensure_future(wait(batch.queue, job_id, log, say))
+        either: set[asyncio.Future[Any]] = {waiting, stopped}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+    if waiting.done():
+        return result(batch, job_id, waiting.result(), say)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    name = signal.Signals(stopped.result()).name
+    await cancel(batch.queue, job_id, name, say)
+    log.copy()
+    return 128 + stopped.result()
+
+
+def tell(batch: Batch, job_id: str, say: Say) -> None:
+    """Say which job it is, and where its log is."""
+    say(f"job {job_id} submitted to {batch.queue.title}")
+    say(f"log {batch.log(job_id)}")
+
+
+async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> Seen:
+    """Wait for the end of a job, and copy its log meanwhile.
+
+    Raises
+    ------
+    QueueError
+        The queue does not answer for `SILENT_S`, or has forgotten the job.
+    """
+    pause, told = POLL_S[0], ""
+    silent: float | None = None  # since when the queue does not answer
+    shown = time.monotonic()
+    while True:
+        seen, words = None, told
+        try:
+            seen = await _ask(queue, job_id)
+            silent = None
+        except QueueError as error:
+            shown = time.monotonic()
+            silent = silent or shown
+            if shown > silent + SILENT_S:
+                raise
+            words = f"{error}; asking again"
+        if seen:
+            shown = time.monotonic()
+            words = _state(job_id, seen)
+        elif time.monotonic() > shown + MISSING_S:
+            raise QueueError(
+                f"{queue.title} does not show job {job_id} any more, and how it ended is not "
+                f"known. See its log {log.path}"
+            )
+        if seen and seen.state in OVER:
+            log.copy()
+            return seen
+        if words != told:
+            say(words)
+            told, pause = words, POLL_S[0]
+        until = time.monotonic() + pause
+        while (left := until - time.monotonic()) > 0:
+            log.copy()
+            await asyncio.sleep(min(left, LOOK_S))
+        pause = min(SLOWER * pause, POLL_S[1])
+
+
+async def _ask(queue: Queue, job_id: str) -> Seen | None:
+    found = await queue.query([job_id]) or await queue.departed([job_id])
+    return found.get(job_id)
+
+
+def _state(job_id: str, seen: Seen) -> str:
+    if seen.state in WAITING:
+        return f"job {job_id} is {seen.state}{f' ({seen.reason})' if seen.reason else ''}"
+    if seen.state is State.UNKNOWN:
+        return f"job {job_id}: its state is not known{f' ({seen.reason})' if seen.reason else ''}"
+    return f"job {job_id} runs{f' on {seen.nodes}' if seen.nodes else ''}"
+
+
+def result(batch: Batch, job_id: str, seen: Seen, say: Say) -> int:
+    """Exit code for a job that is over; what is wrong is said, and where to read more."""
+    code, reason = seen.exit_code, f": {seen.reason}" if seen.reason else ""
+    if seen.state is State.COMPLETED and code == 0:
+        return 0
+    if seen.state in (State.COMPLETED, State.FAILED):
+        words = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
+        say(f"job {job_id} {seen.state}, {words}")
+        code = code if code and 0 < code < 256 else 1
+    else:
+        ended = "ran out of time" if seen.state is State.TIMEOUT else f"was {seen.state}"
+        say(f"job {job_id} {ended}{reason}")
+        code = 1
+    if not batch.log(job_id).exists():
+        say(f"it has written no log at {batch.log(job_id)}")
+    return code
+
+
+async def cancel(queue: Queue, job_id: str, name: str, say: Say) -> None:
+    """Cancel a job, and see that it is gone."""
+    say(f"{name}: cancelling job {job_id} (a second one leaves it)")
+
+    async def find() -> list[str]:
+        seen = await queue.query([job_id])
+        return [job for job, found in seen.items() if found.state not in OVER]
+
+    left = await end_jobs(queue, find, lambda text: None)
+    say(f"job {job_id} does not end" if left else f"job {job_id} is cancelled and gone")

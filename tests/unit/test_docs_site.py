@@ -1,0 +1,435 @@
+"""What the documentation says is there: options, keywords, messages, links."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import dask.config
+import pytest
+import yaml
+
+import hpcdask
+from hpcdask import cli
+from hpcdask.bench.command import bench
+from hpcdask.clusters.options import import_jobqueue, job_keywords
+from hpcdask.run import command, parse
+from hpcdask.spec import RunSpec
+from hpcdask.workloads import genotypes, packing, svd
+from hpcdask.workloads import zarr as stores
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+RUNNER = command()
+BLOCK = re.compile(r"^```([a-z{}-]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+#: Options of other programs that pages name, by program.
+FOREIGN = {
+    "apptainer": "--bind --build-arg --cleanenv --nv",
+    "docker": "--gpus --ipc --network --pid",
+    "ldd": "--version",
+    "mpirun": "--allow-run-as-root --map-by --oversubscribe",
+    "pip": "--find-links --no-compile --no-index",
+    "python -m venv": "--system-site-packages",
+    "pre-commit": "--all-files",
+    "pytest": "--durations --timeout",
+    "benchmarks/peers.py": "--cases --virtual-slurm --write-docs",
+    "slurm": "--account --chdir --container-image --container-mount-home --cpus-per-task --exclude "
+    "--exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task --gres --me --mem "
+    "--mpi --nodes --ntasks --ntasks-per-node --partition --pty --requeue --signal --test-only "
+    "--time",
+}
+FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
+
+
+def options_of(one: click.Command) -> set[str]:
+    """All options of a command, and of the commands in it."""
+    found = {o for p in one.params for o in [*p.opts, *p.secondary_opts] if o.startswith("-")}
+    for name in getattr(one, "commands", {}):
+        found |= options_of(one.commands[name])
+    return found | {"--help", "-h"}
+
+
+OWN_OPTIONS = options_of(RUNNER) | options_of(cli.main) | options_of(bench)
+
+
+def prose(text: str) -> str:
+    """A page without its blocks and comments."""
+    return re.sub(r"<!--.*?-->", "", BLOCK.sub("", text), flags=re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """What stands in backquotes between the lines."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each call of hpcdask in a shell's text, without what launches it."""
+    text = re.sub(r"<<'?(\w+)'?\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # a word of prose with an apostrophe
+            continue
+        while words:
+            end = next((i for i, word in enumerate(words) if set(word) <= set(";&|<>")), len(words))
+            yield from _called(words[:end])
+            words = words[end + 1 :]
+
+
+def _called(words: list[str]) -> Iterator[list[str]]:
+    for i, word in enumerate(words):
+        if word == "-m" and words[i + 1 : i + 2] in (["hpcdask.run"], ["hpcdask.bench"]):
+            yield words[i + 1 :]
+            return
+        # an image or a package may have that name too
+        if Path(word).name == "hpcdask" and words[0] not in ("docker", "pip"):
+            yield ["hpcdask", *words[i + 1 :]]
+            return
+
+
+def check(words: list[str]) -> None:
+    """Raise if a call of hpcdask has options that do not exist."""
+    given = [word for word in words[1:] if not re.fullmatch(r"\[.*\]|\.\.\.|…|\$.*", word)]
+    if words[0] == "hpcdask.run" and "--help" not in given:
+        launched = parse(given)
+        if launched.program and launched.program.target == "hpcdask.bench":
+            _check_group(bench, launched.program.arguments)
+    elif words[0] == "hpcdask.bench":
+        _check_group(bench, given)
+    elif words[0] == "hpcdask":
+        _check_group(cli.main, given)
+
+
+def _check_group(group: click.Group, words: list[str]) -> None:
+    if not words or words[0].isupper():  # all of them, or a placeholder
+        return
+    if words[0].startswith("-"):
+        assert words[0] in options_of(group), words
+        return
+    assert words[0] in group.commands, words
+    if words[0] == "bench":
+        _check_group(bench, words[1:])
+        return
+    one = group.commands[words[0]]
+    if isinstance(one, click.Group):
+        _check_group(one, words[1:])
+    elif not {"--help", "-h"} & set(words):
+        values = one.make_context(words[0], list(words[1:])).params
+        for options in [values["run"]] if values.get("run") else []:
+            parse(shlex.split(options))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_exist(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = PAGES[page]
+    shells = [block for language, block in BLOCK.findall(text) if language in ("bash", "sh")]
+    for shell in shells:
+        for words in commands(shell):
+            check(words)
+    peers = _dask_mpi_options() if page == "docs/coming-from.md" else set()
+    known = OWN_OPTIONS | FOREIGN_OPTIONS | peers
+    for span in spans(text):
+        if re.match(r"(hpcdask|srun|mpirun|python) ", span):
+            for words in commands(span):
+                if words[0] == "hpcdask" or len(words) > 1:
+                    check(words)
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span):
+            assert option in known, f"{page}: {span}"
+        assert "--[no-]" not in span, f"{page}: write both forms, {span}"
+
+
+def test_every_command_and_option_is_in_the_reference():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import commands as documented
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+        sys.modules.pop("commands", None)
+    page = PAGES["docs/reference/cli.md"]
+    for name in documented.__all__:
+        assert f".. click:: commands:{name}\n" in page
+    assert set(documented.hpcdask.commands) == set(cli.main.commands) - {"bench"}
+    assert documented.bench is bench
+    assert options_of(documented.runner) == options_of(RUNNER)
+    everything = " ".join(PAGES.values())
+    for name in cli.main.commands:
+        assert f"hpcdask {name}" in everything, name
+    for name in bench.commands:
+        assert f"\n| `{name}` | " in PAGES["docs/workloads.md"], name
+
+
+# Keywords
+
+FUNCTIONS = [
+    hpcdask.connect,
+    hpcdask.initialize,
+    svd.svd_rows,
+    svd.svd_exact,
+    packing.pack_array,
+    stores.open_rows,
+    genotypes.population_structure,
+]
+
+
+@cache
+def cluster_keywords() -> set[str]:
+    """Those that a cluster class takes, of any queueing system."""
+    found = set(RunSpec.__dataclass_fields__) | {"gpu_request"}
+    for name in hpcdask.__all__:
+        cls = getattr(hpcdask, name)
+        if name.endswith("Cluster"):
+            found |= set(inspect.signature(cls.__init__).parameters)
+            module, job = cls.jobqueue
+            found |= job_keywords(getattr(import_jobqueue(module), job))
+            for method in ("scale", "adapt", "job_logs", "close"):
+                found |= set(inspect.signature(getattr(cls, method)).parameters)
+    return found
+
+
+def takes(name: str) -> set[str] | None:
+    """Keywords of something of hpcdask's, or None for anything else."""
+    short = name.rpartition(".")[2]
+    if short in ("SLURMCluster", *filter(re.compile("Cluster$").search, hpcdask.__all__)):
+        return cluster_keywords()
+    if short in ("Runner", "initialize"):
+        return set(RunSpec.__dataclass_fields__) | {"exit", "worker_options"}
+    if short in ("scale", "adapt", "job_logs"):
+        return cluster_keywords()
+    found = next((f for f in FUNCTIONS if f.__name__ == short), None)
+    return None if found is None else set(inspect.signature(found).parameters)
+
+
+def calls(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Name and keywords of each call in a program."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), {word.arg for word in node.keywords if word.arg}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keywords_exist(page):
+    text = PAGES[page]
+    sources = [block for language, block in BLOCK.findall(text) if language == "python"]
+    for span in spans(text):
+        try:
+            ast.parse(span.replace("…", "0").replace("(...)", "()"))
+        except (SyntaxError, ValueError):
+            continue
+        sources.append(span.replace("…", "0"))
+    for source in sources:
+        for name, given in calls(source):
+            known = takes(name)
+            assert known is None or given <= known, f"{page}: {name}({given - known})"
+    known = set.union(
+        cluster_keywords(), *(set(inspect.signature(f).parameters) for f in FUNCTIONS)
+    )
+    known |= {"exit", "worker_options", "comm"}  # of initialize, and of dask-mpi's
+    for span in spans(text):
+        if found := re.match(r"([a-z][a-z_]*)=(?!=)", span):
+            assert found[1] in known | PLAIN, f"{page}: {span}"
+
+
+#: Assignments in backquotes that are no keywords of hpcdask: of Prefect, NumPy, Dask, joblib, PBS.
+PLAIN = {"cluster", "cluster_class", "out", "pure", "scatter", "ngpus"}
+
+
+# Coming from other tools
+
+
+def _dask_mpi_options() -> set[str]:
+    core = pytest.importorskip("dask_mpi.cli")
+    return options_of(core.main)
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The table under the last header row that begins with this cell."""
+    lines = PAGES["docs/coming-from.md"].splitlines()
+    start = max(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def test_dask_mpi_has_the_options_and_all_are_told():
+    told = {o for row in _rows("dask-mpi") for o in re.findall(r"--[a-z-]+", row[0])}
+    assert told == _dask_mpi_options() - {"--help", "-h"}
+
+
+def test_dask_cuda_has_the_keywords_and_all_are_told():
+    dask_cuda = pytest.importorskip("dask_cuda")
+    there = set(inspect.signature(dask_cuda.LocalCUDACluster.__init__).parameters)
+    told = {k for row in _rows("`LocalCUDACluster`") for k in re.findall(r"`(\w+)`", row[0])}
+    assert told == there - {"self", "kwargs"}
+
+
+def test_dask_jobqueue_has_what_is_told():
+    slurm = import_jobqueue("slurm")
+    from dask_jobqueue.core import JobQueueCluster
+
+    there = job_keywords(slurm.SLURMJob)
+    there |= set(inspect.signature(JobQueueCluster.__init__).parameters)
+    for cell, _ in _rows("dask-jobqueue"):
+        for word in re.findall(r"`(\w+)=", cell):
+            assert word in there, cell
+    assert slurm.SLURMRunner
+
+
+# Messages
+
+SLOT = "\0"
+#: Texts with fewer fixed characters are in every message.
+LEAST = 10
+
+
+@cache
+def messages() -> list[re.Pattern[str]]:
+    """Every text of the code as a pattern, whose groups are its fixed parts."""
+    found = set()
+    for path in (ROOT / "hpcdask").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                found.add("".join(part if isinstance(part, str) else SLOT for part in parts))
+    patterns = []
+    for text in found:
+        fixed = [part for part in text.split(SLOT) if part]
+        if LEAST <= sum(map(len, fixed)) < 1000:
+            patterns.append(re.compile(".*?".join(f"({re.escape(part)})" for part in fixed)))
+    return patterns
+
+
+def known_characters(quote: str) -> int:
+    """How many characters of a message are fixed parts of texts that it holds."""
+    known: set[int] = set()
+    for pattern in messages():
+        if found := pattern.search(quote):
+            for group in range(1, pattern.groups + 1):
+                known.update(range(*found.span(group)))
+    return len(known)
+
+
+def quotes() -> list[str]:
+    """The messages that troubleshooting.md is about."""
+    found = BLOCK.findall(PAGES["docs/troubleshooting.md"])
+    return [
+        text.strip().removeprefix("warning: ") for language, text in found if language == "text"
+    ]
+
+
+@pytest.mark.parametrize("quote", quotes(), ids=lambda quote: quote[:30])
+def test_messages_exist(quote):
+    """Most of a message is text of the code, and the rest are names and numbers."""
+    assert known_characters(quote) >= 0.4 * len(quote)
+
+
+def test_messages_are_many():
+    assert len(quotes()) > 40
+    never = "worker 3 has lost its temper: give it a rest, or another one"
+    assert known_characters(never) < 0.4 * len(never)
+
+
+# Links
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading."""
+    words = re.sub(r"[`*]|\]\(.*?\)|\[", "", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = BLOCK.sub("", PAGES[page])
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    tables = "".join(t for kind, t in BLOCK.findall(PAGES["docs/index.md"]) if "toctree" in kind)
+    listed = re.findall(r"^(?:.* <)?([a-z][\w/-]*)>?$", tables, re.MULTILINE)
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in PAGES} - {"README", "index"}
+    assert set(listed) >= {name for name in pages if "/_build/" not in name}
+
+
+# The site guide
+
+
+def test_the_site_file_is_read(tmp_path, monkeypatch):
+    """As an administrator writes it, with the networks of this machine."""
+    blocks = dict(BLOCK.findall(PAGES["docs/site-guide.md"]))
+    text = blocks["yaml"].replace("eth1", "lo").replace("ib0", "lo")
+    (tmp_path / "site.yaml").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    configured = dask.config.collect_yaml([str(tmp_path / "site.yaml")])
+    import_jobqueue("slurm")
+    with dask.config.set(dask.config.merge(dask.config.config, *configured)):
+        assert dask.config.get("hpcdask.shared-directory") == "/scratch/rendezvous"
+        with hpcdask.SLURMCUDACluster() as cluster:
+            script = cluster.job_script()
+        for line in ("-p gpu", "--cpus-per-task=16", "-t 02:00:00", "--gres=gpu:1"):
+            assert f"#SBATCH {line}\n" in script
+        assert "\nmodule load hpcdask/0.1\n" in script
+        assert "--interface lo --" in f"{script} --"
+        with hpcdask.SLURMCUDACluster(queue="h200", gpu_type="h200") as cluster:
+            script = cluster.job_script()
+        assert "#SBATCH -p h200\n" in script
+        assert "#SBATCH --gres=gpu:h200:1\n" in script
+    known = set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"]["slurm"])
+    for section in yaml.safe_load(text)["jobqueue"].values():
+        assert set(section) <= known
+
+
+JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.yaml")
+
+
+# The site
+
+
+@pytest.mark.timeout(180)
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx_click")
+    pytest.importorskip("furo")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"),
+            *("-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "site")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site/reference/cli.html").read_text()
+    shown = re.sub(r"<[^>]+>", "", reference)
+    for option in OWN_OPTIONS - {"-h", "--help", "--attached"}:
+        assert option in shown, option
+    api = (tmp_path / "site/reference/api.html").read_text()
+    for name in hpcdask.__all__:
+        assert f'id="hpcdask.{name}"' in api

@@ -1,0 +1,474 @@
+"""``hpcdask submit`` without a queue: scripts word by word, refusals, waiting, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import click
+import dask
+import pytest
+from click.testing import CliRunner, Result
+
+from hpcdask.cli import main
+from hpcdask.errors import QueueError, UsageError
+from hpcdask.queues import base
+from hpcdask.queues.slurm import SlurmQueue
+from hpcdask.reconcile import Seen, State
+from hpcdask.submit import follow
+from hpcdask.submit.command import SYSTEMS
+
+ASKED = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--cpus-per-gpu", "8")
+MORE = ("--mem", "64GiB", "-q", "gpu", "-A", "my account", "--prologue", "module load mpi")
+PROGRAM = ("my train.py", "--epochs", "10", "it's")
+MPIRUN = """\
+# each MPI has its own option for the ranks per node
+case "$(mpirun --version 2>&1)" in
+*"Open MPI"* | *OpenRTE* | *PRRTE*) per_node="--map-by ppr:4:node" ;;
+*) per_node="-ppn 4" ;;
+esac
+exec mpirun -n 8 $per_node PYTHON -m hpcdask.run 'my train.py' --epochs 10 'it'"'"'s'
+"""
+RUN = "PYTHON -m hpcdask.run 'my train.py' --epochs 10 'it'\"'\"'s'\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with an odd name, and no queueing system."""
+    folder = tmp_path / "my runs; 1"
+    folder.mkdir()
+    (folder / "my train.py").touch()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PWD", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("PBS_ACCOUNT", raising=False)
+    monkeypatch.setattr(base, "CONTAINER_MARKS", ())
+    for name in base.CONTAINER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def hpcdask(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, list(words))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def script(system: str, *words: str) -> str:
+    """The script, without what differs from run to run."""
+    umask = os.umask(0o022)
+    try:
+        text = hpcdask("script", system, *words).stdout
+    finally:
+        os.umask(umask)
+    subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+    text = text.replace(os.getcwd(), "/ann/my runs; 1").replace(sys.executable, "PYTHON")
+    return re.sub(r"submit-([\w]+)-[0-9a-f]{6}\b", r"submit-\1-ID", text)
+
+
+def refused(*words: str) -> str:
+    err = hpcdask(*words, code=2).stderr
+    assert err.startswith("hpcdask: error: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+# Golden scripts. What each option means is checked in test_queue_scripts; here it is the shape of
+# a whole allocation.
+
+
+def test_slurm():
+    assert (
+        script("slurm", *ASKED, *MORE, *PROGRAM)
+        == """\
+#!/usr/bin/env bash
+#SBATCH --job-name="my train.py"
+#SBATCH -p gpu
+#SBATCH -A "my account"
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=65536M
+#SBATCH -t 1:00:00
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --gres=gpu:4
+#SBATCH --comment="hpcdask:submit-my_train_py-ID"
+#SBATCH --output="/ann/my runs; 1/hpcdask-%j.log"
+
+cd '/ann/my runs; 1' || exit
+umask 0022
+export PYTHONUNBUFFERED=1
+module load mpi
+export SRUN_CPUS_PER_TASK=8
+exec srun -K """
+        + RUN
+    )
+
+
+def test_pbs():
+    """PBS Professional: qsub(1B), select and mpiprocs."""
+    assert (
+        script("pbs", *ASKED, *MORE, *PROGRAM)
+        == """\
+#!/usr/bin/env bash
+#PBS -N my_train.py
+#PBS -q gpu
+#PBS -A 'my account'
+#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:mem=65536MB
+#PBS -l walltime=1:00:00
+# PBS does not take the job name 'my train.py'
+#PBS -v HPCDASK_TAG=hpcdask:submit-my_train_py-ID
+#PBS -j oe
+#PBS -o '/ann/my runs; 1/'
+#PBS -W umask=077
+
+cd '/ann/my runs; 1' || exit
+umask 077
+exec >>'/ann/my runs; 1'/hpcdask-"${PBS_JOBID:-${SLURM_JOB_ID:-}}".log 2>&1
+umask 0022
+export PYTHONUNBUFFERED=1
+module load mpi
+exec mpirun -n 8 """
+        + RUN
+    )
+
+
+def test_lsf():
+    """bsub(1): -n slots, span[ptile], -gpu num per host, -W in hours and minutes."""
+    text = script("lsf", *ASKED, *MORE, *PROGRAM)
+    assert "\n#BSUB -n 64\n" in text
+    assert '\n#BSUB -R "span[ptile=32]"\n' in text
+    assert '\n#BSUB -gpu "num=4"\n' in text
+    assert "\n#BSUB -W 1:00\n" in text
+    assert '\n#BSUB -P "my account"\n' in text
+    assert "span[hosts" not in text
+    assert text.endswith(MPIRUN)
+
+
+def test_grid_engine():
+    """sge_submit(1): several nodes need the site's parallel environment."""
+    words = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--directive", "-pe mpi 64")
+    text = script("sge", *words, *PROGRAM)
+    assert "\n#$ -pe mpi 64\n" in text
+    assert "\n#$ -l gpu=4\n" in text
+    assert "\n#$ -l h_rt=1:00:00\n" in text
+    assert text.endswith(MPIRUN)
+
+
+def test_oar():
+    """oarsub(1): nodes before GPUs; oarsh is how its nodes are reached."""
+    text = script("oar", "-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", *PROGRAM)
+    assert "\n#OAR -l /nodes=2/gpu=4,walltime=1:00:00\n" in text
+    assert "oarsh" in text
+    assert text.endswith(
+        MPIRUN.split("\n", 1)[1].replace("$per", '--hostfile "$OAR_NODEFILE" $per')
+    )
+
+
+def test_htcondor():
+    """htcondor-jdl(1): one node."""
+    words = ("--gpus-per-node", "4", "-t", "1:00:00", "--cpus-per-gpu", "8", "-A", "grp")
+    text = script("htcondor", *words, "--directive", "request_disk = 5GB", *PROGRAM)
+    assert "\n#CONDOR MY.DaskWorkerCores = 32\n" in text
+    assert "\n#CONDOR request_gpus = 4\n" in text
+    assert "\n#CONDOR accounting_group = grp\n" in text
+    assert "\n#CONDOR allowed_job_duration = 3600\n" in text
+    assert "\n#CONDOR request_disk = 5GB\n" in text
+    assert "RequestMemory" not in text
+    assert "RequestDisk" not in text
+    assert text.endswith("exec mpirun -n 4 " + RUN)
+
+
+def test_moab():
+    """Moab over Torque: nodes=N:ppn=CORES:gpus=GPUS, and the memory of all nodes together."""
+    text = script("moab", *ASKED, *MORE, *PROGRAM)
+    assert "\n#PBS -l nodes=2:ppn=32:gpus=4,mem=131072MB\n" in text
+    assert text.endswith(MPIRUN)
+
+
+# What is left to the site, and what the user writes instead
+
+
+def test_what_is_not_asked_for_is_not_written():
+    text = script("slurm", "train.py")
+    assert "--mem" not in text
+    assert "CPUS" not in text.upper()
+    assert "\n#SBATCH --gres=gpu:1\n" in text
+    assert "-M " not in script("lsf", "train.py")
+    assert "mem=" not in script("pbs", "train.py")
+    assert "gpu" not in script("slurm", "--gpus-per-node", "0", "train.py")
+
+
+def test_directives_of_the_user():
+    own = ("--directive", "#SBATCH --gpus-per-node=a100:4", "--directive", "--exclusive")
+    text = script("slurm", "--gpus-per-node", "4", *own, "train.py")
+    assert "gres" not in text
+    assert "\n#SBATCH --gpus-per-node=a100:4\n#SBATCH --exclusive\n" in text
+    assert "\n#SBATCH --ntasks-per-node=4\n" in text
+    text = script(
+        "pbs", "--gpus-per-node", "4", "--directive", "-l nodes=1:ppn=8:gpus=4", "train.py"
+    )
+    assert "select" not in text
+    assert "\n#PBS -l nodes=1:ppn=8:gpus=4\n" in text
+    assert "\n#PBS -l walltime=00:30:00\n" in text
+
+
+def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
+    configured = {
+        "jobqueue.slurm.queue": "gpu",
+        "jobqueue.slurm.cores": 3,
+        "jobqueue.slurm.job-mem": "7G",
+        "jobqueue.slurm.job-extra-directives": ["--gres=gpu:1", "--qos=high"],
+        "jobqueue.slurm.job-script-prologue": ["module load site"],
+        "jobqueue.slurm.log-directory": "/logs",
+    }
+    with dask.config.set(configured):
+        text = script("slurm", "--prologue", "module load mine", "train.py")
+    assert "\n#SBATCH -p gpu\n" in text
+    assert "gpu:1\n#SBATCH --qos" not in text
+    assert text.count("--gres") == 1
+    assert "\n#SBATCH --qos=high\n" in text
+    assert "7G" not in text
+    assert "cpus-per-task" not in text
+    assert "\nmodule load site\nmodule load mine\n" in text
+    assert '--output="/logs/hpcdask-%j.log"' in text
+
+
+def test_launchers_and_containers():
+    image = "apptainer exec --nv 'my image.sif'"
+    text = script("slurm", "--container", image, "--run", "--protocol ucx", "missing.py")
+    assert text.endswith(f"exec srun -K {image} python -m hpcdask.run --protocol ucx missing.py\n")
+    text = script("slurm", "-N", "2", "--launcher", "mpirun", "-m", "hpcdask.bench", "array")
+    assert text.endswith("exec mpirun -n 2 PYTHON -m hpcdask.run -m hpcdask.bench array\n")
+    text = script("slurm", "--run", "--scheduler-file 'my cluster.json'")
+    assert text.endswith("-m hpcdask.run --scheduler-file 'my cluster.json'\n")
+    assert '--job-name="dask-cluster"' in text
+
+
+def test_everything_from_the_program_on_is_the_program_s():
+    text = script("pbs", "train.py", "--wait", "-N", "2", "--", "--system", "x")
+    assert text.endswith("-m hpcdask.run train.py --wait -N 2 -- --system x\n")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("slurm", "nowhere.py"), "the script nowhere.py does not exist"),
+        (("slurm",), "which program"),
+        (("slurm", "-t", "soon", "train.py"), "walltime='soon' is not one of"),
+        (("slurm", "--mem", "much", "train.py"), "--mem: 'much' is not an amount"),
+        (("slurm", "--run", "--protocol x", "train.py"), "--protocol: 'x' is not one of"),
+        (("slurm", "--run", "--no-such", "train.py"), "--no-such"),
+        (("slurm", "--run", "other.py", "train.py"), "more than options"),
+        (("slurm", "--run", "'", "train.py"), "Check its quotes"),
+        (("slurm", "--container", "'", "train.py"), "--container: no closing quotation"),
+        (("slurm", "--container", " ", "train.py"), "--container is empty"),
+        (("slurm", "--prologue", "a\nb", "train.py"), "--prologue 'a\\nb' has a control char"),
+        (("slurm", "--directive", "", "train.py"), "--directive is empty"),
+        (("slurm", "train.py", "a\nb"), "line end"),
+        (("pbs", "--launcher", "srun", "train.py"), "--launcher srun is SLURM's"),
+        (("pbs", "--mem", "0", "train.py"), "is SLURM's"),
+        (("htcondor", "-N", "2", "train.py"), "HTCondor's jobs are of one node"),
+        (("htcondor", "-q", "gpu", "train.py"), "HTCondor has none"),
+        (("htcondor", "--directive", "x", "train.py"), "not NAME = VALUE"),
+        (("sge", "-N", "2", "train.py"), "-pe NAME SLOTS"),
+        (("sge", "--cpus-per-gpu", "2", "train.py"), "-pe NAME SLOTS"),
+        (("sge", "--mem", "1GiB", "train.py"), "h_vmem"),
+        (("oar", "--mem", "1GiB", "train.py"), "memory-per-core-property-name"),
+        (("oar", "--cpus-per-gpu", "2", "train.py"), "bring their cores"),
+    ],
+)
+def test_what_cannot_be(words: tuple[str, ...], expected: str, folder: Path):
+    assert expected in refused("script", *words)
+    assert sorted(path.name for path in folder.iterdir()) == ["my train.py", "train.py"]
+
+
+# Where there is no queue
+
+
+def test_a_dry_run_needs_no_queue():
+    result = hpcdask("submit", "--dry-run", "train.py")
+    assert "#SBATCH" in result.stdout
+    assert "this is a script for SLURM" in result.stderr
+    assert "#PBS" in hpcdask("submit", "--dry-run", "--system", "pbs", "train.py").stdout
+
+
+@pytest.mark.parametrize("sign", [None, "file", "APPTAINER_CONTAINER"])
+def test_no_queue_and_inside_a_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sign: str | None
+):
+    if sign == "file":
+        (tmp_path / ".dockerenv").touch()
+        monkeypatch.setattr(base, "CONTAINER_MARKS", (str(tmp_path / ".dockerenv"),))
+    elif sign:
+        monkeypatch.setenv(sign, "image.sif")
+    for words in (("submit", "train.py"), ("submit", "--system", "slurm", "train.py")):
+        err = refused(*words)
+        assert "hpcdask script" in err
+        if sign:
+            assert "inside a container, which does not have the queue's commands" in err
+            assert "submit from the host, or bind" in err
+            assert "sbatch, squeue, scancel and SLURM's configuration (/etc/slurm)" in err
+            assert "/run/munge" in err
+        else:
+            assert "login node" in err
+            assert "container" not in err
+    with pytest.raises(UsageError, match=r"job_script\(\) still"):
+        SlurmQueue().check()
+
+
+@pytest.mark.parametrize(
+    ("commands", "system"),
+    [
+        ("sbatch squeue scancel qsub qstat qdel", "slurm"),
+        ("qsub qstat qdel", "pbs"),
+        ("qsub qstat qdel qacct qconf", "sge"),
+        ("qsub qstat qdel msub showq canceljob", "moab"),
+        ("bsub bjobs bkill", "lsf"),
+        ("oarsub oarstat oardel", "oar"),
+        ("condor_submit condor_q condor_rm condor_history", "htcondor"),
+    ],
+)
+def test_the_system_that_is_found(tmp_path: Path, commands: str, system: str):
+    from hpcdask.submit.batch import find_system
+
+    for command in commands.split():
+        (tmp_path / command).write_text("")
+        (tmp_path / command).chmod(0o700)
+    assert find_system() == system
+
+
+# Waiting
+
+
+class Silent(SlurmQueue):
+    """A queue that answers as it is told to."""
+
+    def __init__(self, *answers: Seen | Exception | None) -> None:
+        super().__init__()
+        self.answers = list(answers)
+
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return {answer.id: answer} if answer else {}
+
+    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+        return {}
+
+
+def seen(state: State, reason: str = "", code: int | None = None) -> Seen:
+    return Seen("1", state, reason, exit_code=code, nodes="n1")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "POLL_S", (0.01, 0.01))
+    monkeypatch.setattr(follow, "SILENT_S", 0.1)
+    monkeypatch.setattr(follow, "MISSING_S", 0.1)
+
+
+@pytest.mark.usefixtures("fast")
+def test_each_state_is_said_once_and_the_log_is_copied(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+):
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n\xff")
+    said: list[str] = []
+    waits = seen(State.PENDING, "Resources")
+    runs, over = seen(State.STARTING), seen(State.FAILED, code=3)
+    queue = Silent(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
+    assert asyncio.run(follow.wait(queue, "1", follow.Log(path), said.append)) == over
+    assert said == [
+        "job 1 is pending (Resources)",
+        "squeue hangs; asking again",
+        "job 1 runs on n1",
+    ]
+    assert capfdbinary.readouterr().out == b"one\n\xff"
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    ("answer", "words"), [(None, "does not show job 1 any more"), (QueueError("hangs"), "hangs")]
+)
+def test_a_queue_that_forgets_or_is_silent(tmp_path: Path, answer, words: str):
+    log = follow.Log(tmp_path / "log")
+    with pytest.raises(QueueError, match=words):
+        asyncio.run(follow.wait(Silent(answer), "1", log, lambda text: None))
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (seen(State.COMPLETED, code=0), 0, ""),
+        (seen(State.FAILED, code=139), 139, "job 1 failed, exit code 139"),
+        (seen(State.FAILED, "NODE_FAIL"), 1, "job 1 failed, its exit code is not known: NODE_FAIL"),
+        (seen(State.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
+        (seen(State.TIMEOUT), 1, "job 1 ran out of time"),
+        (seen(State.PREEMPTED, code=15), 1, "job 1 was preempted"),
+        (seen(State.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
+    ],
+)
+def test_exit_codes(tmp_path: Path, end: Seen, code: int, words: str):
+    from hpcdask.submit.batch import Batch
+
+    (tmp_path / "hpcdask-1.log").touch()
+    said: list[str] = []
+    batch = Batch("slurm", Silent(end), "x", str(tmp_path), "")
+    assert follow.result(batch, "1", end, said.append) == code
+    assert words in "\n".join(said)
+
+
+# The command line
+
+
+def commands(group: click.Group, *path: str) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = [path]
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found += commands(command, *path, name)
+        else:
+            found.append((*path, name))
+    return found
+
+
+@pytest.mark.parametrize("path", commands(main), ids=" ".join)
+def test_each_help_ends_with_an_example(path: tuple[str, ...]):
+    text = " ".join(hpcdask(*path, "--help").output.split())
+    example = re.search(r"Example: (hpcdask.*|srun.* hpcdask.*)$", text)
+    assert example
+    assert " ".join(path) in example[1]
+
+
+def test_every_system_has_a_script():
+    from hpcdask.submit import batch
+
+    assert sorted(SYSTEMS) == sorted(batch.SYSTEMS)
+
+
+def test_completion_by_the_shell():
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "hpcdask")],
+        env={
+            **os.environ,
+            "_HPCDASK_COMPLETE": "bash_complete",
+            "COMP_WORDS": "hpcdask sub",
+            "COMP_CWORD": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "plain,submit\n", done.stderr
