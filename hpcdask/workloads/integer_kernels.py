@@ -136,14 +136,14 @@ static __device__ __forceinline__ uint2 load(const u8* row, i64 at, i64 row_byte
     word = *(const uint2*)(row + at);
 #else
     // An aligned word with one byte of the array in it is in the array's allocation.
+    // Two words of 64 bits take up to half as long again.
     u64 first = (u64)(row + at), end = (u64)(row + row_bytes);
-    const u64* from = (const u64*)(first & ~7ull);
-    u64 a = from[0], b = 0;
+    const u32* from = (const u32*)(first & ~3ull);
+    u32 a = from[0], b = 0, c = 0, shift = 8 * (u32)(first & 3);
     if ((u64)(from + 1) < end) b = from[1];
-    u32 shift = 8 * (u32)(first & 7);
-    a = a >> shift | b << (63 - shift) << 1;
-    word.x = (u32)a;
-    word.y = (u32)(a >> 32);
+    if ((u64)(from + 2) < end) c = from[2];
+    word.x = __funnelshift_r(a, b, shift);
+    word.y = __funnelshift_r(b, c, shift);
 #endif
     return word;
 }

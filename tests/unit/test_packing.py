@@ -265,6 +265,9 @@ static void mma(int (&c)[4], const u32 (&a)[4], uint2 b) {
     }
 }
 static long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
+static u32 __funnelshift_r(u32 low, u32 high, u32 n) {
+    return (u32)((((unsigned long long)high << 32) | low) >> (n & 31));
+}
 static u32 __byte_perm(u32 x, u32 y, u32 s) {
     unsigned long long both = ((unsigned long long)y << 32) | x;
     u32 out = 0;
