@@ -74,6 +74,13 @@ def leftovers(marker: str) -> list[psutil.Process]:
     return found
 
 
+def name_of(process: psutil.Process) -> str:
+    """Return the name of its program; nothing if it has ended meanwhile."""
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
 def environment_of(pid: str) -> bytes:
     """Return the variables with which a process was started."""
     file = os.open(f"/proc/{pid}/environ", os.O_RDONLY)

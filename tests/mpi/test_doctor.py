@@ -73,8 +73,8 @@ def test_under_mpirun_there_is_one_report(mpi):
     assert len(of_topic(made, "/dev/shm")) == 1
 
 
-def test_a_rank_that_does_not_arrive_is_named(mpi):
-    done = mpi.run(2, "sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, "--json", "--timeout", "1")
+def test_a_rank_that_does_not_arrive_is_named(mpich):
+    done = mpich.run(2, "sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, "--json", "--timeout", "1")
     assert done.code == 2, done.err
     assert done.seconds < 20
     made = parse(done.out)

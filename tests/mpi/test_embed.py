@@ -21,24 +21,32 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("site", ["openmpi", "mpich", "alone"], indirect=True)
-@pytest.mark.parametrize("how", ["runner", "initialize", "runner-mpi", "initialize-mpi"])
-def test_rank_0_is_the_client_of_all_ranks_workers(site: Site, how: str) -> None:
-    ended = run(site, how)
-    assert ended.code == 0, str(ended)
+@pytest.mark.parametrize(
+    ("site", "how", "end"),
+    [
+        ("openmpi", "runner", "return"),
+        ("openmpi", "runner-mpi", "exit"),
+        ("openmpi", "initialize", "raise"),
+        ("mpich", "runner-mpi", "raise"),
+        ("mpich", "initialize", "return"),
+        ("mpich", "initialize-mpi", "exit"),
+        ("alone", "runner", "raise"),
+        ("alone", "initialize", "exit"),
+    ],
+    indirect=["site"],
+)
+def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
+    site: Site, how: str, end: str
+) -> None:
+    ended = run(site, how, end)
+    assert ended.code == {"return": 0, "exit": 7, "raise": 1}[end], str(ended)
     assert ended.out.count("workers") == 1, str(ended)
     assert "sum 6" in ended.out
     assert "hashes 1" in ended.out
     if site.launcher.name != "no launcher":  # which starts as many as the machine has cores for
         assert "workers 2 " in ended.out
-    assert not ended.foreign_lines, str(ended)
-
-
-@pytest.mark.parametrize("how", ["runner", "initialize", "runner-mpi"])
-@pytest.mark.parametrize(("end", "code"), [("exit", 7), ("raise", 1)])
-def test_the_exit_code_is_the_program_s(site: Site, how: str, end: str, code: int) -> None:
-    ended = run(site, how, end)
-    assert ended.code == code, str(ended)
+    if end == "return":
+        assert not ended.foreign_lines, str(ended)
     if end == "raise":
         assert "ValueError: on purpose" in ended.err
 

@@ -34,11 +34,11 @@ def test_environment_stdin_and_exit_code_pass_through(mpi):
     assert (result.code, result.out) == (3, "value typed\n\n")
 
 
-def test_a_launch_that_hangs_fails_with_its_output_and_is_ended(mpi):
+def test_a_launch_that_hangs_fails_with_its_output_and_is_ended(openmpi):
     program = "import time; print('started', flush=True); time.sleep(600)"
     with pytest.raises(pytest.fail.Exception, match="started"):
-        mpi.run(2, sys.executable, "-c", program, timeout=4)
-    wait_for(lambda: not mpi.leftovers(), 5, "the launch's processes to end")
+        openmpi.run(2, sys.executable, "-c", program, timeout=3)
+    wait_for(lambda: not openmpi.leftovers(), 5, "the launch's processes to end")
 
 
 def test_a_process_left_behind_is_found_whatever_its_session(mpi):

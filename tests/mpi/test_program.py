@@ -49,8 +49,8 @@ def package(site: Site) -> Path:
 
 @pytest.mark.parametrize(
     ("site", "form"),
-    [("openmpi", form) for form in ("script", "-m module", "-m package", "folder", "zip", "link")]
-    + [("alone", "script"), ("alone", "-m module")],
+    [("openmpi", form) for form in ("script", "-m module")]
+    + [("alone", form) for form in ("-m package", "folder", "zip", "link")],
     indirect=["site"],
 )
 def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: Path, form: str):
@@ -90,16 +90,29 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
     assert not differing, "\n".join(differing)
 
 
+#: A program each; what one can show of several is in one.
 ERRORS = {
-    "raise": "def f():\n    raise ValueError('why')\n\nf()\n",
-    "chain": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError(2, 'x') from e\n",
-    "group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])\n",
+    "raise": """
+def f():
+    try:
+        1 / 0
+    except ZeroDivisionError as e:
+        raise ExceptionGroup('two', [ValueError(1), OSError(2, 'x')]) from e
+
+f()
+""",
     "syntax": "x = 1\nif x\n    pass\n",
-    "import": "import no_such_module\n",
     "exit": "import sys\n\nsys.exit(['a', 'list'])\n",
     "hook": "import sys\n\nsys.excepthook = lambda *e: print('hook', e[1])\nraise ValueError(3)\n",
-    "thread": "import threading\n\nthreading.Thread(target=lambda: 1 / 0).start()\n",
-    "atexit": "import atexit\n\natexit.register(print, 'at exit')\nraise SystemExit(4)\n",
+    "late": """
+import atexit, threading
+
+atexit.register(print, 'at exit')
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise SystemExit(4)
+""",
 }
 
 
@@ -118,13 +131,16 @@ def test_errors_look_as_under_plain_python(site: Site, error: str):
 
 @under("mpich", "alone")
 def test_standard_input_reaches_the_program_to_its_end(site: Site):
-    run = site.start("facts.py", env={"READ_STDIN": "1"}, stdin=subprocess.PIPE)
+    env = {"READ_STDIN": "1", "OMP_NUM_THREADS": "2"}
+    run = site.start("facts.py", env=env, stdin=subprocess.PIPE)
     run.type("first line\nsecond\n")
     run.process.stdin.close()
-    assert facts_of(run.end())["stdin"] == "first line\nsecond\n"
+    facts = facts_of(run.end())
+    assert facts["stdin"] == "first line\nsecond\n"
+    assert facts["limits of threads"] == {"OMP_NUM_THREADS": "2"}  # the user's own stay
 
 
-@under("openmpi", "mpich", "alone")
+@under("openmpi", "mpich")
 def test_it_reads_a_line_and_its_output_is_complete(site: Site):
     run = site.start("talks.py", stdin=subprocess.PIPE)
     run.type("typed\n")
@@ -136,17 +152,23 @@ def test_it_reads_a_line_and_its_output_is_complete(site: Site):
     assert last == "the end, without a new line"
 
 
-def test_limits_of_threads_that_the_user_set_stay(site: Site):
-    facts = facts_of(site.run("facts.py", env={"OMP_NUM_THREADS": "2"}))
-    assert facts["limits of threads"] == {"OMP_NUM_THREADS": "2"}
-
-
 # With the cluster
 
 
-@under("openmpi", "mpich", "alone")
-def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site):
-    ended = site.run("work.py")
+@pytest.mark.parametrize(
+    ("site", "form"),
+    [("openmpi", "script"), ("mpich", "module"), ("alone", "script")],
+    indirect=["site"],
+)
+def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, form: str):
+    """As a module of a package too: its neighbours, in the working folder, reach the workers."""
+    if form == "module":
+        shutil.copytree(PROGRAMS, site.folder / "programs")
+        shutil.copy(PROGRAMS / "common.py", site.folder)
+        shutil.copy(PROGRAMS / "neighbour.py", site.folder)
+        ended = site.run("-m", "programs.work", find=False)
+    else:
+        ended = site.run("work.py")
     assert ended.code == 0, str(ended)
     assert ended.out.count("top level") == 1, str(ended)
     found = found_in(ended.out, "found")
@@ -163,15 +185,6 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site):
     }
     assert not ended.foreign_lines, str(ended)
     site.check_nothing_left(ended.program_end)
-
-
-def test_a_module_s_neighbours_reach_the_workers(site: Site):
-    shutil.copytree(PROGRAMS, site.folder / "programs")
-    shutil.copy(PROGRAMS / "common.py", site.folder)
-    shutil.copy(PROGRAMS / "neighbour.py", site.folder)
-    ended = site.run("-m", "programs.work", find=False)
-    assert ended.code == 0, str(ended)
-    assert found_in(ended.out, "found")["module beside the script"] == 9
 
 
 def test_a_program_may_spawn_and_fork(site: Site):
@@ -198,6 +211,9 @@ def dask_setup(server):
 
 def test_options_arrive_at_the_workers(site: Site):
     (site.folder / "preloaded.py").write_text(PRELOADED)
+    config = site.folder / ".config" / "dask" / "nanny.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("distributed:\n  nanny:\n    pre-spawn-environ:\n      OMP_NUM_THREADS: 4\n")
     ended = site.run(
         *("--resources", "TEST=2 MEM=1e9", "--name", "given", "--lifetime", "1h"),
         *("--lifetime-stagger", "1s", "--nthreads", "3", "--memory-limit", "512MiB"),
@@ -212,46 +228,40 @@ def test_options_arrive_at_the_workers(site: Site):
         assert worker["threads"] == 3
         assert worker["memory"] == 512 * 2**20
         assert worker["preloaded"] == "BoundWorker"
+        assert worker["OMP_NUM_THREADS"] == "4"  # as Dask's configuration asks
     assert found["nannies"] == [None, None]
+    assert found["OMP_NUM_THREADS"] is None
+    check_all_on_loopback(found)
 
 
 def test_preload_nanny_and_local_directory(site: Site):
     (site.folder / "preloaded.py").write_text(PRELOADED)
     scratch = site.folder / "scratch"
     run = site.start(
-        *("--local-directory", scratch, "--preload-nanny", "preloaded", "options.py"),
+        *("--local-directory", scratch, "--preload-nanny", "preloaded", "--no-tls", "options.py"),
         env={"PYTHONPATH": f"{site.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )
     run.wait_for(lambda: scratch.exists() and len(list(scratch.iterdir())) == 2, "two folders")
     ended = run.end()
     assert ended.code == 0, str(ended)
-    assert found_in(ended.out, "found")["nannies"] == ["BoundNanny"] * 2
+    found = found_in(ended.out, "found")
+    assert found["nannies"] == ["BoundNanny"] * 2
+    check_all_on_loopback(found)
     site.check_nothing_left(ended.at)
     assert not list(scratch.iterdir())
 
 
-@under("openmpi", "alone")
-@pytest.mark.parametrize("tls", ["--tls", "--no-tls"])
-def test_on_one_node_everything_listens_on_loopback(site: Site, tls: str):
-    parts = facts_of(site.run(tls, "sockets.py"))
-    assert len(parts) == 5  # two workers, their nannies, the scheduler
-    assert all(addresses == ["127.0.0.1"] for addresses in parts), parts
+def check_all_on_loopback(found: dict) -> None:
+    """On one node nothing listens elsewhere, with TLS or without."""
+    assert len(found["sockets"]) == 5  # two workers, their nannies, the scheduler
+    assert all(addresses == ["127.0.0.1"] for addresses in found["sockets"]), found
 
 
 @under("alone")
 def test_a_cluster_without_workers_says_so(site: Site):
     run = site.start("retires.py", stdin=subprocess.PIPE)
+    assert all(addresses == ["127.0.0.1"] for addresses in json.loads(run.line("listens")))
     run.line("retired")
     run.line("hpcdask: no worker is left", stream="err", timeout=20)
     run.type("end\n")
     assert run.end().code == 0
-
-
-@under("openmpi", "alone")
-def test_workers_get_the_environment_that_dask_s_configuration_asks_for(site: Site):
-    folder = site.folder / ".config" / "dask"
-    folder.mkdir(parents=True)
-    (folder / "nanny.yaml").write_text(
-        "distributed:\n  nanny:\n    pre-spawn-environ:\n      OMP_NUM_THREADS: 4\n"
-    )
-    assert facts_of(site.run("threads.py")) == [["4"], None]

@@ -24,6 +24,7 @@ from launching import (
     end,
     leftovers,
     mpich_launcher,
+    name_of,
     openmpi_launcher,
     wait_for,
     walk,
@@ -158,7 +159,8 @@ class Desk:
         return int(shown.partition("ExitCode=")[2].partition(":")[0])
 
     def processes(self) -> list[psutil.Process]:
-        return [p for p in leftovers(self.marker) if p.name() not in ("srun", "slurmstepd")]
+        others = ("", "srun", "slurmstepd")
+        return [p for p in leftovers(self.marker) if name_of(p) not in others]
 
     def remains(self) -> list[str]:
         """Processes and folders that are left, but for the one that Open MPI leaves under srun."""
@@ -415,7 +417,7 @@ def test_rank_that_never_arrives(desk):
     options = ("--timeout", "4s", desk.write(COUNT))
     step = desk.srun("-N2", "-n3", "sh", "-c", wrapper, "sh", *RUN, *options)
     step.wait_for("did not arrive", timeout=20)
-    end(process for process in desk.processes() if process.name() == "sleep")  # srun waits for it
+    end(process for process in desk.processes() if name_of(process) == "sleep")  # srun waits for it
     result = step.end(20)
     assert result.code != 0
     assert len(errors(result.err)) == 1, result.err
@@ -429,7 +431,7 @@ def test_rank_0_that_never_arrives(desk):
     options = ("--timeout", "4s", desk.write(COUNT))
     step = desk.srun("-N2", "-n2", "sh", "-c", wrapper, "sh", *RUN, *options)
     step.wait_for("heard nothing of rank 0", timeout=20)
-    end(process for process in desk.processes() if process.name() == "sleep")
+    end(process for process in desk.processes() if name_of(process) == "sleep")
     result = step.end(20)
     assert result.code != 0
     assert "rank 1 of 2" in errors(result.err)[0]

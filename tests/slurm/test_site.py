@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launching import leftovers, wait_for
+from launching import leftovers, name_of, wait_for
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
@@ -98,7 +98,7 @@ def test_two_sites_run_at_once_and_leave_nothing(tmp_path: Path):
 
 
 def sleepers(marker: str) -> list[psutil.Process]:
-    return [process for process in leftovers(marker) if process.name() == "sleep"]
+    return [process for process in leftovers(marker) if name_of(process) == "sleep"]
 
 
 @pytest.mark.usefixtures("slurm_programs")

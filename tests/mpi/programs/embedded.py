@@ -6,7 +6,7 @@ import sys
 
 how, end = sys.argv[1:3]
 if "mpi" in how:
-    pass  # initialises MPI in this process
+    from mpi4py import MPI  # noqa: F401 - initialises MPI in this process
 from distributed import Client  # noqa: E402
 
 import hpcdask  # noqa: E402

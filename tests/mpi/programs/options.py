@@ -1,8 +1,9 @@
 """Shows what of the worker's options arrived at the workers."""
 
+import os
 import sys
 
-from common import show
+from common import addresses, show
 from distributed import Client
 
 
@@ -12,6 +13,7 @@ def in_worker(dask_worker) -> dict:
         "threads": dask_worker.state.nthreads,
         "memory": dask_worker.memory_manager.memory_limit,
         "preloaded": getattr(sys, "preloaded_for_test", None),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }
 
 
@@ -28,5 +30,7 @@ show(
         "resources": [worker["resources"] for worker in info.values()],
         "workers": list(client.run(in_worker).values()),
         "nannies": list(client.run(in_nanny, nanny=True).values()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "sockets": addresses(client),
     },
 )

@@ -2,9 +2,11 @@
 
 import sys
 
+from common import addresses, show
 from distributed import Client
 
 client = Client()
+show("listens", addresses(client))
 client.retire_workers(list(client.scheduler_info()["workers"]))
 print("retired", flush=True)
 sys.stdin.readline()
