@@ -1,10 +1,10 @@
 """Products of small integers on a GPU: launches :mod:`hpcdask.workloads.integer_kernels`.
 
-For workers only. A matrix is of uint8, or of 2-bit values packed four to the byte. Floats made of it
-would take four to eight times the memory, once more to write and once to read.
+For workers only. A matrix is of uint8, or of 2-bit values packed four to the byte. Floats made of
+it would take four to eight times the memory, once more to write and once to read.
 
-On an H200, both products of a gigabyte of bytes with 20 columns take 1.5 ms in float32 and 3.2 ms in
-float64; with a multiple of 8 bytes to a row, that is, or else three to four times as long.
+On an H200, both products of a gigabyte of bytes with 20 columns take 1.5 ms in float32 and 3.2 ms
+in float64, if a row is a multiple of 8 bytes; else three to four times as long.
 
 Blocks are CuPy arrays. The tensor cores of compute capability 8.0 (A100) and later have the
 instruction that the products need; :func:`can_multiply` tells.
