@@ -81,7 +81,7 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
         check=True,
     )
     wanted = found_in(plain.stdout, "facts")
-    if site.launcher.name == "openmpi":  # gives its ranks a terminal for standard output
+    if site.launcher.name == "Open MPI":  # gives its ranks a terminal for standard output
         ranks = site.launcher.run(1, "python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
         wanted["buffered"] = found_in(ranks.stdout, "facts")["buffered"]
     got = facts_of(site.run(*command, find=False))
