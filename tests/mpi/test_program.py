@@ -83,7 +83,7 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
     wanted = found_in(plain.stdout, "facts")
     if site.launcher.name == "Open MPI":  # gives its ranks a terminal for standard output
         ranks = site.launcher.run(1, "python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
-        wanted["buffered"] = found_in(ranks.stdout, "facts")["buffered"]
+        wanted["buffered"] = found_in(ranks.out, "facts")["buffered"]
     got = facts_of(site.run(*command, find=False))
     differing = [
         f"{name}: {got[name]}\nplain python: {wanted[name]}"
