@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,11 @@ from hpcdask.devices import Gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 
-def bench(*arguments: str) -> list[dict]:
-    """Run on all GPUs of this machine; the JSON lines."""
+def bench(*arguments: str, runner: tuple[str, ...] = ()) -> list[dict]:
+    """Run on all GPUs of this machine, with options of the runner; the JSON lines."""
+    around = ["-m", "hpcdask.run", *runner] if runner else []
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.bench", *arguments],
+        [sys.executable, *around, "-m", "hpcdask.bench", *arguments],
         capture_output=True,
         text=True,
         timeout=170,
@@ -26,6 +30,29 @@ def bench(*arguments: str) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@contextlib.contextmanager
+def most_used(gpus: list[Gpu]) -> Iterator[list[int]]:
+    """Bytes of device memory in use in all, seen twenty times a second."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+    seen: list[int] = []
+    end = threading.Event()
+
+    def watch() -> None:
+        while not end.wait(0.05):
+            seen.append(sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        end.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("operation", ["mean", "std", "transpose", "matmul", "fft", "stencil"])
@@ -64,3 +91,19 @@ def test_the_report_has_the_heat_map(gpus: list[Gpu], tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     bench("exchange", "--repeats", "1", "--report", str(page))
     assert "<svg" in page.read_text()
+
+
+def test_the_table_has_a_row_for_each_kind_of_cluster(gpus: list[Gpu]) -> None:
+    lines = bench("table", "--size", "16GB", "--cpu-size", "100MB", "--repeats", "1")
+    workers = [line["workers"] for line in lines if gpus[0].name in line["devices"]]
+    assert workers == sorted({1, len(gpus)})
+    assert all(check["ok"] for line in lines for check in line["checks"])
+
+
+def test_a_packed_matrix_is_not_unpacked_in_memory(gpus: list[Gpu]) -> None:
+    packed = 10 * 10**9 * len(gpus)
+    with most_used(gpus) as most:
+        argv = ["--size", f"{4 * packed}B", "--packed", "--repeats", "1"]
+        bench("svd", *argv, runner=("--rmm-pool-size", "0"))
+    # Contexts, UCX, scratch, and what the rates of the devices are measured with
+    assert packed < max(most) < packed + 7 * 10**9 * len(gpus)

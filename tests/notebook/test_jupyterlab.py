@@ -20,9 +20,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jupyterlab.md").read_text()
 SNIPPET = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
+# Dask merges a file into what it has; set() would replace all of "distributed".
+CONFIGURED = dask.config.merge(dask.config.config, SNIPPET)
 CLIENT = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
 FOR_CPU = {"device": "cpu", "gpus_per_job": 1}
-ADDRESS = re.search(r'^address = "(.+?)"', CLIENT, re.MULTILINE)[1]
+ADDRESS = re.search(r'"(tls://.+?)"', CLIENT)[1]
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ async def new_cluster() -> hpcdask.SLURMCUDACluster:
 
 
 def test_the_snippet(user: Login, site: SlurmSite, tmp_path: Path):
-    assert set(SNIPPET) == {"labextension"}
+    assert set(SNIPPET) == {"labextension", "distributed"}
     assert set(SNIPPET["labextension"]) == {"factory", "default", "initial"}
 
     async def as_it_stands() -> str:
@@ -51,7 +53,7 @@ def test_the_snippet(user: Login, site: SlurmSite, tmp_path: Path):
             assert cluster.scheduler_info["workers"] == {}
             return cluster.job_script()
 
-    with dask.config.set(SNIPPET):
+    with dask.config.set(CONFIGURED):
         script = tmp_path / "script.sh"
         script.write_text(asyncio.run(as_it_stands()))
     for line in ("-p gpu", "--cpus-per-task=8", "--mem=12G", "-t 02:00:00", "--gres=gpu:1"):
@@ -74,7 +76,7 @@ def test_workers_come_and_a_kernel_gets_in(user: Login):
 
     # The GPUs of the tests' SLURM are none
     on_cpu = {f"labextension.factory.kwargs.{k}": v for k, v in FOR_CPU.items()}
-    with dask.config.set(SNIPPET), dask.config.set(on_cpu):
+    with dask.config.set(CONFIGURED), dask.config.set(on_cpu):
         asyncio.run(session())
 
 

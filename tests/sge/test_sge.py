@@ -1,6 +1,9 @@
 """The door to Grid Engine, against a real one."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,16 @@ from hpcdask.reconcile import State
 from launching import wait_for
 from sge_site import SgeSite
 
+RUN_AS_ROOT = [
+    f"{project}_ALLOW_RUN_AS_ROOT{end}" for project in ("OMPI", "PRTE") for end in ("", "_CONFIRM")
+]
+PROGRAM = """
+import sys
+from distributed import Client
+with Client() as client:
+    print(sys.argv[1:], len(client.scheduler_info()["workers"]), "worker")
+sys.exit(5)
+"""
 SAY = 'echo "$HPCDASK_JOB_ID" >"said-$HPCDASK_JOB_ID"'
 
 
@@ -135,4 +148,25 @@ def test_a_cluster_of_grid_engine_jobs(sge: SgeSite, queue: SgeQueue, tmp_path: 
         assert len(asyncio.run(queue.tagged())) == 2
         cluster.scale(1)
         wait_for(lambda: len(asyncio.run(queue.tagged())) == 1, 30, "one job to end")
+    assert asyncio.run(queue.tagged()) == {}
+
+
+def test_submit_waits_and_returns_the_exit_code(sge: SgeSite, queue: SgeQueue, tmp_path: Path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    lines = [f'PATH="{Path(sys.executable).parent}:$PATH"']  # mpirun
+    lines += [f"export {name}=1" for name in RUN_AS_ROOT]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask.cli", "submit", "--system", "sge", "--wait"]
+        + [word for line in lines for word in ("--prologue", line)]
+        + ["--gpus-per-node", "0", "--run", "--device cpu", "program.py", "a word"],
+        cwd=tmp_path,
+        env={**os.environ, **sge.env, "HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 5, (done.stdout, done.stderr)
+    assert done.stdout.splitlines()[-1] == "['a word'] 1 worker"
     assert asyncio.run(queue.tagged()) == {}

@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster
 
 import hpcdask
 from hpcdask import schedulerfile, security
+from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files to another user")
@@ -86,6 +87,17 @@ def test_the_loader_has_nothing_for_another_cluster(file, monkeypatch):
     assert schedulerfile.load_security({"address": dead_address()}) is None
     monkeypatch.delenv("HPCDASK_SCHEDULER_FILE")
     assert schedulerfile.load_security({"address": dead_address()}) is None
+
+
+def test_the_loader_of_clusters_of_jobs_knows_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert access.load_security({"address": "tls://10.0.0.1:1234"}) is None
+    folder = tmp_path / ".hpcdask" / "cluster"
+    folder.mkdir(parents=True)
+    (folder / "script.sh").write_text("python -m hpcdask.worker tls://10.0.0.1:1234 --name x\n")
+    assert access.load_security({"address": "tls://10.0.0.1:123"}) is None
+    with pytest.raises(SchedulerFileError, match="is gone: the cluster has ended"):
+        access.load_security({"address": "tls://10.0.0.1:1234"})
 
 
 def test_a_file_of_distributed_s_own(tmp_path):

@@ -1,0 +1,46 @@
+"""Lets clients of other processes into one's clusters of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hpcdask import security
+from hpcdask.queues.folder import base_path
+
+if TYPE_CHECKING:
+    from distributed import Security
+
+__all__ = ["load_security"]
+
+
+def load_security(info: Mapping[str, str]) -> Security | None:
+    """Let plain ``Client(address)`` in: a ``distributed.client.security-loader``.
+
+    For a client in another process than the cluster's, such as the kernel of a notebook beside
+    JupyterLab's Dask extension. The keys are in the cluster's folder, which only its user can read.
+
+    Parameters
+    ----------
+    info
+        From distributed: the address that a client is about to connect to.
+
+    Returns
+    -------
+    distributed.Security or None
+        None when no cluster of this user in the configured folder has that address.
+
+    Raises
+    ------
+    SchedulerFileError
+        The cluster has ended, or others can read its keys.
+    """
+    for script in base_path(None).glob("*/script.sh"):
+        try:
+            is_it = f" {info.get('address')} " in script.read_text()
+        except OSError:  # of a cluster that ends right now
+            continue
+        if is_it:
+            keys = security.load_credentials(str(script.parent / "keys"))
+            return security.to_security(keys)
+    return None
