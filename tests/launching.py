@@ -232,3 +232,24 @@ def mpi_environment(folder: Path, abi: str) -> dict[str, str]:
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, library_path))
     env["MPI4PY_MPIABI"] = abi
     return env
+
+
+def end_daemons(daemons: list[subprocess.Popen[bytes]], marker: str, what: str) -> None:
+    """End daemons, and whatever has `marker` in its environment: jobs, and what they started."""
+    for daemon in daemons:
+        daemon.terminate()
+    for daemon in daemons:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.wait(2)
+
+    def all_ended() -> bool:
+        end(remaining := leftovers(marker))
+        return not remaining
+
+    try:
+        wait_for(all_ended, 10, f"{what} to end")
+    except AssertionError as error:
+        raise RuntimeError(f"{error}\n{describe(leftovers(marker))}") from None
+    for daemon in daemons:
+        daemon.wait()
+    daemons.clear()

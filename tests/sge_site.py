@@ -6,7 +6,6 @@ that the host has, as on sites without a more elaborate set-up.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from hpcdask.queues.forms import user
-from launching import clean_environment, describe, end, leftovers, wait_for
+from launching import clean_environment, end_daemons, wait_for
 from slurm_site import free_ports
 
 PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "sge"
@@ -268,21 +267,5 @@ class SgeSite:
 
     def close(self) -> None:
         """End what the site started, jobs included, and remove its folder."""
-        for daemon in self._daemons:
-            daemon.terminate()
-        for daemon in self._daemons:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(2)
-
-        def all_ended() -> bool:
-            end(remaining := leftovers(self.marker))
-            return not remaining
-
-        try:
-            wait_for(all_ended, 10, "Grid Engine's processes to end")
-        except AssertionError as error:
-            raise RuntimeError(f"{error}\n{describe(leftovers(self.marker))}") from None
-        for daemon in self._daemons:
-            daemon.wait()
-        self._daemons.clear()
+        end_daemons(self._daemons, self.marker, "Grid Engine's processes")
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 import slurm_accounting
-from launching import clean_environment, describe, end, leftovers, wait_for
+from launching import clean_environment, end_daemons, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
 SBIN = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # not on every user's PATH
@@ -325,23 +325,7 @@ class SlurmSite:
         """End what the site started, jobs and their processes included, and remove its folder."""
         if not self.folder.name:
             return
-        for daemon in self._daemons:
-            daemon.terminate()
-        for daemon in self._daemons:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(2)
-
-        def all_ended() -> bool:
-            end(remaining := leftovers(self.marker))
-            return not remaining
-
-        try:
-            wait_for(all_ended, 10, "the site's processes to end")
-        except AssertionError as error:
-            raise RuntimeError(f"{error}\n{describe(leftovers(self.marker))}") from None
-        for daemon in self._daemons:
-            daemon.wait()
-        self._daemons.clear()
+        end_daemons(self._daemons, self.marker, "the site's processes")
         shutil.rmtree(self.folder)
         self.folder = Path()
 

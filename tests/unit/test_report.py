@@ -6,15 +6,13 @@ import copy
 import json
 import logging
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
+import browser
 from hpcdask.bench import chart_times, charts, report
 from hpcdask.errors import UsageError
-from launching import unavailable
 
 SECTIONS = ("Times", "Published figures", "Exchange between workers", "Where the time goes")
 NASTY = "<img src=x onerror=alert(1)> </script> $$x^2$$ 'q' \"r\" &amp; \\[y\\]"
@@ -353,23 +351,9 @@ addEventListener('load', () => setTimeout(() => {
 
 
 def test_a_browser_draws_it_without_errors(tmp_path):
-    """In Chromium, Debian's package of that name."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        unavailable("no chromium on this machine: apt-get install chromium")
     nasty = record("fft", label=NASTY, phases=[{"name": NASTY, "seconds": 1.0}])
     page = tmp_path / "x.html"
     page.write_text(report.html([*ALL, nasty]).replace("<head>", f"<head>{WATCH}"))
-    done = subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"),
-            *("--dump-dom", page.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    text = browser.run(tmp_path, "--virtual-time-budget=3000", "--dump-dom", page.as_uri())
+    told = json.loads(re.search(r'<pre id="told">(.*?)</pre>', text, re.DOTALL)[1])
     assert told == {"errors": [], "roots": 3, "idle": True, "loaded": []}
