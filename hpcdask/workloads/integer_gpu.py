@@ -4,7 +4,7 @@ For workers only. A matrix is of uint8, or of 2-bit values packed four to the by
 it would take four to eight times the memory, once more to write and once to read.
 
 On an H200, both products of a gigabyte of bytes with 20 columns take 1.5 ms in float32 and 3.2 ms
-in float64, if a row is a multiple of 8 bytes; else three to four times as long.
+in float64, if a row is a multiple of 8 bytes; else some three times as long.
 
 Blocks are CuPy arrays. The tensor cores of compute capability 8.0 (A100) and later have the
 instruction that the products need; :func:`can_multiply` tells.
