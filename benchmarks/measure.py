@@ -120,7 +120,7 @@ def measure_transfers(client: Any, repeats: int) -> dict[str, Any]:
     """Seconds of arrays of 2.1 GB from one worker to another, each made anew and kept."""
     from distributed import wait
 
-    source, target = sorted(client.scheduler_info(n_workers=-1)["workers"])[:2]
+    source, target = sorted(client.nthreads())[:2]
     count, kept, seconds = 2_100_000_000 // 8, [], []
     for number in range(repeats + 1):
         kept.append(client.submit(fill, float(number), count, workers=[source], pure=False))

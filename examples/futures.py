@@ -40,7 +40,7 @@ for future in coming:
         waiting = []
 found = client.submit(merge, waiting).result()
 
-n_workers = len(client.scheduler_info(n_workers=-1)["workers"])
+n_workers = len(client.nthreads())
 print(
     f"{sum(found.values())} primes below {LIMIT}, on {n_workers} workers: {sorted(found.items())}"
 )

@@ -64,7 +64,7 @@ def test_every_job_has_a_gpu_of_its_own(make: Callable[..., JobCluster], gpus: l
         assert seen == sorted((gpu.uuid, 1, 45.0) for gpu in gpus)
         cluster.scale(len(gpus) + 1)
         wait_for(lambda: "Resources" in cluster.jobs()[-1].reason, 30, "a job to wait for a GPU")
-        assert len(client.scheduler_info()["workers"]) == len(gpus)
+        assert len(client.nthreads()) == len(gpus)
         cluster.scale(0)
         wait_for(lambda: not live(cluster), 60, "all jobs to end")
 

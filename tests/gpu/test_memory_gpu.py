@@ -97,7 +97,7 @@ for _ in range(2):
         "cause": type(error.__cause__).__name__,
         "next": client.submit(fill, 0.44, 0.44, pure=False).result(timeout=60),
     })
-workers = client.scheduler_info()["workers"]
+workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
 tell({"results": results, "workers": [worker["name"] for worker in workers.values()]})
 """
 

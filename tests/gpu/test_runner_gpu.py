@@ -59,7 +59,7 @@ y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
 expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.ones((1000, 1000)))
 used = client.run(lambda dask_worker: list(dask_worker.peer_transports.values()))
 print(json.dumps({"right": bool((y == expected).all()),
-                  "addresses": [w.split(":")[0] for w in client.scheduler_info()["workers"]],
+                  "addresses": [w.split(":")[0] for w in client.nthreads()],
                   "transports": sorted({one for found in used.values() for one in found})}))
 """
 

@@ -76,7 +76,7 @@ def main() -> None:
         cluster.scale(2)
         with cluster.get_client() as client:
             client.wait_for_workers(2, timeout=40)
-            first, second = client.scheduler_info()["workers"]
+            first, second = client.nthreads()
             array = client.submit(np.arange, 1_000_000, workers=[first])
             total = client.submit(np.sum, array, workers=[second])
             seen = {

@@ -79,7 +79,7 @@ def test_scale_up_and_down(folder: Path):
         before = client.gather(counted)
         cluster.scale(1)
         wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 20, "one")
-        assert len(client.scheduler_info()["workers"]) == 1
+        assert len(client.nthreads()) == 1
         assert client.gather(counted) == before  # moved, not computed again
         cluster.scale(jobs=2)
         client.wait_for_workers(2, timeout=30)
@@ -132,7 +132,7 @@ def test_several_workers_per_job_come_and_go_together(folder: Path):
     with make(folder, **keywords) as cluster, cluster.get_client() as client:
         cluster.scale(3)  # workers: two jobs
         client.wait_for_workers(4, timeout=40)
-        for worker in client.scheduler_info()["workers"].values():
+        for worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].values():
             assert worker["resources"] == {"GPU": 2.0}
             assert worker["nthreads"] == 3
         assert re.search(r"--resources GPU=2", cluster.job_script())
@@ -141,7 +141,7 @@ def test_several_workers_per_job_come_and_go_together(folder: Path):
         numbers = sorted(name.rsplit("-", 1)[1] for name in pids(client) if f"-{first}-" in name)
         assert numbers == ["0", "1"]
         cluster.scale(2)
-        wait_for(lambda: len(client.scheduler_info()["workers"]) == 2, 20, "one job")
+        wait_for(lambda: len(client.nthreads()) == 2, 20, "one job")
         left = {name.rsplit("-", 1)[0] for name in pids(client)}
         assert len(left) == 1
 

@@ -103,8 +103,13 @@ def client(site: JobSite) -> Iterator[Client]:
         yield client
 
 
+def workers_of(client: Client) -> dict[str, dict]:
+    """By address. The client's scheduler_info() is at times replaced by one without workers."""
+    return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+
+
 def names(client: Client) -> set[str]:
-    return {worker["name"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()}
+    return {worker["name"] for worker in workers_of(client).values()}
 
 
 def start_one(site: JobSite, client: Client, job: str, *arguments: str, **kwargs) -> Running:
@@ -116,7 +121,7 @@ def start_one(site: JobSite, client: Client, job: str, *arguments: str, **kwargs
 
 
 def pid_of(client: Client, name: str) -> int:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     address = next(address for address, worker in workers.items() if worker["name"] == name)
     return client.run(os.getpid, workers=[address])[address]
 
@@ -154,7 +159,7 @@ def test_the_workers_of_a_job(site, client):
     expected = {"ab12-4711_3-1-0", "ab12-4711_3-1-1"}
     job.wait_for(lambda: names(client) == expected, "two workers")
     cores = len(os.sched_getaffinity(0))
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    workers = workers_of(client).values()
     assert {worker["nthreads"] for worker in workers} == {max(1, cores // 2)}
     assert len({worker["memory_limit"] for worker in workers}) == 1
     assert all(client.run(gc.isenabled).values())  # it is off during the imports

@@ -38,7 +38,7 @@ import os, sys
 from distributed import Client
 print("started", flush=True)
 with Client() as client:
-    print(len(client.scheduler_info(n_workers=-1)["workers"]), client.submit(sum, [1, 2]).result())
+    print(len(client.nthreads()), client.submit(sum, [1, 2]).result())
 """
 
 

@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from distributed import Client
 with Client() as client:
-    print(sys.argv[1:], len(client.scheduler_info()["workers"]), "worker")
+    print(sys.argv[1:], len(client.nthreads()), "worker")
 sys.exit(5)
 """
 SAY = 'echo "$HPCDASK_JOB_ID" >"said-$HPCDASK_JOB_ID"'

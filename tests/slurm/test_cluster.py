@@ -201,7 +201,7 @@ def test_64_jobs_with_one_sbatch(user: Login):
         cluster.scale(running)
         wait_for(lambda: len(user.queued()) == running, 20, "the others to go")
         assert len(scancel.calls()) == 1
-        assert len(client.scheduler_info()["workers"]) == running
+        assert len(client.nthreads()) == running
     assert not user.queued()
 
 

@@ -30,7 +30,7 @@ PROGRAM = """
 import os, sys
 from distributed import Client
 with Client() as client:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = client.nthreads()
     total = client.submit(sum, [1, 2]).result()
     print("workers", len(workers), "sum", total, "words", sys.argv[1:], flush=True)
 """

@@ -40,7 +40,7 @@ COUNT = """
 import sys, time
 from distributed import Client
 with Client() as client:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     print("workers", len(workers), "result", client.submit(sum, [1, 2]).result(), flush=True)
     print("limits", *(worker["memory_limit"] for worker in workers.values()), flush=True)
     print("ended", time.time(), flush=True)
@@ -367,7 +367,7 @@ def test_requeued_job(desk, slurm, monkeypatch):
         "from distributed import Client\n"
         "client = Client()\n"
         "life = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
-        "workers = client.scheduler_info(n_workers=-1)['workers']\n"
+        "workers = client.sync(client.scheduler.identity, n_workers=-1)['workers']\n"
         "print('life', life, 'workers', len(workers), flush=True)\n"
         "time.sleep(600 if life == '0' else 0)\n"
     )

@@ -29,7 +29,7 @@ PROGRAM = """
 import os, sys
 from distributed import Client
 with Client() as client:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = client.nthreads()
     print("workers", len(workers), "of", os.environ["SLURM_JOB_NUM_NODES"], "nodes")
     print("words", sys.argv[1:], "prologue", os.environ["SAID"])
     with open("made", "w"):

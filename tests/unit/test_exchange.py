@@ -286,7 +286,7 @@ def test_a_step_that_does_not_end_is_an_error(client, capsys, monkeypatch):
 
 def test_a_worker_that_left_is_named(client, monkeypatch):
     monkeypatch.setattr(exchange_pairs, "STEP_DEADLINE_S", 0.01)
-    address = next(iter(client.scheduler_info(n_workers=-1)["workers"]))
+    address = next(iter(client.nthreads()))
     members = exchange_pairs.Members([address, "tcp://gone"], ["a", "b"], ["n", "n"], [])
     future = client.submit(int, workers=["tcp://127.0.0.1:1"], allow_other_workers=False)
     with pytest.raises(exchange_pairs.ClusterError, match="workers left: b"):

@@ -22,7 +22,7 @@ def in_nanny(dask_worker) -> str | None:
 
 
 client = Client()
-info = client.scheduler_info(n_workers=-1)["workers"]
+info = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
 show(
     "found",
     {

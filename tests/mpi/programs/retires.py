@@ -7,6 +7,6 @@ from distributed import Client
 
 client = Client()
 show("listens", addresses(client))
-client.retire_workers(list(client.scheduler_info()["workers"]))
+client.retire_workers(list(client.nthreads()))
 print("retired", flush=True)
 sys.stdin.readline()

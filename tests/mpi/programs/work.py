@@ -31,7 +31,7 @@ with Client() as client:
 
 client = Client()
 found = {
-    "workers": len(client.scheduler_info(n_workers=-1)["workers"]),
+    "workers": len(client.nthreads()),
     "submit": client.submit(double, Point(1)).result().x,
     "map": [point.x for point in client.gather(client.map(double, [Point(x) for x in range(3)]))],
     "delayed": delayed(lambda x: x + 1)(1).compute(),
