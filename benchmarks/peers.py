@@ -257,7 +257,7 @@ def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[st
     few = ["--repeats", "1"] if case == "array" else []
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
     if gpus > 1:
-        environment["PEER_PROTOCOL"] = "ucx"  # the faster one for these
+        environment["PEER_PROTOCOL"] = "ucx"  # NVLink, as ours has it
     return compare(
         f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}, tuned against stock",
         runner(gpus, *arguments, "--form", "tuned"),

@@ -252,8 +252,9 @@ PLAIN = {"cluster", "cluster_class", "out", "pure", "scatter", "ngpus"}
 
 
 def _dask_mpi_options() -> set[str]:
-    core = pytest.importorskip("dask_mpi.cli")
-    return options_of(core.main)
+    from dask_mpi.cli import main
+
+    return options_of(main)
 
 
 def _rows(heading: str) -> list[list[str]]:
@@ -274,8 +275,9 @@ def test_dask_mpi_has_the_options_and_all_are_told():
 
 
 def test_dask_cuda_has_the_keywords_and_all_are_told():
-    dask_cuda = pytest.importorskip("dask_cuda")
-    there = set(inspect.signature(dask_cuda.LocalCUDACluster.__init__).parameters)
+    from dask_cuda import LocalCUDACluster
+
+    there = set(inspect.signature(LocalCUDACluster.__init__).parameters)
     told = {k for row in _rows("`LocalCUDACluster`") for k in re.findall(r"`(\w+)`", row[0])}
     assert told == there - {"self", "kwargs"}
 
@@ -414,8 +416,6 @@ JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.ya
 
 @pytest.mark.timeout(180)
 def test_the_site_builds_without_warnings(tmp_path):
-    pytest.importorskip("sphinx_click")
-    pytest.importorskip("furo")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"),
