@@ -104,11 +104,11 @@ def ends(block: Any) -> float:
     return float(block[0]) + float(block[-1])
 
 
-def block(block_id: Any = None, side: int = 0) -> Any:
+def block(block_id: Any = None, side: int = 0, number: int = 0) -> Any:
     """One chunk of a matrix on the device, with values that tell where it belongs."""
     import cupy
 
-    return cupy.full((side, side), 10.0 * block_id[0] + block_id[1])
+    return cupy.full((side, side), 10.0 * block_id[0] + block_id[1] + 1000.0 * number)
 
 
 def last_transfer(dask_worker: Any) -> float:
@@ -133,7 +133,10 @@ def measure_transfers(client: Any, repeats: int) -> dict[str, Any]:
 
 
 def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of x + x.T of a float64 matrix in chunks of 0.5 GB."""
+    """Seconds of x + x.T of a float64 matrix in chunks of 0.5 GB, made anew each time.
+
+    Of the same matrix once more, each worker would still have what it fetched before.
+    """
     import dask.array as da
     import numpy as np
     from distributed import wait
@@ -141,23 +144,27 @@ def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
     side = 8000
     count = round((nbytes / 8) ** 0.5 / side)
     chunks = ((side,) * count,) * 2
-    x = da.map_blocks(block, chunks=chunks, dtype=float, side=side, meta=np.empty((0, 0)))
-    x = x.persist()
-    wait(x)
-    seconds = []
-    for _ in range(repeats + 1):
-        y = None
+    numbers = 11.0 * np.arange(count)
+    seconds, correct = [], True
+    x = y = None
+    for number in range(repeats + 1):
+        x = y = None
+        x = da.map_blocks(
+            block, chunks=chunks, dtype=float, side=side, number=number, meta=np.empty((0, 0))
+        ).persist()
+        wait(x)
         start = time.perf_counter()
         y = (x + x.T).persist()
         wait(y)
         seconds.append(time.perf_counter() - start)
-    corners = y[::side, ::side].map_blocks(lambda part: part.get(), meta=np.empty((0, 0)))
-    numbers = 11.0 * np.arange(count)
+        corners = y[::side, ::side].map_blocks(lambda part: part.get(), meta=np.empty((0, 0)))
+        expected = numbers[:, None] + numbers + 2000.0 * number
+        correct = correct and bool((corners.compute() == expected).all())
     return {
         "first_s": seconds[0],
         "seconds": seconds[1:],
         "GB": x.nbytes / 1e9,
-        "correct": bool((corners.compute() == numbers[:, None] + numbers).all()),
+        "correct": correct,
     }
 
 

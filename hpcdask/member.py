@@ -113,9 +113,8 @@ class Member:
         if self.problem is not None:
             raise self.problem
         gpus: list[Gpu] = []
-        if self.scout is not None and self.spec.device == "cpu":
-            self.scout.dismiss()
-            self.scout = None
+        if self.spec.device == "cpu":
+            self.dismiss_scout()
         if self.scout is not None:
             gpus, self.fabric = self.scout.report()
         elif self.spec.protocol == "ucx" or self.spec.interface == AUTO:
@@ -132,6 +131,12 @@ class Member:
             tuple(sorted(devices.launcher_cores())),
             devices.job_memory(),
         )
+
+    def dismiss_scout(self) -> None:
+        """End the process that found the GPUs."""
+        if self.scout is not None:
+            self.scout.dismiss()
+            self.scout = None
 
     def hello(self, nonce: str) -> dict[str, Any]:
         """The first message to rank 0: the view, or why there is none."""
@@ -163,6 +168,7 @@ class Member:
             for place in places
         ]
         await asyncio.gather(*self.nannies)
+        await asyncio.to_thread(self.dismiss_scout)
         loop = asyncio.get_running_loop()
         self._watchers = [loop.create_task(self._notice_end(nanny)) for nanny in self.nannies]
 

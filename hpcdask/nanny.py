@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import secrets
@@ -23,9 +22,9 @@ from distributed.utils import get_ip
 from . import devices, full, memory, template
 from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
-from .errors import MissingExtra
+from .errors import DeviceError, MissingExtra
 from .memory import ON_HOST, MemoryPlan
-from .peers import PeerWorker, environment
+from .peers import UCX, PeerWorker, environment, load
 from .spec import WorkerSpec
 from .switches import ucx_environment
 from .transport import Reach
@@ -116,9 +115,7 @@ class BoundWorker(PeerWorker):
         if bind_cores:
             devices.widen(bind_cores)
         if bind_gpu is not None:
-            exchange = kwargs.get("exchange", "tcp")
-            later = SENDING if exchange != "tcp" else ()
-            with loading(_needed(device_memory, exchange), later):
+            with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                 make_context()
                 mark("CUDA context made")
             mark("packages imported")
@@ -207,56 +204,56 @@ class BoundNanny(Nanny):
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
-    """What the worker imports as it starts."""
+    """What the worker imports before it registers."""
     needed = list(plan.libraries)
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
-    return needed if exchange == "tcp" else [*needed, "ucxx", "hpcdask.ucx"]
-
-
-#: How distributed sends device memory; numba comes with it, and takes half a second to load.
-SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
+    return [*needed, UCX] if exchange == "ucx" else needed
 
 
 @contextlib.contextmanager
-def loading(modules: Sequence[str], later: Sequence[str] = ()) -> Iterator[None]:
+def loading(modules: Sequence[str]) -> Iterator[None]:
     """Import in a thread while the driver makes the context, which takes as long.
 
     Parameters
     ----------
     modules
         What must be there at the end of the block.
-    later
-        What the thread goes on with after that.
     """
-    done = threading.Event()
-
-    def load(names: Sequence[str]) -> None:
-        for name in names:
-            with contextlib.suppress(ImportError):  # whoever needs it says so
-                importlib.import_module(name)
-
-    def run() -> None:
-        try:
-            load(modules)
-        finally:
-            done.set()
-        load(later)
-
-    threading.Thread(target=run, name="imports", daemon=True).start()
+    thread = threading.Thread(target=load, args=(modules,), name="imports", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        done.wait()
+        thread.join()
 
 
 def make_context() -> None:
-    """Make the CUDA context of the one visible device."""
+    """Make the CUDA context of the one visible device.
+
+    Raises
+    ------
+    DeviceError
+        The driver refuses.
+    """
     try:
-        from cuda.core import Device
+        # loaded by the template already, through RMM; cuda.core would take 0.2 s
+        from cuda.bindings import driver
     except ImportError:
-        raise MissingExtra("cuda-core", CUDA_EXTRA, "a worker on a GPU") from None
-    Device().set_current()
+        raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None
+
+    def call(name: str, *arguments: Any) -> Any:
+        code, *results = getattr(driver, name)(*arguments)
+        if code != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(
+                f"no CUDA context on {socket.gethostname()}: {name} says {code.name} of GPU "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')}. See nvidia-smi there, and whether "
+                f"another process has the device for itself (compute mode)"
+            )
+        return results[0] if results else None
+
+    call("cuInit", 0)
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
 
 
 def check_extras(*, cuda: bool) -> None:
@@ -270,11 +267,11 @@ def check_extras(*, cuda: bool) -> None:
     from importlib.util import find_spec
 
     try:
-        found = find_spec("cuda.core") if cuda else True
+        found = find_spec("cuda.bindings") if cuda else True
     except ModuleNotFoundError:
         found = None
     if not found:
-        raise MissingExtra("cuda-core", CUDA_EXTRA, "a worker on a GPU")
+        raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU")
 
 
 def make_nanny(
@@ -359,6 +356,7 @@ def quiet(level: str = "WARNING") -> None:
             "distributed.nanny",
             "distributed.core",
             "tornado.application",
+            "asyncio",
         ):
             logging.getLogger(name).setLevel(level)
         logging.getLogger("distributed.comm.tcp").addFilter(_not_of_the_departed)

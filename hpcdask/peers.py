@@ -8,7 +8,9 @@ that is and by which secret it lets others in; from then on the two talk ucx.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
+import importlib
 import logging
 import sys
 import time
@@ -16,8 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import dask
 from distributed import Worker
 from distributed.comm import Comm, get_address_host, unparse_host_port
+from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
@@ -39,6 +43,14 @@ FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 MEASUREMENTS = 5
 #: Bytes per second below which device memory does not come over NVLink or PCIe.
 SLOW_RATE = 10e9
+#: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
+UCX = "hpcdask.ucx"
+#: How distributed sends device memory; numba comes with it, and takes half a second to load.
+SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
+#: Bytes that a worker asks of another in one message, where distributed's 50 MB are not set
+#: otherwise: a worker has one message at a time from each of the others, and one of device memory
+#: takes 4 ms besides what NVLink needs for its bytes.
+MESSAGE_NBYTES = 2**31
 #: While a worker is of use.
 WORKING = (Status.running, Status.paused)
 #: What NVIDIA's driver shows where NVLink also joins nodes.
@@ -223,8 +235,14 @@ class PeerWorker(Worker):
     async def _decide(self) -> None:
         """Start ucx where it is only the better way: with the worker up, since UCX takes 0.75 s."""
         try:
-            if self.exchange == "auto":
-                await self._listen_on_ucx()
+            if self.exchange != "tcp":
+                await load_aside((UCX,))
+                sending = asyncio.create_task(load_aside(SENDING if self.on_device else ()))
+                if self.exchange == "auto":
+                    await self._listen_on_ucx()
+                await sending
+                if self.on_device:
+                    self._ask_for_more()
         except Exception as error:
             self.exchange = "tcp"
             logger.warning(
@@ -235,6 +253,12 @@ class PeerWorker(Worker):
             )
         finally:
             self._decided.set()
+
+    def _ask_for_more(self) -> None:
+        """Have the worker fetch more in one message, unless the user said how much."""
+        limit = "distributed.worker.transfer.message-bytes-limit"
+        if dask.config.get(limit) == dask.config.get(limit, config=defaults):
+            self.state.transfer_message_bytes_limit = MESSAGE_NBYTES
 
     async def start_unsafe(self) -> Any:
         """Start, then get warm while the user's program starts."""
@@ -400,6 +424,19 @@ def choose_peers(me: str, addresses: list[str]) -> list[str]:
     # not all begin with the same one
     turn = hash(me) % len(near) if near else 0
     return near[turn:] + near[:turn] + far[-FAR_PEERS:]
+
+
+async def load_aside(modules: Iterable[str]) -> None:
+    """Import in a thread what was not."""
+    if missing := [name for name in modules if name not in sys.modules]:
+        await asyncio.to_thread(load, missing)
+
+
+def load(modules: Iterable[str]) -> None:
+    """Import what is there of these, for whoever imports it later."""
+    for name in modules:
+        with contextlib.suppress(ImportError):  # whoever needs it says so
+            importlib.import_module(name)
 
 
 def _block(count: int, on_device: bool) -> Any:

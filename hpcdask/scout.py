@@ -1,8 +1,14 @@
-"""A process that finds GPUs and what joins them, while the rank imports distributed."""
+"""A process that finds GPUs and what joins them, while the rank imports distributed.
+
+After that it holds the driver open on the GPUs that the rank's workers will probably take, until
+they are there: a process that starts CUDA on a GPU where nobody else has is 0.2 s slower, and
+more where several start at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -13,13 +19,15 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from . import fabric
+from . import fabric, ranks
 from .devices import Gpu, has_nvidia_driver, visible_gpus
 from .errors import DeviceError, UsageError
 from .fabric import Fabric
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0
+#: Seconds after which it lets the driver go, where the rank gets no worker.
+HOLD_S = 60.0
 #: Seconds that the scout gets to be gone.
 DISMISSAL_S = 0.5
 
@@ -32,7 +40,7 @@ class Sighting(NamedTuple):
 
 
 class Scout:
-    """Asks NVML, which takes 0.2 s.
+    """Asks NVML, which takes 0.2 s, then holds the driver open.
 
     Parameters
     ----------
@@ -63,9 +71,10 @@ class Scout:
             try:
                 in_child()
                 os.close(read_end)
-                text = json.dumps(_look())
+                found = _look()
                 with open(write_end, "w") as stream:
-                    stream.write(text)
+                    stream.write(json.dumps(found))
+                _hold_open([gpu["uuid"] for gpu in found.get("gpus", ())])
             finally:
                 os._exit(0)
         os.close(write_end)
@@ -76,7 +85,7 @@ class Scout:
         os.close(self._pipe)
 
     def report(self) -> Sighting:
-        """What it saw. Call it once.
+        """What it saw. Call it once, and `dismiss` when the workers are there.
 
         Raises
         ------
@@ -84,11 +93,8 @@ class Scout:
             What it raised, or that the driver hangs.
         """
         deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
-        try:
-            while chunk := self._read_until(deadline):
-                text += chunk
-        finally:
-            self.dismiss()
+        while chunk := self._read_until(deadline):
+            text += chunk
         found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
@@ -134,3 +140,16 @@ def _one_start() -> Iterator[None]:
             pynvml.nvmlInit()
             stack.callback(pynvml.nvmlShutdown)
         yield
+
+
+def _hold_open(uuids: list[str]) -> None:
+    """Start CUDA, which makes no context yet, and wait to be dismissed."""
+    rank = ranks.detect()
+    if rank is None or not uuids:
+        return
+    if rank.local_size > 1:
+        uuids = [uuids[rank.local_index % len(uuids)]]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+    with contextlib.suppress(OSError):  # no driver: whoever needs it says so
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+        time.sleep(HOLD_S)

@@ -251,7 +251,8 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             msg,
             serializers=serializers or SERIALIZERS,
             on_error=on_error,
-            allow_offload=self.allow_offload,
+            # to serialize device memory is to take its address: a thread only costs time
+            allow_offload=self.allow_offload and not _of_device(msg),
         )
         sizes = [nbytes(frame) for frame in frames]
         kinds = [
@@ -292,11 +293,12 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
         """The next message."""
         try:
             frames = await self._read_frames()
+            on_device = any(hasattr(frame, "__cuda_array_interface__") for frame in frames)
             return await from_frames(
                 frames,
                 deserialize=self.deserialize,
                 deserializers=deserializers or SERIALIZERS,
-                allow_offload=self.allow_offload,
+                allow_offload=self.allow_offload and not on_device,
             )
         except BaseException as error:
             self.abort()
@@ -359,6 +361,15 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
         """End the connection now."""
         super().abort()
         self._wire.look()
+
+
+def _of_device(msg: Any) -> bool:
+    """Whether a message of distributed carries arrays of device memory."""
+    carried = msg.get("data") if isinstance(msg, dict) else msg
+    values = carried.values() if isinstance(carried, dict) else (carried,)
+    return any(
+        hasattr(getattr(value, "data", None), "__cuda_array_interface__") for value in values
+    )
 
 
 def _first_block(flag: int, header: bytes, count: int) -> tuple[bytes, bytes]:
@@ -587,8 +598,10 @@ def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:
         there.admit(raw)
 
 
-def _hung_up(error: Exception) -> bool:
+def _hung_up(error: BaseException) -> bool:
     """Whether the other end closed, which UCX tells in several ways, before it said anything."""
+    if isinstance(error, CommClosedError) and error.__cause__ is not None:
+        error = error.__cause__
     known = base.ucxx.exceptions
     gone = (known.UCXCanceledError, known.UCXCloseError, known.UCXConnectionResetError)
     cut = isinstance(error, known.UCXMessageTruncatedError) and ": 0 (got)" in str(error)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.records import describe
-from hpcdask.bootstrap import STARTED, marks
+from hpcdask.bootstrap import STARTED, marks, process_start
 from hpcdask.workloads import Check, WorkloadError
 
 __all__ = ["phases", "run_startup"]
@@ -110,10 +112,21 @@ def _marks() -> Marks:
 
     started = float(os.environ.get(STARTED, "nan"))
     above = psutil.Process().parents()
-    launched = min((p.create_time() for p in above if p.name() in LAUNCHERS), default=started)
+    launched = min((_began(p.pid) for p in above if p.name() in LAUNCHERS), default=started)
     before = max(0.0, started - launched)
     first = [(before, LAUNCHER_DONE)] if before else []
     return [*first, *((before + seconds, event) for seconds, event in marks)]
+
+
+def _began(pid: int) -> float:
+    """When a process began, as `time.time` counts; infinity if it is gone.
+
+    psutil's `create_time` counts from a boot that Linux tells in whole seconds only.
+    """
+    if not (ticks := process_start(pid)):
+        return math.inf
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def _has_started(marks: Marks) -> bool:

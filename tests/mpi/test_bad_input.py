@@ -256,17 +256,8 @@ def server_on(port: int) -> socket.socket | None:
 # --- devices --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cuda_package(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH in which cuda.core seems to be installed."""
-    folder = tmp_path / "installed"
-    (folder / "cuda" / "core").mkdir(parents=True)
-    (folder / "cuda" / "core" / "__init__.py").touch()
-    return folder
-
-
-def test_more_ranks_than_visible_devices(mpirun, script, cuda_package):
-    env = {**pythonpath(FAKES, cuda_package), **gpus(4), "CUDA_VISIBLE_DEVICES": "3"}
+def test_more_ranks_than_visible_devices(mpirun, script):
+    env = {**pythonpath(FAKES), **gpus(4), "CUDA_VISIBLE_DEVICES": "3"}
     result = mpirun.run(2, *RUN, script, env=env)
     words = ("2 ranks", "only 1 distinct GPU:", "--oversubscribe")
     assert_refused(result, socket.gethostname(), *words)
@@ -320,8 +311,8 @@ def test_switches_that_contradict_each_other(alone, script):
     assert_refused(result, "--disable-infiniband", "leave one out")
 
 
-def test_ucx_that_cannot_work_on_these_gpus(alone, script, cuda_package):
-    env = {**pythonpath(FAKES, cuda_package), **gpus(2)}
+def test_ucx_that_cannot_work_on_these_gpus(alone, script):
+    env = {**pythonpath(FAKES), **gpus(2)}
     result = alone.run(1, *RUN, "--protocol", "ucx", "--rmm-async", script, env=env)
     assert_refused(result, "--protocol ucx cannot work", "--rmm-async", "cannot be shared")
 
@@ -492,7 +483,7 @@ def test_ucx_without_its_package(alone, script, hidden):
 def test_gpu_without_cuda_packages(alone, script, hidden):
     env = {**pythonpath(hidden, FAKES), **gpus(2), "HIDDEN": "cuda"}
     result = alone.run(1, *RUN, script, env=env)
-    assert_refused(result, "cuda-core", "GPU", 'pip install "hpcdask[cuda1')
+    assert_refused(result, "cuda-bindings", "GPU", 'pip install "hpcdask[cuda1')
 
 
 def test_launcher_that_needs_mpi4py_without_it(alone, script, hidden):

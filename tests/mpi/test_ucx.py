@@ -271,8 +271,8 @@ STRANGERS = {
     "sends too little": CONNECT + "await me.ep.send(b'?' * 31); await me.ep.send(b'?' * 31)",
     "sends nothing": CONNECT,
     "sends an empty message": CONNECT + "await me.ep.send(b'')",
-    "speaks distributed-ucxx": CONNECT
-    + "comm = base.UCXX(me.ep, '', 'ucx://' + me.address)\nawait comm.write({'op': 'identity'})",
+    "speaks distributed-ucxx": CONNECT + "me.spoke = base.UCXX(me.ep, '', 'ucx://' + me.address)\n"
+    "await me.spoke.write({'op': 'identity'})",
     "answers with what it hears": CONNECT
     + """
 heard = bytearray(32)
@@ -305,7 +305,7 @@ def test_a_stranger_is_refused_while_others_are_served(there: Puppet, here: Pupp
     assert there.do("return me.touched") == []
     here.do("me.polling.__exit__(None, None, None)")
     there.do("mock.patch.stopall()")
-    here.do("me.ep = None; gc.collect()")
+    here.do("me.ep = me.spoke = None; gc.collect()")
     assert here.do(GREET) == {"x": 1}
 
 
@@ -362,6 +362,7 @@ def test_only_so_many_may_be_unproven_at_a_time(there: Puppet, here: Puppet):
     started = time.monotonic()
     assert here.do(GREET) == {"x": 1}  # once they are gone
     assert time.monotonic() - started < 5
+    there.wait_for("me.listener.pending == 0")
     lines = there.logged()
     assert sum("3 others are unproven" in line for line in lines) == 1
     assert sum("did not prove itself within 1 s" in line for line in lines) == 3
@@ -708,7 +709,7 @@ def work(scheduler: str, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[Puppet, Puppet, Puppet]]:
-    """A scheduler with a client, and two workers that came at the same time."""
+    """A scheduler with a client, and two workers that came at the same time and are warm."""
     puppets = [Puppet(PRELUDE.replace("ucx.register()\nucx.progress()", ""), SCHEDULE)]
     puppets += [Puppet(PRELUDE), Puppet(PRELUDE)]
     try:
@@ -718,6 +719,8 @@ def cluster() -> Iterator[tuple[Puppet, Puppet, Puppet]]:
             puppet.begin(work(address, name))
         for puppet in puppets[1:]:
             puppet.address = puppet.result(30)
+        for name in "ab":
+            warm(puppets[0], name)
         yield tuple(puppets)
         for puppet in puppets:
             noise = [line for line in puppet.logged() if line.startswith("loop: ")]
@@ -986,14 +989,19 @@ def add():
     assert int((x + x.T).sum().compute()) == 10**6 * (10**6 - 1)
 
 
+def wait_until_warm():
+    deadline = time.monotonic() + 20
+    while not all(client.run(warm).values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 client = Client()
-deadline = time.monotonic() + 20
-while not all(client.run(warm).values()) and time.monotonic() < deadline:
-    time.sleep(0.05)
+wait_until_warm()
 add()
 print("before", *client.run(transports).values(), flush=True)
 client.restart()
 client.wait_for_workers(2)
+wait_until_warm()
 add()
 (y,) = client.scatter([np.ones(10**6)], broadcast=True)
 assert client.submit(np.sum, y).result() == client.gather(y).sum() == 10**6

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import dask
@@ -244,6 +246,16 @@ def test_startup_of_a_cluster_of_its_own(tmp_path):
 
 
 PHASES_WITHOUT_GPU = ["distributed imported", "worker forked", "registered", "warm"]
+
+
+def test_when_a_process_began():
+    before = time.time()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        after = time.time()
+        tick = 1 / os.sysconf("SC_CLK_TCK")
+        assert before - tick <= startup._began(process.pid) <= after + tick
+        process.communicate(b"\n")
+    assert startup._began(process.pid) == math.inf
 
 
 def test_phases_of_a_worker_that_was_started_again():

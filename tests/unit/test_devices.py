@@ -469,10 +469,12 @@ from hpcdask import devices, errors, scout
 scout.SCOUT_DEADLINE_S, devices.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
-    gpus, fabric = scout.Scout.start(lambda: None).report()
+    found = scout.Scout.start(lambda: None)
+    gpus, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
 except errors.DeviceError as error:
     print(error)
+found.dismiss()
 try:
     print(os.waitpid(-1, os.WNOHANG))
 except ChildProcessError:
@@ -500,6 +502,44 @@ def test_a_report_of_gpus_and_what_joins_them():
     gpus[0]["nvlink"] = None
     assert scouted(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () {((A, B), (A, C))} 3"
     assert scouted(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () () 0"
+
+
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "GPU-c,GPU-a"),  # no launcher: one worker for each
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "GPU-c"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "GPU-a"),
+    ],
+)
+def test_the_driver_is_held_open_on_the_gpu_that_the_worker_will_take(tmp_path, environ, expected):
+    held = tmp_path / "held"
+    change = f"""
+class Driver:
+    def cuInit(self, flags):
+        with open({str(held)!r} + ".part", "w") as file:
+            print(os.environ["CUDA_VISIBLE_DEVICES"], flags, file=file)
+        os.rename({str(held)!r} + ".part", {str(held)!r})
+
+scout.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
+report = scout.Scout.report
+def wait_until_held(self):
+    try:
+        return report(self)
+    finally:
+        while not os.path.exists({str(held)!r}):
+            time.sleep(0.01)
+scout.Scout.report = wait_until_held
+"""
+    gpus = {"FAKE_NVML": json.dumps(FOUR), "CUDA_VISIBLE_DEVICES": "2,0"}
+    scouted(change, **gpus, **environ)  # which sees that the scout ends when it is dismissed
+    names = {C: "GPU-c", A: "GPU-a"}
+    uuids, flags = held.read_text().split()
+    assert [names[uuid] for uuid in uuids.split(",")] == expected.split(",")
+    assert flags == "0"
 
 
 def test_a_report_of_what_went_wrong():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from types import SimpleNamespace
 
+import dask
+import numpy as np
 import pytest
+from distributed.protocol import to_serialize
 
-from hpcdask import nanny
+from hpcdask import nanny, peers
 from hpcdask.peers import FAR_PEERS, SLOW_RATE, Link, choose_peers, environment, judge
 
 
@@ -107,6 +111,39 @@ def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
 
 
 # Messages
+
+
+def limit_of(worker_class=peers.PeerWorker) -> float:
+    worker = SimpleNamespace(state=SimpleNamespace(transfer_message_bytes_limit=50e6))
+    worker_class._ask_for_more(worker)
+    return worker.state.transfer_message_bytes_limit
+
+
+def test_device_memory_travels_in_large_messages_unless_the_user_said_otherwise():
+    assert limit_of() == peers.MESSAGE_NBYTES
+    with dask.config.set({"distributed.worker.transfer.message-bytes-limit": "60MB"}):
+        assert limit_of() == 50e6
+
+
+class OnDevice:
+    __cuda_array_interface__ = None
+
+
+@pytest.mark.parametrize(
+    ("msg", "expected"),
+    [
+        ({"status": "OK", "data": {"x": to_serialize(OnDevice())}}, True),
+        ({"status": "OK", "data": {"x": to_serialize(1), "y": to_serialize(OnDevice())}}, True),
+        (to_serialize(OnDevice()), True),
+        ({"status": "OK", "data": {"x": to_serialize(np.ones(3))}}, False),
+        ({"op": "get_data", "keys": ["x"]}, False),
+        (["x"], False),
+    ],
+)
+def test_messages_of_device_memory_are_known_before_they_are_serialized(msg, expected):
+    from hpcdask import ucx
+
+    assert ucx._of_device(msg) is expected
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1006, 1007, 1008, 5000])
@@ -216,3 +253,27 @@ def test_a_peer_that_ended_in_the_handshake_is_not_complained_about(error, told)
         "distributed.comm.tcp", logging.WARNING, "", 0, text, arguments, None
     )
     assert nanny._not_of_the_departed(record) == told
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("UCXCanceledError('Request canceled')", True),
+        ("UCXMessageTruncatedError('length mismatch: 0 (got) != 32 (expected)')", True),
+        ("UCXMessageTruncatedError('length mismatch: 33 (got) != 32 (expected)')", False),
+        ("UCXError('anything else')", False),
+    ],
+)
+def test_a_worker_that_ended_while_it_said_hello_is_no_stranger(error, expected, monkeypatch):
+    import ucxx
+    from distributed.comm.core import CommClosedError
+
+    from hpcdask import ucx
+
+    monkeypatch.setattr(ucx.base, "ucxx", ucxx)  # as after its start
+    error = eval(error, vars(ucxx.exceptions))
+    closed = CommClosedError("the ucx connection broke while reading")
+    closed.__cause__ = error
+    assert ucx._hung_up(error) is ucx._hung_up(closed) is expected
+    assert not ucx._hung_up(CommClosedError("the other side closed"))
+    assert not ucx._hung_up(PermissionError("the other side does not know the secret"))
