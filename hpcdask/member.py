@@ -243,9 +243,11 @@ def seconds_since_start() -> float:
 
 
 def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
-    """Fork the template of this rank's workers."""
+    """Fork the template of this rank's workers. This is the last fork of a rank."""
     cuda = spec.device != "cpu" and devices.has_nvidia_driver()
     template.start(scratch, nursery.close_in_child, ["cuda.core"] if cuda else [])
+    if cuda:
+        devices.start_nvml()
 
 
 def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:

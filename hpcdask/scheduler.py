@@ -13,6 +13,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 
 from .control import Channel
+from .devices import start_nvml
 from .nanny import BATCH_INTERVAL_S, quiet
 from .peers import TOPIC
 from .security import to_security
@@ -91,6 +92,7 @@ def main(sock: socket.socket) -> None:
     from distributed.config import get_loop_factory
 
     leave_signals_to_the_rank()
+    start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
     # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.

@@ -95,8 +95,9 @@ def test_the_report_has_the_heat_map(gpus: list[Gpu], tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_for_each_kind_of_cluster(gpus: list[Gpu]) -> None:
     lines = bench("table", "--size", "16GB", "--cpu-size", "100MB", "--repeats", "1")
-    workers = [line["workers"] for line in lines if gpus[0].name in line["devices"]]
-    assert workers == sorted({1, len(gpus)})
+    rows = [(line["workers"], line["form"]) for line in lines if gpus[0].name in line["devices"]]
+    counts = sorted({1, len(gpus)})
+    assert rows == [(count, form) for count in counts for form in ("tuned", "stock")]
     assert all(check["ok"] for line in lines for check in line["checks"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -18,6 +20,9 @@ from hypothesis import strategies as st
 from hpcdask import devices, scout
 from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
 from hpcdask.errors import DeviceError, MissingExtra
+from hpcdask.member import Member
+from hpcdask.ranks import Rank
+from hpcdask.spec import RunSpec
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 FOUR = [
@@ -540,6 +545,15 @@ scout.Scout.report = wait_until_held
     uuids, flags = held.read_text().split()
     assert [names[uuid] for uuid in uuids.split(",")] == expected.split(",")
     assert flags == "0"
+
+
+def test_the_driver_is_let_go_when_the_workers_are_there():
+    rank = Rank(0, 1, 0, 1, "n1", "none", "launch")
+    found = mock.Mock()
+    one = Member(RunSpec(), rank, mock.Mock(), "", None, found)
+    asyncio.run(one.start_workers([], "tcp://127.0.0.1:1"))
+    found.dismiss.assert_called_once_with()
+    assert one.scout is None
 
 
 def test_a_report_of_what_went_wrong():
