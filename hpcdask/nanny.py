@@ -115,7 +115,6 @@ class BoundWorker(PeerWorker):
         if bind_cores:
             devices.widen(bind_cores)
         if bind_gpu is not None:
-            devices.start_nvml()
             with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                 make_context()
                 mark("CUDA context made")
