@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .embed import Runner, initialize
     from .schedulerfile import connect
 
+__version__ = "0.1.0"
 __all__ = [
     "HTCondorCUDACluster",
     "LSFCUDACluster",

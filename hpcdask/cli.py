@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hpcdask import __version__
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.ending import end_jobs, may_bring_more
 from hpcdask.queues.folder import prune
@@ -40,6 +41,7 @@ class Commands(click.Group):
     context_settings=SETTINGS,
     epilog="Example: hpcdask submit --gpus-per-node 4 script.py. Each command's --help has one.",
 )
+@click.version_option(__version__, "-V", "--version", message="hpcdask %(version)s")
 def main() -> None:
     """Dask clusters on the GPUs of a queueing system."""
 

@@ -428,7 +428,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site/reference/cli.html").read_text()
     shown = re.sub(r"<[^>]+>", "", reference)
-    for option in OWN_OPTIONS - {"-h", "--help", "--attached"}:
+    for option in OWN_OPTIONS - {"-h", "--help", "-V", "--version", "--attached"}:
         assert option in shown, option
     api = (tmp_path / "site/reference/api.html").read_text()
     for name in hpcdask.__all__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -449,6 +450,10 @@ def test_each_help_ends_with_an_example(path: tuple[str, ...]):
     example = re.search(r"Example: (hpcdask.*|srun.* hpcdask.*)$", text)
     assert example
     assert " ".join(path) in example[1]
+
+
+def test_the_version_is_that_of_the_package():
+    assert hpcdask("--version").output == f"hpcdask {importlib.metadata.version('hpcdask')}\n"
 
 
 def test_every_system_has_a_script():
