@@ -20,14 +20,14 @@ WORKERS ?= $(if $(CUDA),0,2)
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
 
-.PHONY: help venv programs demo test lint format type docs bench check clean
+.PHONY: help venv programs demo test lint format type docs links bench check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
 	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
 	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
-	@echo "make check   the same as test;  make lint | type | format | docs | bench | venv | clean"
+	@echo "make check   the same as test;  make lint | type | format | docs | links | bench | venv | clean"
 
 venv: .venv/.test .venv-mpich/.done
 
@@ -85,6 +85,10 @@ check: lint type test
 docs: .venv/.docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# Of the pages, to other sites; needs a network
+links: .venv/.docs
+	@$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
 
 bench: .venv/.test
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
