@@ -237,7 +237,7 @@ def make_context() -> None:
         The driver refuses.
     """
     try:
-        # loaded by the template already, through RMM; cuda.core would take 0.2 s
+        # loaded by the template already, through RMM
         from cuda.bindings import driver
     except ImportError:
         raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None

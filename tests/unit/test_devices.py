@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import devices, scout
+from hpcdask import devices, nanny, scout
 from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
 from hpcdask.errors import DeviceError, MissingExtra
 from hpcdask.member import Member
@@ -554,6 +554,20 @@ def test_the_driver_is_let_go_when_the_workers_are_there():
     asyncio.run(one.start_workers([], "tcp://127.0.0.1:1"))
     found.dismiss.assert_called_once_with()
     assert one.scout is None
+
+
+def test_a_driver_that_refuses_a_context(monkeypatch):
+    from cuda.bindings import driver
+
+    fine, refused = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+    answers = {"cuInit": (fine,), "cuDeviceGet": (fine, 0)}
+    answers["cuDevicePrimaryCtxRetain"] = (refused, None)
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, lambda _, answer=answer: answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", A)
+    says = f"cuDevicePrimaryCtxRetain says CUDA_ERROR_DEVICE_UNAVAILABLE of GPU {A}. See nvidia-smi"
+    with pytest.raises(DeviceError, match=says):
+        nanny.make_context()
 
 
 def test_a_report_of_what_went_wrong():
