@@ -243,7 +243,13 @@ def make_context() -> None:
         raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None
 
     def call(name: str, *arguments: Any) -> Any:
-        code, *results = getattr(driver, name)(*arguments)
+        try:
+            code, *results = getattr(driver, name)(*arguments)
+        except RuntimeError as error:  # its library is not there
+            raise DeviceError(
+                f"no CUDA context on {socket.gethostname()}: {error} In a container, pass the "
+                f"driver in (apptainer exec --nv)"
+            ) from error
         if code != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(
                 f"no CUDA context on {socket.gethostname()}: {name} says {code.name} of GPU "

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +32,15 @@ def build(folder: Path) -> Built:
             unavailable("hatchling is not installed, and pip cannot install it")
         env["PYTHONPATH"] = str(tools)
     sdist = _hatchling("sdist", ROOT, folder / "dist", env)
-    with tarfile.open(sdist) as tar:
-        tar.extractall(folder / "source", filter="data")
+    unpack(sdist, folder / "source")
     (source,) = (folder / "source").iterdir()
     return Built(sdist, _hatchling("wheel", source, folder / "dist", env))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Extract a tar file into a new folder; Python 3.11 may not know tarfile's filters."""
+    folder.mkdir()
+    subprocess.run(["tar", "-xf", archive, "-C", folder], check=True)
 
 
 def _hatchling(kind: str, source: Path, out: Path, env: dict[str, str]) -> Path:

@@ -404,12 +404,19 @@ def test_a_restart_count_that_is_none(monkeypatch):
 NO_POOL = ("--rmm-pool-size", "0")
 
 
+#: Whoever makes a context is told that all is well.
+NO_DRIVER = """
+from cuda.bindings import driver
+fine = driver.CUresult.CUDA_SUCCESS
+driver.cuInit = driver.cuCtxSetCurrent = lambda _: (fine,)
+driver.cuDeviceGet = driver.cuDevicePrimaryCtxRetain = lambda number: (fine, number)
+"""
+
+
 @pytest.fixture
 def gpus(tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
     """Make an environment in which NVML shows so many GPUs, and CUDA asks for no driver."""
-    core = tmp_path / "cuda" / "core" / "__init__.py"
-    core.parent.mkdir(parents=True)
-    core.write_text("class Device:\n    def set_current(self):\n        pass\n")
+    (tmp_path / "sitecustomize.py").write_text(NO_DRIVER)
     machine = uuid.uuid4().hex
 
     def environment(count: int, **more: str) -> dict[str, str]:

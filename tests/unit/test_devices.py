@@ -565,6 +565,10 @@ def test_a_driver_that_refuses_a_context(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(driver, name, lambda _, answer=answer: answer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", A)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "cuInit", mock.Mock(side_effect=RuntimeError("No libcuda.so.1.")))
+        with pytest.raises(DeviceError, match=r": No libcuda.so.1. In a container"):
+            nanny.make_context()
     says = f"cuDevicePrimaryCtxRetain says CUDA_ERROR_DEVICE_UNAVAILABLE of GPU {A}. See nvidia-smi"
     with pytest.raises(DeviceError, match=says):
         nanny.make_context()

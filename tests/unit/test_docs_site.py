@@ -387,6 +387,7 @@ def test_the_site_file_is_read(tmp_path, monkeypatch):
     """As an administrator writes it, with the networks of this machine."""
     blocks = dict(BLOCK.findall(PAGES["docs/site-guide.md"]))
     text = blocks["yaml"].replace("eth1", "lo").replace("ib0", "lo")
+    text = text.replace(": /local", f": {tmp_path}")
     (tmp_path / "site.yaml").write_text(text)
     monkeypatch.setenv("HOME", str(tmp_path))
     configured = dask.config.collect_yaml([str(tmp_path / "site.yaml")])
