@@ -1,5 +1,6 @@
 """A Grid Engine for the tests of this folder."""
 
+import socket
 from collections.abc import Iterator
 
 import pytest
