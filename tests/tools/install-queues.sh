@@ -7,7 +7,7 @@ set -eu
 folder=${1:-${HPCDASK_QUEUES:-$PWD/.queues}}
 torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libslurm38 libswitch-perl"
 sge="gridengine-master gridengine-exec gridengine-client gridengine-common libjemalloc2 libmunge2
-libtirpc3"
+libhwloc15 libtirpc3"
 [ ! -e "$folder/complete" ] || exit 0
 
 give_up() { echo "The commands of PBS and Grid Engine are not installed ($1)"; exit 0; }
