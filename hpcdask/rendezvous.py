@@ -12,14 +12,19 @@ over the control line (`hpcdask.control`). The note travels
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import select
 import shutil
 import signal
+import stat
+import struct
 import sys
 import tempfile
+import termios
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -29,6 +34,8 @@ from .security import write_private
 
 Note = dict[str, Any]
 MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
+#: Seconds that a launcher gets to read a rank's output before it is told to end.
+READ_DEADLINE_S = 2.0
 PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
 
 
@@ -227,8 +234,25 @@ def abort_launch(rank: Rank, code: int) -> None:
         Exit code of the launch.
     """
     if rank.launcher == "hydra" and "PMI_FD" in os.environ:
+        _wait_until_read()  # the launcher drops what it has not read yet
         with contextlib.suppress(OSError, ValueError):  # PMI-1's abort
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
+def _wait_until_read() -> None:
+    """Wait until the launcher has read what this process wrote to its standard streams."""
+    deadline = time.monotonic() + READ_DEADLINE_S
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+            number = stream.fileno()
+            if not stat.S_ISFIFO(os.fstat(number).st_mode):
+                continue
+            while time.monotonic() < deadline:
+                (unread,) = struct.unpack("i", fcntl.ioctl(number, termios.FIONREAD, bytes(4)))
+                if not unread:
+                    break
+                time.sleep(0.005)  # pipes have no event for it
 
 
 def mismatch(expected: int, rank: Rank) -> LaunchError:

@@ -6,7 +6,10 @@ import builtins
 import errno
 import json
 import os
+import select
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -29,6 +32,34 @@ def base(tmp_path, monkeypatch) -> Path:
 
 def mode(path: str) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+ABORTS = """
+import os, sys
+from hpcdask.ranks import Rank
+from hpcdask.rendezvous import abort_launch
+
+print("the report")
+print("why", file=sys.stderr)
+abort_launch(Rank(0, 2, 0, 2, "n1", "hydra", "launch"), 7)
+"""
+
+
+def test_a_launch_is_aborted_once_its_launcher_has_read_all():
+    """Hydra drops the output that it has not read by then."""
+    told, tells = os.pipe()
+    environ = {**os.environ, "PMI_FD": str(tells)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    program = [sys.executable, "-c", ABORTS]
+    with subprocess.Popen(program, env=environ, pass_fds=[tells], **pipes) as rank:
+        os.close(tells)
+        for stream, text in ((rank.stdout, b"the report\n"), (rank.stderr, b"why\n")):
+            assert select.select([stream], [], [], 10)[0]
+            assert not select.select([told], [], [], 0.1)[0]
+            assert os.read(stream.fileno(), 100) == text
+        assert os.read(told, 100) == b"cmd=abort exitcode=7\n"
+    assert rank.returncode == 0
+    os.close(told)
 
 
 def test_what_rank_0_publishes_the_others_fetch(base):
