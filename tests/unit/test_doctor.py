@@ -642,14 +642,14 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
             "fails": fail,
             "dies": lambda: sys.modules["os"]._exit(3),
         },
-        deadline_s=0.5,
+        deadline_s=2.0,
     ).results()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 6
     _, left = psutil.wait_procs(set(psutil.Process().children()) - others, timeout=5)
     assert not left
     assert found["good"] == {"a": [1]}
     assert len(found["large"]["text"]) == 300_000
-    assert found["hangs"] == {"problem": "did not answer within 0.5 s"}
+    assert found["hangs"] == {"problem": "did not answer within 2 s"}
     assert found["fails"] == {"problem": "OSError: no such thing here"}
     assert found["dies"] == {"problem": "its process has died"}
 
