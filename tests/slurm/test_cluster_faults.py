@@ -306,6 +306,8 @@ def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str
         wait_for_running(cluster, 2)
         computation = Computation(client, 60)
         cluster.queue.timeout_s = 1.0
+        more = len(squeue.calls()) + 2  # the one under way still has the old limit, of a minute
+        wait_for(lambda: len(squeue.calls()) >= more, 40, "a call with the new limit")
         error = "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"
         for failing, times in (("sleep 600", 1), (error, 2)):  # it is asked less and less often
             squeue.behave(failing)
