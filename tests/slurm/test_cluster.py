@@ -159,6 +159,8 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
     notebook = user.start(NOTEBOOK, repr(user.keywords()))
     assert notebook.stdout is not None
     name, warden = notebook.stdout.readline().split()
+    running = [job_id for job_id, word in user.queued().items() if word == "RUNNING"]
+    user.site.run("scancel", "--full", "--signal=STOP", *running)  # else they end by themselves
     with user.make(n_workers=1) as cluster:
         psutil.Process(int(warden)).kill()
         notebook.kill()
