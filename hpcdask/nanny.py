@@ -15,7 +15,7 @@ from typing import Any
 
 import dask
 from distributed import Nanny, Security
-from distributed.comm import get_address_host, unparse_host_port
+from distributed.comm import CommClosedError, get_address_host, unparse_host_port
 from distributed.core import Status
 from distributed.utils import get_ip
 
@@ -365,12 +365,18 @@ def quiet(level: str = "WARNING") -> None:
             "asyncio",
         ):
             logging.getLogger(name).setLevel(level)
-        logging.getLogger("distributed.comm.tcp").addFilter(_not_of_the_departed)
+        for name in ("distributed.comm.tcp", "distributed.worker"):
+            logging.getLogger(name).addFilter(_not_of_the_departed)
 
 
 def _not_of_the_departed(record: logging.LogRecord) -> bool:
-    """Leave out that a process, of this cluster say, ended before its TLS handshake did."""
-    text = record.getMessage()
+    """Leave out that a process, of this cluster say, ended in the middle of a conversation.
+
+    Where it was the scheduler, its stream's end is noticed, and told in one line, by itself.
+    """
+    text, error = record.getMessage(), record.exc_info and record.exc_info[1]
+    if "during heartbeat" in text:
+        return not isinstance(error, CommClosedError)
     return not ("TLS handshake failed" in text and "EOF" in text)
 
 

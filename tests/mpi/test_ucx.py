@@ -372,8 +372,8 @@ def test_only_so_many_may_be_unproven_at_a_time(there: Puppet, here: Puppet):
 def test_strangers_leave_nothing_behind(there: Puppet, here: Puppet):
     there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 0.1).start()")
     before = there.do("return psutil.Process().num_fds()")
-    for _ in range(10):
-        here.do(CONNECT)
+    for _ in range(10):  # on a busy machine they are refused before they have connected
+        here.do(f"try:\n    {CONNECT}except Exception:\n    pass")
     here.do("me.ep = None")
     there.wait_for("me.listener.pending == 0")
     there.wait_for(f"not gc.collect() * 0 and psutil.Process().num_fds() <= {before} + 3")

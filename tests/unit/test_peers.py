@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import dask
 import numpy as np
 import pytest
+from distributed.comm import CommClosedError
 from distributed.protocol import to_serialize
 
 from hpcdask import nanny, peers
@@ -256,6 +257,20 @@ def test_a_peer_that_ended_in_the_handshake_is_not_complained_about(error, told)
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (CommClosedError("in <TLS>: Stream is closed"), False),  # its stream's end tells it
+        (OSError("Timed out trying to connect to tls://10.0.0.1:1 after 30 s"), True),
+    ],
+)
+def test_a_heartbeat_that_the_end_of_the_scheduler_cut_off_is_not_complained_about(error, told):
+    text = "Failed to communicate with scheduler during heartbeat."
+    what = (type(error), error, None)
+    record = logging.LogRecord("distributed.worker", logging.ERROR, "", 0, text, (), what)
+    assert nanny._not_of_the_departed(record) == told
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         ("UCXCanceledError('Request canceled')", True),
@@ -266,7 +281,6 @@ def test_a_peer_that_ended_in_the_handshake_is_not_complained_about(error, told)
 )
 def test_a_worker_that_ended_while_it_said_hello_is_no_stranger(error, expected, monkeypatch):
     import ucxx
-    from distributed.comm.core import CommClosedError
 
     from hpcdask import ucx
 
