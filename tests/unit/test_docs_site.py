@@ -36,7 +36,7 @@ BLOCK = re.compile(r"^```([a-z{}-]+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 #: Options of other programs that pages name, by program.
 FOREIGN = {
-    "apptainer": "--bind --build-arg --cleanenv --nv",
+    "apptainer": "--bind --build-arg --cleanenv --nv --sandbox",
     "docker": "--gpus --ipc --network --pid",
     "ldd": "--version",
     "mpirun": "--allow-run-as-root --map-by --oversubscribe",
