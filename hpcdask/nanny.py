@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -393,13 +394,19 @@ def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:
     Raises
     ------
     UsageError
-        ``--local-directory`` cannot be written.
+        ``--local-directory`` cannot be written, or names a variable that this node lacks.
     """
     import tempfile
 
     from .errors import UsageError
 
     base = spec.local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
+    base = os.path.expanduser(os.path.expandvars(base))  # those of this node, not of who submits
+    if unset := re.search(r"\$\w+|\$\{\w+\}", base):
+        raise UsageError(
+            f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "
+            "a folder on the node's own disk, or a variable that jobs have"
+        )
     try:
         os.makedirs(base, exist_ok=True)
         purge(base)

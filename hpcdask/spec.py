@@ -249,7 +249,9 @@ class WorkerSpec:
         parse_device_memory,
     )
     local_directory: str | None = _field(
-        None, "Node-local folder for spilled data and scratch. Default: $TMPDIR."
+        None,
+        "Node-local folder for spilled data and scratch; variables in it are the node's. "
+        "Default: $TMPDIR.",
     )
     name: str | None = _field(None, "Prefix of the workers' names. Default: the host's name.")
     resources: dict[str, float] | None = _field(

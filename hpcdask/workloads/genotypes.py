@@ -140,7 +140,7 @@ def _check_store(stored: StoredArray) -> None:
         return
     if n_missing := n_missing_chunks(stored.path, stored.component):
         raise WorkloadError(
-            f"{stored} lacks {n_missing} of its chunks, which would be read as genotype "
+            f"{stored} lacks {n_missing} of its chunks or shards, which would be read as genotype "
             f"{stored.fill_value}: write them, or the store with fill_value={MISSING} (missing)"
         )
 
@@ -243,8 +243,10 @@ def _judge(xp: Any, tile: Any, max_missing: float, min_maf: float) -> tuple[Any,
         )
     n = tile.shape[1]
     missing = tile == MISSING
-    n_missing = missing.sum(axis=1, dtype=np.uint32)
-    copies = tile.sum(axis=1, dtype=np.uint32) - MISSING * n_missing
-    p = copies / xp.maximum(2.0 * (n - n_missing), 1)
-    rarer = xp.minimum(p, 1 - p)
-    return missing, p, (rarer >= min_maf) & (rarer > 0), n_missing <= max_missing * n
+    n_missing = missing.sum(axis=1, dtype=np.int64)
+    copies = tile.sum(axis=1, dtype=np.int64) - MISSING * n_missing
+    alleles = 2 * (n - n_missing)
+    # Quotients of integers are rounded as the thresholds are, so that what equals one is kept
+    rarer = xp.minimum(copies, alleles - copies) / xp.maximum(alleles, 1)
+    p = copies / xp.maximum(alleles, 1)
+    return missing, p, (rarer >= min_maf) & (rarer > 0), n_missing / n <= max_missing

@@ -118,7 +118,7 @@ class Rows:
 
     def fused(self, block: Any) -> bool:
         """Whether small integers are multiplied as they are; CPUs do better with tiles."""
-        if self.device == "cpu" or self.prepare is not None:
+        if self.device == "cpu" or self.prepare is not None or not block.shape[0]:
             return False
         return self.packed or (block.dtype == np.uint8 and integer_gpu.can_multiply())
 
@@ -145,7 +145,9 @@ class Rows:
         for tile in self.tiles(block, self.work):
             y = tile if basis is None else tile @ basis
             if basis is not None:
-                zt += xp.matmul(y.T, tile, out=part)  # on a CPU, tile.T @ y takes twice as long
+                scaled, scale = _scaled(y, xp)
+                xp.matmul(scaled.T, tile, out=part)  # on a CPU, tile.T @ y takes twice as long
+                zt += part if scale is None else part * scale
             gram_of_tile, sums_of_tile = _sums_of(y, xp)
             gram += gram_of_tile
             y_sums += sums_of_tile
@@ -155,11 +157,12 @@ class Rows:
         """Return a chunk times (n, l), float64."""
         xp = array_module(self.device)
         if right is None:
-            return block.astype(np.float64, copy=False)
+            return block[:].astype(np.float64, copy=False)  # rows that are being read as well
         if self.fused(block):
             return self._multiply(block, xp.asarray(right, np.float64))
         # always in float64: what undoes the scale of Ω has opposite signs, which cancel
-        return xp.concatenate([tile @ right for tile in self.tiles(block, "float64")])
+        tiles = [tile @ right for tile in self.tiles(block, "float64")]
+        return xp.concatenate(tiles) if tiles else xp.empty((0, right.shape[1]))
 
     def transposed_times(self, block: Any, q: Any) -> Any:
         """Return (l, rows) times a chunk, float64."""
@@ -168,6 +171,14 @@ class Rows:
             out = out + q[start : start + tile.shape[0]].T @ tile
             start += tile.shape[0]
         return out
+
+
+def _scaled(y: Any, xp: Any) -> tuple[Any, Any]:
+    """Return y over a power of two, float64, so that float32 holds its products; None for 1."""
+    if y.dtype != np.float32:
+        return y, None
+    exponent = xp.clip(xp.frexp(xp.abs(y).max())[1], -126, 126)
+    return xp.ldexp(y, -exponent), xp.ldexp(xp.float64(1), exponent)
 
 
 def _sums_of(y: Any, xp: Any) -> tuple[Any, Any]:
@@ -194,7 +205,9 @@ def products(
     block, first = only(block), int(only(start)[0])
     matrix, by_qr = _basis(basis, rows, width, seed)
     if by_qr:
-        return None, None, None, [_part(block, first, matrix, rows)]
+        # A chunk without rows, as filters leave them, begins at the row where the next one does
+        parts = [_part(block, first, matrix, rows)] if block.shape[0] else []
+        return None, None, None, parts
     xp = array_module(rows.device)
     z, gram, y_sums = rows.products(
         block, None if matrix is None else xp.asarray(matrix, rows.work)
@@ -243,9 +256,8 @@ def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
 
 def combine(flat: list[Any]) -> tuple[Any, Any, Any, list[Part]]:
     """Add the sums of some chunks."""
-    parts = [part for sums in flat for part in sums[3]]
-    if parts:
-        return None, None, None, parts
+    if flat[0][0] is None:
+        return None, None, None, [part for sums in flat for part in sums[3]]
     z, gram, y_sums = (functools.reduce(operator.add, (sums[i] for sums in flat)) for i in range(3))
     return z, gram, y_sums, []
 
@@ -347,6 +359,8 @@ def _fill(part: Floats, k: int) -> Floats:
 def left(block: Any, start: Any, solution: Any, *, rows: Rows) -> Floats:
     """Left singular vectors of a chunk."""
     block, found = only(block), only(solution)
+    if not block.shape[0]:
+        return np.empty((0, len(found.s)))
     xp = array_module(rows.device)
     right = None if found.right is None else xp.asarray(found.right, np.float64)
     y = rows.times(block, right)

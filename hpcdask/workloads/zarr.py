@@ -19,6 +19,7 @@ zero.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from typing import Any, cast
@@ -52,11 +53,13 @@ def find(path: str | os.PathLike[str], component: str | None = None) -> StoredAr
         No such path, no Zarr store, a group of arrays without ``component``, or no matrix of real
         numbers; zarr is not installed.
     """
-    return _found(_open(path, component), os.path.abspath(path), component)
+    return _found(_open(path, component), os.path.abspath(path))
 
 
 def n_missing_chunks(path: str | os.PathLike[str], component: str | None = None) -> int:
     """Count the chunks that are not in a store and so are read as fill values; lists its files.
+
+    Where chunks are kept together in shards, shards are counted.
 
     Raises
     ------
@@ -64,7 +67,11 @@ def n_missing_chunks(path: str | os.PathLike[str], component: str | None = None)
         As from `find`.
     """
     array = _open(path, component)
-    return int(array.nchunks - array.nchunks_initialized)
+    files = array.shards or array.chunks
+    n_files = math.prod(-(-n // m) for n, m in zip(array.shape, files, strict=True))
+    # zarr counts all chunks that a shard has room for, also those beyond the array's edge
+    n_chunks_each = math.prod(files) // math.prod(array.chunks)
+    return int(n_files - array.nchunks_initialized // n_chunks_each)
 
 
 def _open(path: str | os.PathLike[str], component: str | None) -> Any:
@@ -89,7 +96,7 @@ def _open(path: str | os.PathLike[str], component: str | None) -> Any:
         raise WorkloadError(f"the metadata of {where} cannot be read: {exc}") from exc
     if isinstance(node, zarr.Group):
         raise WorkloadError(
-            f"{os.path.join(where, component or '')} is a group: "
+            f"{os.path.join(where, node.path)} is a group: "
             f"say which of its arrays as component=...; {_arrays(zarr, node)}"
         )
     return node
@@ -98,7 +105,7 @@ def _open(path: str | os.PathLike[str], component: str | None) -> Any:
 def _open_root(zarr: Any, where: str) -> Any:
     try:
         return zarr.open_group(where, mode="r")
-    except FileNotFoundError:
+    except (FileNotFoundError, zarr.errors.ContainsArrayError):
         return None
 
 
@@ -110,10 +117,20 @@ def _arrays(zarr: Any, group: Any) -> str:
     return "its arrays: " + ", ".join(names) if names else "it has no arrays"
 
 
-def _found(array: Any, where: str, component: str | None) -> StoredArray:
-    stored = StoredArray(
+def _found(array: Any, where: str) -> StoredArray:
+    component = array.path  # as zarr has it: without slashes before and behind
+    name = os.path.join(where, component) if component else where
+    if array.ndim != 2:
+        raise WorkloadError(f"{name} has {array.ndim} dimensions {array.shape}; a matrix has 2")
+    if array.dtype.kind not in "buif":
+        raise WorkloadError(
+            f"{name} is {array.dtype}; integers, booleans and real floats are accepted"
+        )
+    if min(array.shape) < 1:
+        raise WorkloadError(f"{name} is {array.shape[0]} x {array.shape[1]}: nothing to read")
+    return StoredArray(
         path=where,
-        component=component or "",
+        component=component,
         shape=tuple(array.shape),
         dtype=str(array.dtype.newbyteorder("=")),
         chunk=tuple(array.shards or array.chunks),
@@ -121,17 +138,8 @@ def _found(array: Any, where: str, component: str | None) -> StoredArray:
         plain=array.metadata.zarr_format == 3
         and not (array.shards or array.filters or array.compressors)
         and "big" not in repr(array.serializer),
-        stamp=_stamp(os.path.join(where, component or "")),
+        stamp=_stamp(name),
     )
-    if array.ndim != 2:
-        raise WorkloadError(f"{stored} has {array.ndim} dimensions {array.shape}; a matrix has 2")
-    if array.dtype.kind not in "buif":
-        raise WorkloadError(
-            f"{stored} is {array.dtype}; integers, booleans and real floats are accepted"
-        )
-    if min(array.shape) < 1:
-        raise WorkloadError(f"{stored} is {array.shape[0]} x {array.shape[1]}: nothing to read")
-    return stored
 
 
 def _stamp(folder: str) -> int:

@@ -185,7 +185,10 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
     store = (_gds_store() if direct else _checked_store())(stored.path, read_only=True)
     array = await stored.open(store)
     if not direct:
-        store.blosc = array.shards is None and "Blosc" in str([type(c) for c in array.compressors])
+        codecs = [type(codec).__name__ for codec in array.compressors]
+        while codecs and "Crc" in codecs[-1]:  # appended to what is there
+            codecs.pop()
+        store.blosc = array.shards is None and bool(codecs) and "Blosc" in codecs[-1]
     return array
 
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from hpcdask import devices, nanny, scout
 from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
-from hpcdask.errors import DeviceError, MissingExtra
+from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.member import Member
+from hpcdask.nanny import purge, scratch_folder
 from hpcdask.ranks import Rank
-from hpcdask.spec import RunSpec
+from hpcdask.spec import RunSpec, WorkerSpec
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 FOUR = [
@@ -440,8 +441,6 @@ def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):
 
 def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
     """A FIFO in place of its owner file would block for ever."""
-    from hpcdask.nanny import purge
-
     folder = tmp_path / f"hpcdask-{os.getuid()}-x"
     folder.mkdir()
     os.mkfifo(folder / "owner")
@@ -449,6 +448,17 @@ def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdask.nanny.os.lstat", lambda path: strange)
     purge(str(tmp_path))
     assert folder.exists()
+
+
+def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
+    """Queues' directives and configuration files name them, and no shell expands them."""
+    monkeypatch.setenv("NODE_DISK", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for words in ("$NODE_DISK/a", "${NODE_DISK}/a", "~/a"):
+        folder = scratch_folder(WorkerSpec(local_directory=words), lambda path: None)
+        assert os.path.dirname(folder) == str(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"\$NO_DISK is not set on"):
+        scratch_folder(WorkerSpec(local_directory="$NO_DISK/a"), lambda path: None)
 
 
 # The process that asks, while the rank imports

@@ -286,6 +286,48 @@ def test_exact_svd_of_any_condition(name, wide):
     assert [part.shape for part in triplets] == [u.shape, s.shape, v.shape]
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1.0, 1e17])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_svd_in_float32_of_any_scale(scale, passes):
+    """Products of two elements go past what float32 holds."""
+    matrix = (np.random.default_rng(0).standard_normal((500, 7)) * scale).astype(np.float32)
+    x = da.from_array(matrix, chunks=(101, -1))
+    s = svd_workload.svd_rows(x, 3, dtype="float32", passes=passes, device="cpu")[1].compute()
+    exact = np.linalg.svd(matrix.astype(float), compute_uv=False)[:3]
+    np.testing.assert_allclose(s, exact, rtol=1e-4)
+
+
+def test_svd_in_float32_of_one_large_column():
+    matrix = np.random.default_rng(0).random((1000, 20)).astype(np.float32)
+    matrix[:, 4] *= 1e19
+    x = da.from_array(matrix, chunks=(100, -1))
+    s = svd_workload.svd_rows(x, 1, dtype="float32", device="cpu")[1].compute()
+    np.testing.assert_allclose(s, np.linalg.norm(matrix[:, 4].astype(float)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("how", ["rows", "rows twice", "exact"])
+@pytest.mark.parametrize("chunks", [(100, 0, 100), (0, 150, 50), (0, 0, 200), (200, 0, 0)])
+def test_svd_of_chunks_without_rows(how, chunks, dependent):
+    """They are what filters leave."""
+    matrix = np.random.default_rng(0).standard_normal((200, 6))
+    if dependent:  # QR decides
+        matrix[:, 3] = matrix[:, 2]
+    if how == "rows":  # one pass finds values that differ much
+        matrix = matrix @ np.diag(0.01 ** np.arange(6))
+    x = da.from_array(matrix, chunks=(chunks, 6))
+    svds = {
+        "rows": lambda: svd_workload.svd_rows(x, 2, device="cpu"),
+        "rows twice": lambda: svd_workload.svd_rows(x, 2, passes=2, n_power_iter=2, device="cpu"),
+        "exact": lambda: svd_workload.svd_exact(x, device="cpu"),
+    }
+    u, s, v = dask.compute(*svds[how]())
+    np.testing.assert_allclose(s, np.linalg.svd(matrix)[1][: len(s)], rtol=1e-3, atol=1e-10)
+    np.testing.assert_allclose(u.T @ u, np.eye(len(s)), atol=1e-10)
+    if how == "exact":
+        np.testing.assert_allclose(u * s @ v, matrix, atol=1e-10)
+
+
 @FEW
 @given(m=st.integers(1, 90), n=st.integers(1, 30), n_chunks=st.integers(1, 9), wide=st.booleans())
 def test_exact_svd_has_the_signs_of_dask(m, n, n_chunks, wide):

@@ -23,7 +23,7 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zarr.codecs import BloscCodec, BytesCodec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
 
 from hpcdask.workloads import WorkloadError, count_tasks, zarr_reading, zarr_threads
 from hpcdask.workloads.genotypes import (
@@ -33,7 +33,7 @@ from hpcdask.workloads.genotypes import (
     population_structure,
 )
 from hpcdask.workloads.made_genotypes import populations, write_genotypes
-from hpcdask.workloads.svd import svd_rows
+from hpcdask.workloads.svd import svd_exact, svd_rows
 from hpcdask.workloads.zarr import find, n_missing_chunks, open_rows, read_all
 from hpcdask.workloads.zarr_reading import StoredRows, reading_way
 
@@ -385,6 +385,55 @@ def test_a_missing_chunk_is_fill_values(tmp_path):
     assert (rows_on_cpu(path).compute()[20:30] == 7).all()
 
 
+def test_exact_svd_of_dependent_columns_while_rows_are_read(tmp_path):
+    x = np.random.default_rng(0).random((53, 7))
+    x[:, 1] = x[:, 2]  # QR decides, which takes whole chunks
+    rows = rows_on_cpu(store(tmp_path / "x", x, (10, 3)), prefetch=True)
+    s = svd_exact(rows, device="cpu")[1].compute()
+    np.testing.assert_allclose(s, np.linalg.svd(x)[1], atol=1e-12)
+
+
+def test_a_missing_shard_is_counted_and_none_beyond_the_edge(tmp_path):
+    path = store(tmp_path / "x", bytes_of((30, 40)) % 3, (10, 10), shards=(20, 20))
+    assert n_missing_chunks(path) == 0
+    population_structure(path, 2, n_slots=2, device="cpu")
+    os.remove(f"{path}/c/0/0")
+    assert n_missing_chunks(path) == 1
+    with pytest.raises(WorkloadError, match="lacks 1 of its chunks or shards"):
+        population_structure(path, 2, n_slots=2, device="cpu")
+
+
+def test_a_component_as_zarr_names_it(tmp_path):
+    group = zarr.create_group(str(tmp_path / "g"))
+    array = group.create_array("calls/gt", shape=(40, 9), chunks=(10, 9), dtype="u1")
+    array[...] = bytes_of((40, 9))
+    assert find(tmp_path / "g", array.name) == find(tmp_path / "g", "calls/gt")
+    assert find(tmp_path / "g", array.name).stamp
+    os.truncate(tmp_path / "g/calls/gt/c/2/0", 1)
+    with pytest.raises(WorkloadError, match=r"chunk c/2/0 of .*/g/calls/gt "):
+        rows_on_cpu(tmp_path / "g", component=array.name).compute()
+
+
+def test_a_component_of_text_and_one_of_an_array(tmp_path):
+    group = zarr.create_group(str(tmp_path / "g"))
+    group.create_array("id", shape=(5,), chunks=(5,), dtype=np.dtypes.StringDType())
+    with pytest.raises(WorkloadError, match="/g/id has 1 dimensions"):
+        find(tmp_path / "g", "id")
+    path = store(tmp_path / "x", bytes_of((40, 9)), (10, 9))
+    with pytest.raises(WorkloadError, match="has no 'foo'; it is not a group"):
+        find(path, "foo")
+
+
+def test_blosc_below_another_codec(tmp_path):
+    """The head of its files is not Blosc's."""
+    x = bytes_of((40, 90))
+    for last in (ZstdCodec(), Crc32cCodec()):
+        path = store(
+            tmp_path / "x", x, (20, 90), compressors=[BLOSC[3], last], zarr_format=3, overwrite=True
+        )
+        np.testing.assert_array_equal(rows_on_cpu(path).compute(), x)
+
+
 def test_a_store_that_workers_do_not_see_or_that_changed(tmp_path):
     path = store(tmp_path / "x", bytes_of((40, 9)), (10, 9))
     x = rows_on_cpu(path)
@@ -435,10 +484,11 @@ def normalised(g, max_missing, min_maf):
     counts = [0, 0, 0]
     for i, row in enumerate(g):
         known = row != MISSING
-        p = row[known].sum() / (2 * known.sum()) if known.any() else 0
-        if (~known).sum() > max_missing * row.size:
+        copies, alleles = int(row[known].sum()), 2 * int(known.sum())
+        p = copies / alleles if alleles else 0
+        if (~known).sum() / row.size > max_missing:
             counts[1] += 1
-        elif not 0 < p < 1 or min(p, 1 - p) < min_maf:
+        elif not 0 < p < 1 or min(copies, alleles - copies) / alleles < min_maf:
             counts[2] += 1
         else:
             counts[0] += 1
@@ -466,6 +516,18 @@ def test_normalised_genotypes(shape, max_missing, min_maf, dtype, data):
     np.testing.assert_allclose(out.sum(axis=1), 0, atol=1e-3)
     x = dask.array.from_array(g, chunks=(7, -1))
     assert list(count_variants(x, device="cpu", **options).compute()) == counts
+
+
+def test_a_variant_at_a_threshold_is_kept():
+    """Whichever of its alleles is counted; 0.1 and 0.29 are not exact in floating point."""
+    both = np.zeros((2, 10), np.uint8)
+    both[0, :9] = both[1, :1] = 2
+    x = dask.array.from_array(both, chunks=(1, -1))
+    assert list(count_variants(x, min_maf=0.1, device="cpu").compute()) == [2, 0, 0]
+    some_missing = np.ones((1, 100), np.uint8)
+    some_missing[0, :29] = MISSING
+    x = dask.array.from_array(some_missing, chunks=(1, -1))
+    assert list(count_variants(x, max_missing=0.29, device="cpu").compute()) == [1, 0, 0]
 
 
 def test_a_genotype_above_three_is_refused():
@@ -575,7 +637,7 @@ def test_genotype_errors_before_anything_is_computed(cohort, tmp_path):
     refused("is int8; genotypes are uint8", store(tmp_path / "i", np.zeros((4, 4), "i1"), (1, 4)))
     lacking = store(tmp_path / "l", bytes_of((4, 4)) + 1, (1, 4))
     os.remove(f"{lacking}/c/2/0")
-    refused("lacks 1 of its chunks, which would be read as genotype 0", lacking)
+    refused("lacks 1 of its chunks or shards, which would be read as genotype 0", lacking)
     with pytest.raises(WorkloadError, match="exists: choose another path"):
         write_genotypes(cohort[0], (5, 5), chunks=(1, 5), n_slots=1)
     with pytest.raises(WorkloadError, match="n_populations=9 is out of range: 1 to 5"):
