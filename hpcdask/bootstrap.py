@@ -14,6 +14,7 @@ too short for anything else.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -47,6 +48,7 @@ def reexecute() -> None:
     if os.environ.get(MARKER, "").endswith(f".{os.getpid()}"):
         gc.disable()
         return
+    _mend_inheritance()
     environment = dict(os.environ)
     environment[STARTED] = repr(time.time())
     environment[MARKER] = f"{os.urandom(12).hex()}.{os.getpid()}"
@@ -79,9 +81,24 @@ def adopt_configured_pre_spawn(janitor: Janitor) -> None:
         _execute_again({**os.environ, **changed})
 
 
+def _mend_inheritance() -> None:
+    """Have what daemons may start without: standard streams, and children that can be waited for.
+
+    Pipes would take the streams' numbers, and be lost when those are redirected.
+    """
+    for stream in range(3):
+        try:
+            os.fstat(stream)
+        except OSError:  # the next file gets the least number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _execute_again(environment: dict[str, str]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,8 @@ class Nursery:
             detach_standard_streams(output=False)
             body(child)
             code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

@@ -66,7 +66,7 @@ class Hub:
     nonce
         What a rank must show first; made anew for each launch.
     arrived
-        Called with the rank's first message and its channel.
+        Called with the rank's first message after that, and its channel.
     """
 
     def __init__(
@@ -87,13 +87,17 @@ class Hub:
         channel = Channel(reader, writer)
         try:
             async with asyncio.timeout(HELLO_DEADLINE_S):
-                hello = await channel.receive()
+                shown = await channel.receive()
         except TimeoutError:
-            hello = None
-        if hello is None or hello.get("nonce") != self._nonce:
+            shown = None
+        if shown is None or shown.get("nonce") != self._nonce:
             channel.close()
             return
         _notice_dead_peers(writer)
+        hello = await channel.receive()  # who it is: a rank may first wait for its GPU's driver
+        if hello is None:
+            channel.close()
+            return
         await self._arrived(hello, channel)
 
     def close(self) -> None:
@@ -102,11 +106,13 @@ class Hub:
             self._server.close()
 
 
-async def dial(host: str, port: int, context: ssl.SSLContext | None) -> Channel:
+async def dial(host: str, port: int, context: ssl.SSLContext | None, nonce: str) -> Channel:
     """Connect to rank 0. Raises OSError (ssl.SSLError included) when that fails."""
     reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=LINE_LIMIT)
     _notice_dead_peers(writer)
-    return Channel(reader, writer)
+    channel = Channel(reader, writer)
+    channel.send(nonce=nonce)
+    return channel
 
 
 def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:

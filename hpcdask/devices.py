@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import DeviceError, MissingExtra
-from .ranks import QUEUE_JOBS, launcher_pid
+from .ranks import QUEUE_JOBS, is_launcher, launcher_pid
 
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
@@ -347,12 +347,11 @@ def launcher_cores() -> set[int]:
     slurmstepd is no measure: it is the system's, and may use every core.
     """
     cores = set(os.sched_getaffinity(0))
-    parent = launcher_pid()
+    pid = launcher_pid()
     try:
-        with open(f"/proc/{parent}/comm") as file:
-            launcher = file.read().strip()
-        if re.match(r"(prte|orte|mpirun|mpiexec|hydra|prun|pals)", launcher):
-            cores |= os.sched_getaffinity(parent)
+        with open(f"/proc/{pid}/comm") as file:
+            if is_launcher(file.read()):
+                cores |= os.sched_getaffinity(pid)
     except OSError:
         pass
     return cores

@@ -83,7 +83,7 @@ class Runner:
             True in rank 0, with the cluster ready. False in other ranks, when it has ended.
         """
         rank = ranks.detect()
-        environment = {**os.environ, ranks.LAUNCHER_PID: str(os.getppid())}
+        environment = {**os.environ, ranks.LAUNCHER_PID: str(ranks.launcher_pid())}
         if _mpi_is_running():
             rank, environment = _meet_through_own_mpi(environment)
         elif rank is None:

@@ -36,7 +36,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
             asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
 
     member.handle_signals(on_signal)
-    channel.send(**await asyncio.to_thread(member.hello, note["nonce"]))
+    channel.send(**await asyncio.to_thread(member.hello))
     work: list[asyncio.Task[None]] = []
     while (order := await channel.receive()) is not None:
         match order.get("op"):
@@ -107,4 +107,4 @@ async def _dial(note: Note) -> Channel:
         arguments = security.to_security(note["credentials"]).get_connection_args("worker")
         context = arguments["ssl_context"]
     async with asyncio.timeout(5):
-        return await dial(note["address"], note["port"], context)
+        return await dial(note["address"], note["port"], context, note["nonce"])

@@ -221,7 +221,7 @@ class Leader:
     async def _meet(self) -> dict[int, View]:
         """Have every rank say what it sees."""
         nonce = secrets.token_hex(16)
-        self.hellos[0] = await asyncio.to_thread(self.member.hello, nonce)
+        self.hellos[0] = await asyncio.to_thread(self.member.hello)
         if self.rendezvous is not None:
             host, context = self._host(), None
             if self.member.credentials:
@@ -430,6 +430,9 @@ class Leader:
                     self._end_program_by(event.value)
                 case "lost" if self._goes_on_without(event.value):
                     pass
+                case "failed" if self._enough_without(event.value[0]):
+                    index, text = event.value
+                    say(f"a worker of {self._who(index)} did not start: {text}")
                 case "lost" | "scheduler-lost" | "failed" if not lost:
                     complain(self._loss(event))
                     if not self.has_program:

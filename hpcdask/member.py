@@ -38,8 +38,9 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def say(text: str) -> None:
-    """One line for the user, on stderr."""
-    print(f"hpcdask: {text}", file=sys.stderr, flush=True)
+    """One line for the user, on stderr; where that cannot be written, the run goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"hpcdask: {text}", file=sys.stderr, flush=True)
 
 
 def complain(error: BaseException | str) -> None:
@@ -49,8 +50,9 @@ def complain(error: BaseException | str) -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process at once, its output written."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     if "mpi4py.MPI" in sys.modules:
         # MPICH tells its launcher in a handler of exit() that this process ends in good order
         ctypes.CDLL(None).exit(code)
@@ -138,15 +140,14 @@ class Member:
             self.scout.dismiss()
             self.scout = None
 
-    def hello(self, nonce: str) -> dict[str, Any]:
-        """The first message to rank 0: the view, or why there is none."""
+    def hello(self) -> dict[str, Any]:
+        """Who this is, for rank 0: the view, or why there is none."""
         try:
             view = dataclasses.asdict(self.view())
             found: dict[str, Any] = {"view": view, "fabric": dataclasses.asdict(self.fabric)}
         except HpcdaskError as error:
             found = {"error": str(error)}
         return {
-            "nonce": nonce,
             "rank": self.rank.index,
             "host": self.rank.host,
             "pid": os.getpid(),

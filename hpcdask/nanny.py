@@ -401,7 +401,8 @@ def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:
     from .errors import UsageError
 
     base = spec.local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
-    base = os.path.expanduser(os.path.expandvars(base))  # those of this node, not of who submits
+    # variables of this node, not of who submits; the program may go to another folder
+    base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
     if unset := re.search(r"\$\w+|\$\{\w+\}", base):
         raise UsageError(
             f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "

@@ -41,7 +41,7 @@ class Program:
             It does not exist or cannot be read.
         """
         if self.is_module:
-            self._find_module()
+            self._check_module()
             return
         if os.path.isdir(self.target):
             if not os.path.exists(os.path.join(self.target, "__main__.py")):
@@ -56,6 +56,23 @@ class Program:
             )
         if not os.access(self.target, os.R_OK):
             raise UsageError(f"the script {self.target} cannot be read: check its permissions")
+
+    def _check_module(self) -> None:
+        """Look for the module without importing its packages, which is for its own process."""
+        name, *rest = self.target.split(".")
+        spec = importlib.util.find_spec(name) if name else None
+        while rest and spec is not None:
+            if spec.submodule_search_locations is None:  # no package: nothing can be in it
+                raise UsageError(
+                    f"there is no module {self.target}: {name} is not a package. A script, such "
+                    f"as {name}.py, is run without -m"
+                )
+            name = f"{name}.{rest.pop(0)}"
+            spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = PathFinder.find_spec(f"{name}.__main__", spec.submodule_search_locations)
+        if spec is None:
+            self._find_module()  # packages may extend their path when they are imported
 
     def _find_module(self) -> ModuleSpec:
         name = self.target

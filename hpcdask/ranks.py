@@ -118,7 +118,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     if GIVEN in environ:
         return Rank(**json.loads(environ[GIVEN]))
     host = socket.gethostname()
-    one = _parent_id()
+    one = _launcher_id()
     if "OMPI_COMM_WORLD_RANK" in environ:
         return rank(
             "openmpi",
@@ -200,12 +200,40 @@ def from_mpi(comm: object) -> Rank:
 
 
 def launcher_pid() -> int:
-    """Process id of what started this rank on this node."""
-    return int(os.environ.get(LAUNCHER_PID) or os.getppid())
+    """Process id of the launcher on this node, or of this process's parent if it has none.
+
+    Wrappers, which bind a GPU say, and the starters of containers may stand between the two.
+    """
+    if given := os.environ.get(LAUNCHER_PID):
+        return int(given)
+    pid = parent = os.getppid()
+    while pid > 1:
+        name, above = _name_and_parent(pid)
+        if is_launcher(name):
+            return pid
+        pid = above
+    return parent
 
 
-def _parent_id() -> str:
-    """Id of the launcher's process on this node: all its ranks are its children."""
+def is_launcher(name: str) -> bool:
+    """Whether processes of this name start MPI's ranks, and run with all cores of the job."""
+    return (
+        re.match(r"(prte|orte|mpirun|mpiexec|mpispawn|hydra|pmi_proxy|prun|pals)", name) is not None
+    )
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    """Return a process's name, of at most 15 characters, and its parent; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            head, _, fields = file.read().rpartition(b")")
+    except OSError:
+        return "", 0
+    return head.partition(b"(")[2].decode(errors="replace"), int(fields.split()[1])
+
+
+def _launcher_id() -> str:
+    """Id of the launcher's process on this node: all its ranks descend from it."""
     parent = launcher_pid()
     return f"p{parent}.{process_start(parent)}"
 

@@ -63,8 +63,10 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
             leave(error.exit_code)
         leave(0)  # mpirun would kill rank 0 before it has said so
     except Exception:
-        traceback.print_exc()
-        leave(1)
+        try:
+            traceback.print_exc()
+        finally:
+            leave(1)
 
 
 def _check_layout(launch: Launch, rank: ranks.Rank) -> None:

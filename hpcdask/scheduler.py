@@ -119,8 +119,9 @@ async def _main(sock: socket.socket) -> None:
         add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_Census(scheduler, channel))
         await scheduler
-    except (OSError, ValueError) as error:
-        channel.send(error=f"the scheduler did not start: {error}")
+    except Exception as error:
+        what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        channel.send(error=f"the scheduler did not start: {what}")
         await channel.flush()
         return
     server: Any = scheduler.http_server

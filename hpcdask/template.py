@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -74,6 +75,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
             detach_standard_streams(output=False)
             multiprocessing.current_process().name = "template"
             forkserver.main(listener.detach(), alive_read, list(preimport))
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(0)
     listener.close()

@@ -7,15 +7,17 @@ One JSON line per measurement goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import dask
+from click.core import ParameterSource
 from dask.utils import parse_bytes
 
 from hpcdask import ranks
@@ -26,7 +28,7 @@ from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.records import decimal_bytes, describe, say, tell
 from hpcdask.bench.startup import run_startup
-from hpcdask.bench.svd import run_svd, run_svd_exact
+from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.devices import visible_gpus
 from hpcdask.errors import HpcdaskError, UsageError
@@ -62,10 +64,10 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         """Parse ``200GB`` and the like."""
-        try:
-            nbytes = int(parse_bytes(value))
-        except (ValueError, OverflowError):
-            nbytes = 0
+        nbytes = 0
+        if any(map(str.isdigit, str(value))):  # parse_bytes takes "" for 1
+            with contextlib.suppress(ValueError, OverflowError):
+                nbytes = int(parse_bytes(value))
         if nbytes < 1:
             forms = "a number of bytes with a unit, such as 200GB, 64GiB or 2TB"
             self.fail(f"{value!r} is not a size: {forms}", param, ctx)
@@ -77,17 +79,23 @@ class OutputFile(click.ParamType):  # type: ignore[type-arg]
 
     name = "file"
 
-    def __init__(self, suffix: str) -> None:
+    def __init__(self, suffix: str = "") -> None:
         self.suffix = suffix
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:
         """Take a name with the right suffix, in a folder where files can be made."""
         path = Path(value)
-        if path.suffix != self.suffix:
+        if self.suffix and path.suffix != self.suffix:
             self.fail(f"{value!r}: the name has to end in {self.suffix}", param, ctx)
-        if not os.access(path.parent, os.W_OK) or path.is_dir():
+        if not _can_be_written(path):
             self.fail(f"{value!r} cannot be written: no such folder, or not yours", param, ctx)
         return path
+
+
+def _can_be_written(path: Path) -> bool:
+    if os.path.exists(path):  # also /dev/stdout, whose folder is not the user's
+        return os.access(path, os.W_OK) and not path.is_dir()
+    return os.access(path.parent, os.W_OK | os.X_OK)
 
 
 def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +111,7 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--json",
             "json_file",
-            type=click.Path(dir_okay=False),
+            type=OutputFile(),
             metavar="FILE",
             help="Append the JSON lines to this file.",
         ),
@@ -153,7 +161,7 @@ def _execute(
     *,
     scheduler_file: str | None,
     device: str,
-    json_file: str | None,
+    json_file: Path | None,
     report_file: Path | None,
     finish: Callable[[dict[str, Any]], None] | None = None,
     leave_out: bool = False,
@@ -161,9 +169,9 @@ def _execute(
     """Make the measurements on the cluster, and tell of each when it is made."""
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(click.get_current_context().find_root().obj, device)
-    lines, code = [], 0
+    code = 0
     try:
-        with connect(scheduler_file) as client:
+        with connect(scheduler_file) as client, _reported(report_file) as lines:
             cluster = inspect(client, device)
             rates: dict[str, float] = {}
             for measurement in measurements:
@@ -174,23 +182,39 @@ def _execute(
                         raise
                     say(f"left out: {exc}")
                     continue
-                if "work" in line:
-                    rates = rates or limits.measure(cluster)  # bad input is known by now
-                    _complete(line, rates)
                 lines.append(line)
+                if "work" in line:
+                    if not rates:  # bad input is known by now
+                        rates = limits.measure(cluster)
+                        known = {"workload": limits.LIMITS, "rates": rates}
+                        lines.insert(0, {**known, **describe(cluster)})
+                    _complete(line, rates)
                 code = max(code, tell(line, json_file))
                 if finish is not None:
                     finish(line)
-        if report_file is not None:
-            if rates:
-                lines.insert(0, {"workload": limits.LIMITS, "rates": rates, **describe(cluster)})
-            _write_report(lines, report_file)
     except WorkloadError as exc:
         raise UsageError(str(exc)) from exc
     except OSError as exc:
         raise UsageError(f"{type(exc).__name__}: {exc}") from exc
     if code:
         raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
+    """Write the report of the records in this list at the end, also if what fills it fails."""
+    lines: list[dict[str, Any]] = []
+    try:
+        yield lines
+    except BaseException:
+        if path is not None and lines:
+            try:
+                _write_report(lines, path)
+            except UsageError as exc:  # the exit code is that of the failure
+                say(f"warning: {exc}")
+        raise
+    if path is not None:
+        _write_report(lines, path)
 
 
 def _write_report(lines: list[dict[str, Any]], path: Path) -> None:
@@ -291,12 +315,24 @@ def svd_command(
     """Time the singular value decomposition of a tall matrix held by the workers."""
     how: dict[str, Any] = {"repeats": repeats, "chunk_nbytes": chunk_nbytes}
     if exact:
+        _refuse_beside_exact("k", "passes", "packed", "stream")
         run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, **how)
     else:
+        for form in forms:
+            check_form(form, packed=packed, stream=stream)
         how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes)}
         how |= {"packed": packed, "stream": stream}
         run = partial(run_svd, **how)
     _execute([partial(run, form=form) for form in forms], **options)
+
+
+def _refuse_beside_exact(*names: str) -> None:
+    source = click.get_current_context().get_parameter_source
+    given = [f"--{name}" for name in names if source(name) is not ParameterSource.DEFAULT]
+    if given:
+        raise UsageError(
+            f"--exact takes no {', '.join(given)}: it is of all singular values of float64"
+        )
 
 
 @bench.command("zarr")
@@ -333,22 +369,20 @@ def startup_command(**options: Any) -> None:
     "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
 )
 @repeats_option
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), metavar="FILE")
+@click.option("--json", "json_file", type=OutputFile(), metavar="FILE")
 @click.option("--report", "report_file", type=OutputFile(".html"), metavar="FILE.html")
 def table_command(
-    size: int, cpu_size: int, repeats: int, json_file: str | None, report_file: Path | None
+    size: int, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
 ) -> None:
     """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
     if (rank := ranks.detect()) is not None and rank.size > 1:
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
-    lines = []
-    for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
-        for line in table.run_row(row, cpu_size if row.device == "cpu" else size, repeats):
-            tell(line, json_file)
-            lines.append(line)
-    table.show(lines)
-    if report_file is not None:
-        _write_report(lines, report_file)
+    with _reported(report_file) as lines:
+        for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
+            for line in table.run_row(row, cpu_size if row.device == "cpu" else size, repeats):
+                lines.append(line)
+                tell(line, json_file)
+        table.show(lines)
 
 
 @bench.command("all")

@@ -35,7 +35,8 @@ class Change:
     verdict
         ``"slower"``: the ratio of the medians is above 1.05, and the times of the two runs do not
         overlap. ``"faster"``: the other way round. ``"same"``: neither. ``"wrong"``: a check
-        failed after. ``"only before"``, ``"only after"``: the other run does not have it.
+        failed after, whatever the times. ``"only before"``, ``"only after"``: the other run does
+        not have it.
     """
 
     name: str
@@ -142,11 +143,11 @@ def _name(record: Record) -> str:
 def _change(old: Record | None, new: Record | None) -> Change:
     name = _name(new or old or {})
     before, after = _times(old), _times(new)
-    if before is None or after is None:
-        return Change(name, before, after, "only after" if before is None else "only before")
     verdict = "same"
     if any(not check["ok"] for check in (new or {}).get("checks", ())):
         verdict = "wrong"
+    elif before is None or after is None:
+        verdict = "only after" if before is None else "only before"
     elif after[1] > TOLERANCE * before[1] and after[0] > before[2]:
         verdict = "slower"
     elif before[1] > TOLERANCE * after[1] and before[0] > after[2]:

@@ -148,12 +148,12 @@ def describe(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def tell(line: dict[str, Any], json_file: str | None) -> int:
+def tell(line: dict[str, Any], json_file: Path | None) -> int:
     """Print a record, append it to a file, and return the exit code: 1 if a check failed."""
     text = json.dumps(line)
     click.echo(text)
     if json_file is not None:
-        with Path(json_file).open("a", encoding="utf-8") as file:
+        with json_file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
     say(_summary(line))
     failed = [check for check in line["checks"] if not check["ok"]]

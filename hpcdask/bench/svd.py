@@ -22,7 +22,7 @@ from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
 
-__all__ = ["run_svd", "run_svd_exact"]
+__all__ = ["check_form", "run_svd", "run_svd_exact"]
 
 # Room for scratch arrays and the results beside a persisted input.
 USABLE_FRACTION = 0.8
@@ -32,6 +32,25 @@ PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 
 EXACT_STOCK_CHUNKS = (625_000, -1)
 # Relative to the largest singular value, for float64.
 EXACT_TOLERANCE = 1e-10
+
+
+def check_form(form: Form, *, packed: bool, stream: bool) -> None:
+    """Refuse options that a form does not have; needs no cluster.
+
+    Parameters
+    ----------
+    form, packed, stream
+        As for :func:`run_svd`.
+
+    Raises
+    ------
+    UsageError
+        The stock form of a packed or streamed matrix.
+    """
+    if packed and form == "stock":
+        raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
+    if stream and form == "stock":
+        raise UsageError("--stream is for the tuned form: the stock one holds the matrix")
 
 
 def run_svd(
@@ -80,16 +99,13 @@ def run_svd(
     Raises
     ------
     UsageError
-        The matrix does not fit.
+        The matrix does not fit, or see :func:`check_form`.
     WorkloadError
         A size that is too small, ``k`` out of range, or a client without GPU for the stock form
         on CuPy.
     """
-    if packed and form == "stock":
-        raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
+    check_form(form, packed=packed, stream=stream)
     device, shape = cluster.device, svd_workload.shape_for(nbytes)
-    if stream and form == "stock":
-        raise UsageError("--stream is for the tuned form: the stock one holds the matrix")
     if not stream:
         _check_room(math.prod(shape), 4 if packed else 1, cluster, "--stream")
     if form == "tuned":

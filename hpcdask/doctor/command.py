@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from hpcdask import ranks
+from hpcdask.errors import UsageError
 
 from . import launch, nodes, report, stack
 from .collect import Gathering
@@ -32,9 +34,13 @@ def run(*, as_json: bool, timeout: float) -> int:
 
     Raises
     ------
+    UsageError
+        The timeout is no time.
     HpcdaskError
         The ranks cannot meet at all.
     """
+    if not 0 < timeout < math.inf:
+        raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")
     rank = ranks.detect()
     readers = dict(nodes.OF_RANKS)
     if rank is None or rank.local_index == 0:

@@ -200,9 +200,7 @@ class _Leader:
 async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout: float) -> int:
     """Report to rank 0 and do what it says. Returns its exit code."""
     note, channel, failed, address = await _find(rank, meeting, timeout)
-    channel.send(
-        nonce=note["nonce"], rank=rank.index, host=rank.host, address=address, failed=failed
-    )
+    channel.send(rank=rank.index, host=rank.host, address=address, failed=failed)
     work = [asyncio.create_task(_report(gathering, channel))]
     while (order := await channel.receive()) is not None:
         match order.get("op"):
@@ -243,7 +241,8 @@ async def _find(
             for address in [note["address"], *note["others"]]:
                 try:
                     async with asyncio.timeout(DIAL_DEADLINE_S):
-                        return note, await dial(address, note["port"], context), failed, address
+                        channel = await dial(address, note["port"], context, note["nonce"])
+                        return note, channel, failed, address
                 except TimeoutError:
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
                 except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def _folder(path: str) -> Facts:
             space.f_frsize * space.f_blocks,
             space.f_frsize * space.f_bavail,
         )
-        with open("/proc/self/mounts") as file:
+        with open("/proc/self/mounts", errors="surrogateescape") as file:  # as in realpath
             known["type"] = mount_type(os.path.realpath(path), file)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x")
@@ -71,7 +72,7 @@ def mount_type(path: str, mounts: Iterator[str] | list[str]) -> str:
     best, kind = "", ""
     for line in mounts:
         _, point, name, *_ = line.split(" ")
-        point = point.encode().decode("unicode_escape")  # \\040 for a space
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point)  # a space: \040
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):  # a later mount hides an earlier one
             best, kind = point, name

@@ -144,6 +144,23 @@ def test_script_that_does_not_exist(mpich, private, tmp_path):
     assert_refused(result, "script nowhere.py does not exist", str(tmp_path), "shared file system")
 
 
+def test_script_that_is_named_as_a_module(alone, script):
+    """It is not run to find that out."""
+    result = alone.run(1, *CPU, "-m", script.name, cwd=script.parent)
+    assert_refused(result, f"no module {script.name}", "is run without -m")
+
+
+def test_package_is_imported_by_the_program_alone(alone, tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("print('package', end=' ')")
+    (tmp_path / "pack/inner.py").write_text("print('module')")
+    result = alone.run(1, *CPU, "-m", "pack.inner", cwd=tmp_path)
+    assert (result.code, result.out) == (0, "package module\n"), result.err
+    result = alone.run(1, *CPU, "-m", "pack.other", cwd=tmp_path)
+    assert result.code == 2
+    assert "no module pack.other to run" in errors(result)[0]
+
+
 def test_module_that_does_not_exist(alone):
     result = alone.run(1, *CPU, "-m", "no_such.module")
     assert_refused(result, "no module no_such.module", "install")
@@ -217,6 +234,14 @@ def test_dedicated_layout_with_too_few_ranks(mpirun, script):
 # --- folders --------------------------------------------------------------------------------------
 
 
+def test_relative_local_directory_of_a_program_that_goes_elsewhere(alone, script, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    script.write_text(f'import os; os.chdir("/")\n{PROGRAM}')
+    result = alone.run(1, *CPU, "--local-directory", "scratch", script, cwd=tmp_path)
+    assert_works(result, len(os.sched_getaffinity(0)))
+    assert not list((tmp_path / "scratch").iterdir())
+
+
 def test_local_directory_that_one_rank_cannot_write(mpirun, script):
     apart = ("-n", "1", *CPU, "--local-directory", "/proc/nowhere", script)
     result = mpirun.run(1, *CPU, script, ":", *apart)
@@ -225,6 +250,75 @@ def test_local_directory_that_one_rank_cannot_write(mpirun, script):
 
 
 # --- what only looks bad --------------------------------------------------------------------------
+
+
+WRAPPER = """#!/bin/sh
+ulimit -c 0
+python -m hpcdask.run "$@"
+exit $?
+"""
+
+
+def test_ranks_behind_a_wrapper(mpis, tmp_path):
+    """Such as binds GPUs: MPI's launcher is not the ranks' parent then."""
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}print(len(os.sched_getaffinity(0)))")
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(WRAPPER)
+    wrapper.chmod(0o700)
+    bind = ["--bind-to", "core"] if "open" in mpis.name.lower() else []
+    result = mpis.run(2, *bind, wrapper, "--device", "cpu", "--timeout", "20s", program)
+    assert result.code == 0, result.err
+    assert result.out.split() == ["started", "2", "3", str(len(os.sched_getaffinity(0)))]
+
+
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "2>/dev/full", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed_or_full(alone, tmp_path, streams):
+    """Daemons have none, and a log may be on a disk that is full."""
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}open('done', 'w').close()")
+    line = f"exec python -m hpcdask.run --device cpu program.py {streams}"
+    result = alone.run(1, "bash", "-c", line, cwd=tmp_path, timeout=40)
+    assert result.code == 0, result.err
+    assert (tmp_path / "done").exists()
+
+
+def test_parent_that_ignores_the_end_of_its_children(alone, script):
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    start = f"{ignore}; os.execvp(sys.argv[1], sys.argv[1:])"
+    result = alone.run(1, "python", "-c", start, *CPU, script)
+    assert_works(result, len(os.sched_getaffinity(0)))
+
+
+def test_scheduler_that_does_not_start_says_why(alone, script):
+    wrong = {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "no_such_module"}
+    result = alone.run(1, *CPU, script, env=wrong)
+    assert result.code == 1, result.err
+    (line,) = errors(result)
+    assert "the scheduler did not start: ModuleNotFoundError" in line
+    assert "no_such_module" in line
+
+
+LATE_PRELOAD = """
+import os, time
+def dask_setup(worker):
+    if worker.name.endswith("-1"):
+        time.sleep(2)
+        os._exit(7)
+"""
+
+
+def test_worker_that_does_not_start_once_enough_others_work(mpirun, tmp_path):
+    """Before the cluster is ready this has the same end."""
+    (tmp_path / "late.py").write_text(LATE_PRELOAD)
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}import time; time.sleep(6); print('end')")
+    options = ("--workers-min", "1", "--preload", tmp_path / "late.py")
+    result = mpirun.run(2, *CPU, *options, program)
+    assert result.code == 0, result.err
+    assert result.out.split() == ["started", "1", "3", "end"]
+    assert "a worker of rank 1" in result.err
+    assert not errors(result)
 
 
 def test_what_looks_bad_and_is_not(mpirun, script, tmp_path):

@@ -173,11 +173,26 @@ def test_progress_follows_the_scheduler(client, monkeypatch):
 # --- refusing -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """Nothing may be started."""
+
+    def start(*_):
+        raise AssertionError("a cluster was asked for")
+
+    monkeypatch.setattr(command, "connect", start)
+    monkeypatch.setattr(os, "execv", start)
+
+
 @pytest.mark.parametrize(
     ("workload", "argv", "message"),
     [
         ("array", ["--size", "2XX"], "'2XX' is not a size: a number of bytes with a unit"),
         ("array", ["--size", "-5GB"], "is not a size"),
+        ("array", ["--size="], "'--size': '' is not a size"),
+        ("array", ["--size", "GB"], "'GB' is not a size"),
+        ("array", ["--size", "1MB", "--chunk-size="], "'--chunk-size': '' is not a size"),
+        ("exchange", ["--transpose-size", " "], "'--transpose-size': ' ' is not a size"),
         ("array", ["--size", "31"], "too small: the least is 32 B"),
         ("array", ["--size", "1MB", "--chunk-size", "0"], "'--chunk-size': '0' is not a size"),
         ("array", ["--size", "1MB", "--scheduler-file", "/none.json"], "/none.json does not exist"),
@@ -341,6 +356,28 @@ def test_packed_svd_has_no_stock_form(client, capsys):
     assert "--packed is for the tuned form" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["stock", "both"])
+@pytest.mark.parametrize("option", ["--packed", "--stream"])
+def test_what_the_stock_form_has_not_is_refused_at_once(no_cluster, capsys, option, form):
+    assert command.main(["svd", option, "--form", form, "--device", "cpu"]) == 2
+    assert f"{option} is for the tuned form" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--packed"], "--packed:"),
+        (["--stream", "--form", "both"], "--stream:"),
+        (["--k", "10"], "--k:"),
+        (["--passes", "1"], "--passes:"),
+        (["--stream", "--packed", "--passes", "2", "--k", "99"], "--k, --passes, --packed, --st"),
+    ],
+)
+def test_what_the_exact_svd_has_not_is_refused_at_once(no_cluster, capsys, options, named):
+    assert command.main(["svd", "--exact", *options, "--device", "cpu"]) == 2
+    assert f"--exact takes no {named}" in capsys.readouterr().err
+
+
 def test_report_is_written(client, capsys, tmp_path):
     page = tmp_path / "report.html"
     argv = ["array", "--size", "8MB", "--device", "cpu", "--form", "both", "--report", str(page)]
@@ -358,6 +395,86 @@ def test_report_is_written(client, capsys, tmp_path):
 def test_report_that_cannot_be_written_is_refused_at_once(capsys, name, message):
     assert command.main(["array", "--size", "8MB", "--report", name]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["array", "--size", "8MB"], ["table"]])
+def test_json_that_cannot_be_written_is_refused_at_once(
+    no_cluster, capsys, monkeypatch, tmp_path, argv
+):
+    monkeypatch.setattr(table, "rows", lambda *_: pytest.fail("a cluster was asked for"))
+    for name in (tmp_path / "no" / "x.json", tmp_path):
+        assert command.main([*argv, "--json", str(name)]) == 2
+        assert f"'--json': '{name}' cannot be written" in capsys.readouterr().err
+
+
+def test_json_may_go_to_what_is_no_file(tmp_path):
+    assert command.OutputFile().convert(os.devnull, None, None) == Path(os.devnull)
+    assert command.OutputFile().convert(str(tmp_path / "new"), None, None) == tmp_path / "new"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ClusterError("a worker is gone"), 1), (WorkloadError("no GPU"), 2)]
+)
+def test_report_of_what_was_measured_before_a_failure(
+    client, capsys, monkeypatch, tmp_path, error, code
+):
+    def measure(*args, form, **how):
+        if form == "stock":
+            raise error
+        return run_array(*args, form=form, **how)
+
+    monkeypatch.setattr(command, "run_array", measure)
+    page = tmp_path / "report.html"
+    argv = ["array", "--size", "8MB", "--device", "cpu", "--repeats", "1", "--form", "both"]
+    assert command.main([*argv, "--report", str(page)]) == code
+    assert "array, tuned" in page.read_text()
+    assert capsys.readouterr().err.splitlines()[-1] == f"hpcdask: error: {error}"
+
+
+def test_report_of_the_rows_before_one_that_fails(capsys, monkeypatch, tmp_path):
+    found = {"workload": "array", "form": "tuned", "label": "one CPU core, tuned", "checks": []}
+    times = {"seconds_min": 1.0, "seconds_median": 1.0, "seconds_max": 1.0, "seconds": [1.0]}
+    line = {**found, **times, "GB/s": 1.0, "dask_tasks": 1}
+
+    def run_row(row, *_):
+        if row.name != "one CPU core":
+            raise ClusterError(f"{row.name}: exit code 1")
+        return [line]
+
+    monkeypatch.setattr(table, "run_row", run_row)
+    monkeypatch.setattr(command, "visible_gpus", list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    page = tmp_path / "report.html"
+    assert command.main(["table", "--report", str(page)]) == 1
+    assert "one CPU core, tuned" in page.read_text()
+    assert "error: 2 CPU cores: exit code 1" in capsys.readouterr().err
+
+
+def test_a_report_that_fails_too_leaves_the_exit_code(capsys, tmp_path):
+    page = tmp_path / "report.html"
+
+    def fill():
+        with command._reported(page) as lines:
+            lines.append({"workload": "array"})
+            page.mkdir()
+            raise ClusterError("a worker is gone")
+
+    with pytest.raises(ClusterError, match="a worker is gone"):
+        fill()
+    assert f"warning: {page} cannot be written" in capsys.readouterr().err
+
+
+def test_a_wrong_result_counts_although_only_the_run_after_has_it(capsys, tmp_path):
+    times = {"seconds_min": 1.0, "seconds_median": 1.1, "seconds_max": 1.2}
+    right, wrong = ({**times, "workload": name, "checks": []} for name in ("array", "svd"))
+    wrong["checks"] = [{"name": "values", "ok": False}]
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(right))
+    after.write_text(f"{json.dumps(right)}\n{json.dumps(wrong)}\n")
+    assert command.main(["--compare", str(before), str(after)]) == 1
+    assert re.search(r"^svd .* wrong$", capsys.readouterr().out, re.MULTILINE)
+    assert command.main(["--compare", str(after), str(before)]) == 0
+    assert "only before" in capsys.readouterr().out
 
 
 def test_comparing_two_runs(client, capsys, tmp_path):

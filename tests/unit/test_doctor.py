@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from hpcdask import cli
 from hpcdask.control import Hub
 from hpcdask.doctor import (
     collect,
@@ -543,11 +545,18 @@ def test_a_rank_tries_rank_0_s_other_addresses(monkeypatch, others):
 
         hub = Hub("nonce", arrived)
         port = await hub.listen("127.0.0.2", None)
-        note = Note(address="127.0.0.1", others=others, port=port, host="node1", credentials={})
+        note = Note(
+            address="127.0.0.1",
+            others=others,
+            port=port,
+            host="node1",
+            nonce="nonce",
+            credentials={},
+        )
         try:
             rank = Rank(1, 2, 0, 1, "node2", "srun", "test")
             _, channel, failed, address = await meeting._find(rank, note, 0.2)
-            channel.send(nonce="nonce")
+            channel.send(rank=1)
             assert await channel.receive() is None  # `arrived` closed the line
             channel.close()
             return failed, address
@@ -627,6 +636,14 @@ def test_numbers_for_people():
 # Gathering
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1"])
+def test_a_timeout_that_is_none(monkeypatch, timeout):
+    monkeypatch.setattr(command, "Gathering", lambda _: pytest.fail("it was started"))
+    done = CliRunner().invoke(cli.main, ["doctor", "--timeout", timeout])
+    assert done.exit_code == 2
+    assert "--timeout" in done.output
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
     def fail() -> Facts:
@@ -667,6 +684,16 @@ def test_mounts():
     assert node.is_network("nfs4")
     assert node.is_network("fuse.glusterfs")
     assert not node.is_network("ext4")
+
+
+def test_mounts_with_names_that_are_not_ascii():
+    mounts = [
+        "/dev/sda / ext4 rw 0 0",
+        "server:/x /mnt/données nfs4 rw 0 0",
+        "server:/y /mnt/mes\\040données\\134x lustre rw 0 0",
+    ]
+    assert node.mount_type("/mnt/données/x", mounts) == "nfs4"
+    assert node.mount_type("/mnt/mes données\\x/y", mounts) == "lustre"
 
 
 def test_scratch_that_cannot_be_written(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import errno
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 import dask
 import pytest
 
+from hpcdask import control
 from hpcdask.errors import LaunchError
 from hpcdask.rendezvous import FileRendezvous
 
@@ -210,3 +212,30 @@ def test_a_shared_folder_that_does_not_exist_is_named(base):
         meeting = FileRendezvous("launch", shared=True)
     with pytest.raises(LaunchError, match=str(missing)):
         meeting.publish(NOTE)
+
+
+def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
+    """It waits for its GPU's driver, while strangers are dropped."""
+    monkeypatch.setattr(control, "HELLO_DEADLINE_S", 0.2)
+
+    async def meet() -> list[dict]:
+        hellos = []
+
+        async def arrived(hello, channel):
+            hellos.append(hello)
+            channel.close()
+
+        hub = control.Hub("secret", arrived)
+        port = await hub.listen("127.0.0.1", None)
+        rank = await control.dial("127.0.0.1", port, None, "secret")
+        stranger = await control.dial("127.0.0.1", port, None, "guess")
+        _, silent = await asyncio.open_connection("127.0.0.1", port)
+        assert await stranger.receive() is None
+        await asyncio.sleep(0.5)  # longer than the limit
+        rank.send(rank=1)
+        assert await rank.receive() is None  # `arrived` closed the line
+        hub.close()
+        silent.close()
+        return hellos
+
+    assert asyncio.run(meet()) == [{"rank": 1}]
