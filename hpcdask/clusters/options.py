@@ -6,7 +6,6 @@ comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as wi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import os
@@ -25,13 +24,13 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.spec import WorkerSpec, parse_memory, parse_seconds
 
+from .gpudirectives import requested_gpus
+
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"
 SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
 #: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
 SHARED = {"interface", "local_directory", "death_timeout"}
-#: Jobs that ask for a GPU by directives that the user wrote for dask-jobqueue.
-GPU_DIRECTIVE = re.compile(r"gres=gpu|gpus|ngpus|gpu\s*=|^-G\b|-gpu\b", re.I)
 
 
 def import_jobqueue(module: str) -> Any:
@@ -160,7 +159,7 @@ def read_job_options(
         settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
     spec = WorkerSpec(**{name: value for name, value in settings.items() if value is not None})
 
-    gpus, in_header = _gpus(gpus_per_job, spec, for_job, config_name)
+    gpus, in_header = _gpus(gpus_per_job, spec, queue, for_job, config_name)
     if nodes_per_job < 1 or gpus % nodes_per_job:
         raise UsageError(
             f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
@@ -235,10 +234,10 @@ def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, A
 
 
 def _gpus(
-    asked: int | None, spec: WorkerSpec, for_job: Mapping[str, Any], config_name: str
+    asked: int | None, spec: WorkerSpec, queue: Queue, for_job: Mapping[str, Any], config_name: str
 ) -> tuple[int, bool]:
     """GPUs per job, and whether the user's own directives ask for them already."""
-    written = _gpu_directive(for_job, config_name)
+    written, count = _gpu_directive(queue, for_job, config_name)
     if asked is not None:
         if type(asked) is not int or asked < 0:
             raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
@@ -252,14 +251,13 @@ def _gpus(
         return asked, False
     if spec.device == "cpu":
         return 0, False
-    if written is not None:
-        number = re.search(r"(\d+)\D*$", written)
-        return (int(number[1]) if number else 1), True
-    return 1, False
+    return (1, False) if written is None else (count, True)
 
 
-def _gpu_directive(for_job: Mapping[str, Any], config_name: str) -> str | None:
-    """The user's own directive or resource that requests GPUs."""
+def _gpu_directive(
+    queue: Queue, for_job: Mapping[str, Any], config_name: str
+) -> tuple[str | None, int]:
+    """The user's own directive or resource that requests GPUs, and how many."""
     directives = _configured("job_extra_directives", for_job, config_name)
     directives = directives or _configured("job_extra", for_job, config_name, [])
     lines = (
@@ -267,8 +265,11 @@ def _gpu_directive(for_job: Mapping[str, Any], config_name: str) -> str | None:
         if isinstance(directives, Mapping)
         else [str(line) for line in directives]
     )
-    resource = str(_configured("resource_spec", for_job, config_name, ""))
-    return next(filter(GPU_DIRECTIVE.search, [*lines, resource]), None)
+    resource = f"-l {_configured('resource_spec', for_job, config_name, '')}"
+    for line in [*lines, resource]:
+        if (count := requested_gpus(queue, line)) is not None:
+            return line, count
+    return None, 0
 
 
 def _make_job(
@@ -339,8 +340,4 @@ def check_interface(interface: str | None, what: str) -> None:
 
 def seconds(value: str | float | timedelta | None, name: str) -> float | None:
     """A time as distributed and the configuration give it."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    with contextlib.suppress(ValueError, TypeError):
-        return float(value)  # type: ignore[arg-type]
-    return parse_seconds(value, name)
+    return parse_seconds(value.total_seconds() if isinstance(value, timedelta) else value, name)

@@ -14,7 +14,8 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.clusters.options import GPU_DIRECTIVE, JobOptions, import_jobqueue, read_job_options
+from hpcdask.clusters.gpudirectives import requested_gpus
+from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.script import header_lines
@@ -63,12 +64,13 @@ def read(system: str, queue: Queue, asked: Asked, *, torque: bool) -> JobOptions
     )
     _refuse(system, asked)
     own = [_bare(line, prefix(system)) for line in asked.directives]
-    directives = [*_configured_directives(system), *own]
+    directives = [*_configured_directives(system, queue), *own]
+    own_gpus = any(requested_gpus(queue, line) is not None for line in own)
     options = read_job_options(
         getattr(import_jobqueue(module), name),
         queue,
         system,
-        gpus_per_job=None if any(map(GPU_DIRECTIVE.search, own)) else asked.gpus_per_node,
+        gpus_per_job=None if own_gpus else asked.gpus_per_node,
         gpu_type=None,
         nodes_per_job=1,
         protocol=None,
@@ -128,12 +130,12 @@ def _bare(line: str, start: str) -> str:
     return line.strip().removeprefix(start).strip()
 
 
-def _configured_directives(system: str) -> list[str]:
+def _configured_directives(system: str, queue: Queue) -> list[str]:
     """Those of dask-jobqueue's configuration; its GPUs are those of a worker's job."""
     found = dask.config.get(f"jobqueue.{system}.job-extra-directives", None) or []
     if isinstance(found, dict):
         found = [f"{key} = {value}" for key, value in found.items()]
-    return [str(line) for line in found if not GPU_DIRECTIVE.search(str(line))]
+    return [str(line) for line in found if requested_gpus(queue, str(line)) is None]
 
 
 def _keywords(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from doors import TAG, make_job, preamble
+from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.registry import queue_class
@@ -314,6 +315,125 @@ KINDS = {
     "HTCondor": {"disk": "1GB"},
     "Moab": {},
 }
+
+
+# GPUs that the user's own directives request, or do not
+
+OWN_GPUS = {
+    ("SLURM", "--gres=gpu:1"): 1,
+    ("SLURM", "--gres gpu"): 1,
+    ("SLURM", "--gres=gpu:h200"): 1,
+    ("SLURM", "--gres=gpu:a100:2,nvme:500"): 2,
+    ("SLURM", "--gres=nvme:500,gpu:a100:2"): 2,
+    ("SLURM", "--gres=gpu:a100:2,gpu:v100:1"): 3,
+    ("SLURM", "--gres=gpu:1g.10gb:2  # don't share"): 2,
+    ("SLURM", "--qos=high --gpus=2 --time=90"): 2,
+    ("SLURM", "--gpus 2"): 2,
+    ("SLURM", "--gpus=a100:2,v100:1"): 3,
+    ("SLURM", "--gpus-per-node=a100"): 1,
+    ("SLURM", "--gpus-per-node h200:4"): 4,
+    ("SLURM", "--gpus-per-task=2"): 2,
+    ("SLURM", "--gpus-per-socket=2"): 2,
+    ("SLURM", "-G 2"): 2,
+    ("SLURM", "-G2"): 2,
+    ("PBS", "-l select=1:ncpus=8:ngpus=1:mem=64gb"): 1,
+    ("PBS", "-l select=ngpus=2:ncpus=8"): 2,
+    ("PBS", "-l ngpus=2 -l mem=64gb"): 2,
+    ("PBS", "-lnodes=1:ppn=8:gpus=2,mem=64gb"): 2,
+    ("Moab", "-l nodes=1:ppn=8:gpus=2:a100,mem=64gb"): 2,
+    ("Moab", "-l nodes=1:ppn=8,gres=gpus:2,mem=64gb"): 2,
+    ("Moab", "-W x=GRES:gpus@2"): 2,
+    ("LSF", '-gpu "num=2:gmodel=A100"'): 2,
+    ("LSF", '-gpu "num=2:mode=shared:gmem=40G"'): 2,
+    ("LSF", "-gpu mode=shared:gmem=40G"): 1,
+    ("LSF", "-gpu -"): 1,
+    ("LSF", '-R "rusage[mem=4000,ngpus_excl_p=2] span[ptile=8]"'): 2,
+    ("SGE", "-l gpu=1,h_vmem=40G"): 1,
+    ("SGE", "-l h_vmem=40G,ngpus=2"): 2,
+    ("SGE", "-l gpus=2 -l h_vmem=40G"): 2,
+    ("SGE", "-l cuda=2"): 2,
+    ("OAR", "-l /nodes=1/gpu=1/core=8"): 1,
+    ("OAR", """-l "{gpu_model='A100'}/nodes=1/gpu=2/core=8,walltime=2" """): 2,
+    ("OAR", "-l /nodes=1/gpu=ALL"): 1,
+    ("HTCondor", "request_gpus = 2"): 2,
+    ("HTCondor", "Request_GPUs = 2"): 2,
+}
+NO_GPUS = [
+    ("SLURM", "--cpus-per-gpu=8"),
+    ("SLURM", "--mem-per-gpu=64G"),
+    ("SLURM", "--gpu-bind=none"),
+    ("SLURM", "--gpu-freq=high"),
+    ("SLURM", "-p gpus"),
+    ("SLURM", "--partition=v100-gpu"),
+    ("SLURM", "--account=gpus42"),
+    ("SLURM", "--gres=nvme:500"),
+    ("PBS", "-q lab-gpu"),
+    ("PBS", "-v A=1,gpus=2"),
+    ("Moab", "-l feature=gpu"),
+    ("LSF", "-q gpu"),
+    ("LSF", '-R "select[ngpus>0]"'),
+    ("SGE", "-q gpu.q"),
+    ("SGE", "-l cuda=12.4"),
+    ("OAR", """-p "gpu='YES'" """),
+    ("HTCondor", "require_gpus = Capability >= 8.0"),
+]
+
+
+def options(kind: str, directive: str = "", gpus: int | None = None, **more: Any) -> JobOptions:
+    """What a cluster's job is, with one directive of the user."""
+    own: Any = [directive] if directive else []
+    if kind == "HTCondor":
+        own = dict([directive.split(" = ", 1)])
+    job = getattr(import_jobqueue(kind.lower()), f"{kind}Job")
+    given = {"cores": 8, "memory": "64GiB", "job_extra_directives": own, **KINDS.get(kind, {})}
+    return read_job_options(
+        job,
+        door(kind),
+        kind.lower(),
+        gpus_per_job=gpus,
+        gpu_type=None,
+        nodes_per_job=1,
+        protocol=None,
+        given={**given, **more},
+    )
+
+
+@pytest.mark.parametrize(("kind", "directive"), OWN_GPUS)
+def test_own_requests_of_gpus_count(kind: str, directive: str):
+    found = options(kind, directive)
+    assert (found.workers, found.gpus_in_header) == (OWN_GPUS[kind, directive], True)
+    assert found.spec.memory_limit == 2**36 // found.workers
+    with pytest.raises(UsageError, match="both request GPUs"):
+        options(kind, directive, gpus=4)
+
+
+RESOURCE_SPECS = {
+    ("PBS", "select=1:ncpus=8:ngpus=1:mem=64gb"): 1,
+    ("PBS", "nodes=1:ppn=8:gpus=2,mem=64gb"): 2,
+    ("PBS", "ngpus=2,mem=64gb"): 2,
+    ("SGE", "gpu=2,h_vmem=40G"): 2,
+    ("OAR", "/nodes=1/gpu=2/core=8"): 2,
+}
+
+
+@pytest.mark.parametrize(("kind", "resources"), RESOURCE_SPECS)
+def test_gpus_among_own_resources_count(kind: str, resources: str):
+    found = options(kind, resource_spec=resources)
+    assert (found.workers, found.gpus_in_header) == (RESOURCE_SPECS[kind, resources], True)
+
+
+@pytest.mark.parametrize(("kind", "directive"), NO_GPUS)
+def test_directives_about_gpus_that_request_none(kind: str, directive: str):
+    found = options(kind, directive)
+    assert (found.workers, found.gpus_in_header) == (1, False)
+    found = options(kind, directive, gpus=4)
+    assert (found.workers, found.gpus_in_header) == (4, False)
+
+
+def test_the_directive_that_requests_gpus_is_found_among_others():
+    own = ["--cpus-per-gpu=8", "--gres=gpu:1"]
+    found = options("SLURM", job_extra_directives=own)
+    assert (found.workers, found.gpus_in_header) == (1, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -221,6 +221,30 @@ def test_directives_of_the_user():
     assert "\n#PBS -l walltime=00:30:00\n" in text
 
 
+@pytest.mark.parametrize(
+    ("system", "directive", "gpus"),
+    [
+        ("slurm", "--mem-per-gpu=64G", "--gres=gpu:4"),
+        ("slurm", "--gpu-bind=none", "--gres=gpu:4"),
+        ("pbs", "-q lab-gpu", ":ngpus=4"),
+        ("lsf", "-q gpus", '-gpu "num=4"'),
+    ],
+)
+def test_directives_about_gpus_that_request_none(system: str, directive: str, gpus: str):
+    text = script(system, "--gpus-per-node", "4", "--directive", directive, "train.py")
+    assert f" {directive}\n" in text
+    assert gpus in text
+
+
+def test_configured_directives_stay_unless_they_request_gpus():
+    own = ["-p gpus", "--gpu-bind=none", "--gres=gpu:a100:1", "-G2"]
+    with dask.config.set({"jobqueue.slurm.job-extra-directives": own}):
+        text = script("slurm", "--gpus-per-node", "4", "train.py")
+    assert "\n#SBATCH -p gpus\n#SBATCH --gpu-bind=none\n" in text
+    assert text.count("gpu:") == text.count("--gres=gpu:4\n") == 1
+    assert "-G2" not in text
+
+
 def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
     configured = {
         "jobqueue.slurm.queue": "gpu",
