@@ -34,8 +34,10 @@ class State(StrEnum):
 
 #: States of jobs that the queue has done with.
 OVER = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED, State.PREEMPTED, State.TIMEOUT})
-#: States of jobs that hold no nodes yet.
+#: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({State.PENDING, State.REQUEUED})
+#: How the reason of a job begins that runs for the queue, but whose processes are stopped.
+PAUSED = ("suspended", "SUSPENDED", "STOPPED")
 #: Fraction of the golden ratio: its multiples, modulo 1, spread evenly however many are taken.
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -49,9 +51,10 @@ class Seen:
     id
         The queue's id of the job or of the array's element, such as ``123`` or ``123_4``.
     state
-        PENDING, REQUEUED, STARTING (the queue says that it runs) or one of `OVER`.
+        PENDING, REQUEUED, STARTING (the queue says that it runs), one of `OVER`, or UNKNOWN (the
+        queue has the job and does not know how it is, or says so in unknown words).
     reason
-        Why it waits or how it ended, in the queue's words.
+        Why it waits or how it ended, in the queue's words; see also `PAUSED`.
     exit_code
         Of a job that is over and whose code is known; 128 + n after signal n.
     restarts
@@ -98,8 +101,10 @@ class Job:
         Bytes of results that its workers hold.
     arrived
         All its workers were connected at some time in its present life.
+    arrived_at
+        When that was first so.
     starting_since
-        Since when it is seen to run, by the clock of `observe`.
+        Since when it is seen to run and not suspended, by the clock of `observe`.
     incomplete_since
         Since when workers that were connected are gone.
     missed
@@ -129,6 +134,7 @@ class Job:
     workers: frozenset[str] = frozenset()
     held: int = 0
     arrived: bool = False
+    arrived_at: float | None = None
     starting_since: float | None = None
     incomplete_since: float | None = None
     missed: int = 0
@@ -148,6 +154,9 @@ class Policy:
         For the workers of a job that the queue says runs.
     lost_after_s
         For workers that were connected and are gone: a nanny may start one again in this time.
+    served_s
+        A job whose workers stayed connected for this time, and that then ends by itself with exit
+        code 0, has not died: its workers may have a lifetime.
     missed_max
         Queries in a row that must not show a job before it is over.
     failures_max
@@ -167,6 +176,7 @@ class Policy:
 
     start_timeout_s: float = 300.0
     lost_after_s: float = 60.0
+    served_s: float = 60.0
     missed_max: int = 3
     failures_max: int = 3
     deaths_max: int | None = None
@@ -316,6 +326,7 @@ def observe(
         "workers": names,
         "held": held,
         "arrived": job.arrived or complete,
+        "arrived_at": now if complete and not job.arrived else job.arrived_at,
         "missed": (0 if seen else job.missed + 1) if asked else job.missed,
     }
     # An answer about an earlier life says only that the queue knows the job.
@@ -334,6 +345,8 @@ def observe(
     elif answer:
         again = job.restarts > 0 or job.state is State.REQUEUED
         said = State.REQUEUED if again and answer.state in WAITING else answer.state
+        if answer.state is State.UNKNOWN:  # such as on a dead host: its workers have to show up
+            said = State.STARTING
     state = _state(job, said, len(names))
     facts |= {"state": state, "reason": _reason(job, state, answer)}
     facts |= _clocks(job, state, answer, now)
@@ -409,7 +422,8 @@ def _clocks(job: Job, state: State, answer: Seen | None, now: float) -> dict[str
         facts = _times(job, answer)
     if state is not State.UNKNOWN:
         facts["started"] = _first(facts.get("started", job.started), now)
-        facts["starting_since"] = _first(job.starting_since, now)
+        paused = answer is not None and answer.reason.startswith(PAUSED)
+        facts["starting_since"] = now if paused else _first(job.starting_since, now)
     return facts
 
 
@@ -487,7 +501,8 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
 
     A job that ends, or takes too long, before all its workers were connected is a failed start,
     unless somebody cancelled or preempted it. All ends that neither we nor the walltime
-    brought about are deaths; a job that is overdue is one before it ends.
+    brought about are deaths, unless the job has served; a job that is overdue is one before it
+    ends.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
         history = replace(history, failed_starts=0, failed=None)
@@ -499,9 +514,19 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
         return history
     if after.arrived and (after.state is State.TIMEOUT or after.expiring) and not given_up:
         return history
+    if not given_up and _served(after, now, policy):
+        return history
     if not after.arrived and after.state not in (State.CANCELLED, State.PREEMPTED):
         history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
     return replace(history, deaths=(*_recent(history, now, policy), now), died=after)
+
+
+def _served(job: Job, now: float, policy: Policy) -> bool:
+    """Whether a job ended in good order, as with a lifetime of its workers, and not at once."""
+    if job.state is not State.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
+        return False
+    left = now if job.incomplete_since is None else job.incomplete_since
+    return left - job.arrived_at >= policy.served_s
 
 
 def _recent(history: History, now: float, policy: Policy) -> tuple[float, ...]:

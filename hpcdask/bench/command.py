@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -202,9 +203,15 @@ def _execute(
 
 @contextlib.contextmanager
 def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
-    """Write the report of the records in this list at the end, also if what fills it fails."""
+    """Write the report of the records in this list at the end, also if what fills it fails.
+
+    Or is ended: a queueing system sends SIGTERM some seconds before it kills.
+    """
     lines: list[dict[str, Any]] = []
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         yield lines
     except BaseException:
         if path is not None and lines:
@@ -213,6 +220,9 @@ def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
             except UsageError as exc:  # the exit code is that of the failure
                 say(f"warning: {exc}")
         raise
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, before)
     if path is not None:
         _write_report(lines, path)
 

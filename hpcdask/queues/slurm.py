@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Collection, Sequence
@@ -29,6 +30,8 @@ QUOTED = {"-J", "-p", "-A", "-t", "--mem"}
 #: The line that names the file of SLURM's own output of a job, without its end.
 OUTPUT = "#SBATCH --output="
 ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
+#: Variable by which all of SLURM's commands but sacct talk to other clusters than this one.
+CLUSTERS = "SLURM_CLUSTERS"
 #: Most expressions of job ids in one call of scancel.
 CANCELLED_AT_ONCE = 1000
 #: SLURM's MaxArraySize where the site does not set it.
@@ -64,8 +67,8 @@ class SlurmQueue(Queue):
     # would be those of the job that the notebook runs in
     ignored_variables: ClassVar[tuple[str, ...]] = (
         *("SACCT_", "SCANCEL_", "SQUEUE_"),
-        *("SBATCH_ARRAY_INX", "SBATCH_COMMENT", "SBATCH_GPUS", "SBATCH_GRES", "SBATCH_JOB_NAME"),
-        *("SBATCH_MEM_PER", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_WAIT"),
+        *("SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_COMMENT", "SBATCH_GPUS", "SBATCH_GRES"),
+        *("SBATCH_JOB_NAME", "SBATCH_MEM_PER", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_WAIT"),
         *("SLURM_ARRAY_", "SLURM_CPU", "SLURM_GPU", "SLURM_JOB", "SLURM_MEM_", "SLURM_NNODES"),
         *("SLURM_NODE", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_RESTART_COUNT", "SLURM_STEP"),
         *("SLURM_TASK", "SLURM_TRES_"),
@@ -85,7 +88,9 @@ class SlurmQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        header = with_header(job, _header(job, request))
+        lines = _header(job, request)
+        _refuse_clusters(lines)
+        header = with_header(job, lines)
         return render(header, self._directives(request), preamble, command)
 
     def _directives(self, request: Request) -> list[str]:
@@ -168,12 +173,28 @@ class SlurmQueue(Queue):
         if done.returncode:
             raise refusals.refused(done, script)
         # a site's greetings may come before it
-        match = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.M)
+        match = re.search(r"^(\d+)(?:;(\S+))?\s*\Z", done.stdout, re.M)
         if match is None:
             raise QueueError(
                 f"sbatch answered {done.stdout[:200]!r} for {script}, without a job id"
             )
-        return [f"{match[1]}_{n}" for n in range(count)] if arrays else [match[1]]
+        job, cluster = match.groups()
+        if cluster and await self._is_elsewhere(cluster):
+            raise QueueError(
+                f"sbatch sent job {job} of {script} to the cluster {cluster}, where squeue and "
+                f"scancel do not look for it. Cancel it with: scancel -M {cluster} {job}. To "
+                f"submit there, set {CLUSTERS}={cluster} in the environment"
+            )
+        return [f"{job}_{n}" for n in range(count)] if arrays else [job]
+
+    async def _is_elsewhere(self, cluster: str) -> bool:
+        """Whether squeue and scancel do not ask this cluster."""
+        if os.environ.get(CLUSTERS):
+            return False
+        try:
+            return (await self._configuration()).get("ClusterName") != cluster
+        except QueueError:  # the job's id must be told all the same
+            return True
 
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
         if not ids:
@@ -194,7 +215,9 @@ class SlurmQueue(Queue):
         if kind in ("", "(null)", "accounting_storage/none"):
             return {}
         jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
-        options = ("--noheader", "--allocations", "--parsable2", f"--jobs={jobs}")
+        options = ["--noheader", "--allocations", "--parsable2", f"--jobs={jobs}"]
+        if clusters := os.environ.get(CLUSTERS):
+            options.append(f"--clusters={clusters}")
         columns = f"--format={','.join(squeue.SACCT_COLUMNS)}"
         done = await self._run_well("sacct", *options, columns, env=squeue.ENVIRONMENT)
         seen = squeue.parse_sacct(done.stdout)
@@ -254,6 +277,25 @@ def _header(job: Any, request: Request) -> list[str]:
         elif match[1] != "-n" or request.nodes == 1:
             lines.append(line)
     return lines
+
+
+def _refuse_clusters(lines: Sequence[str]) -> None:
+    """Refuse directives that send a job to a cluster where the other commands do not look."""
+    for line in lines:
+        if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
+            raise UsageError(
+                f"{found} in the line {line!r} is for sbatch alone: squeue and scancel would not "
+                f"find the jobs. Take it out, and set {CLUSTERS} in the environment instead, which "
+                f"these commands read too"
+            )
+
+
+def _words(line: str) -> list[str]:
+    """Split a line of options as sbatch does, without a comment at its end."""
+    try:
+        return shlex.split(line.removeprefix("#SBATCH"), comments=True)
+    except ValueError:  # a quote without its end
+        return line.split()
 
 
 def _quoted(value: str, what: str) -> str:

@@ -28,10 +28,10 @@ STATES = {
     "REQUEUE_FED": State.REQUEUED,
     "REQUEUE_HOLD": State.REQUEUED,
     "SPECIAL_EXIT": State.REQUEUED,
+    "CONFIGURING": State.PENDING,  # its nodes boot
+    "POWER_UP_NODE": State.PENDING,
     "COMPLETING": State.STARTING,  # still on its nodes
-    "CONFIGURING": State.STARTING,
     "EXPEDITING": State.STARTING,
-    "POWER_UP_NODE": State.STARTING,
     "RESIZING": State.STARTING,
     "RUNNING": State.STARTING,
     "SIGNALING": State.STARTING,
@@ -56,6 +56,8 @@ PLAIN = {"PENDING", "RUNNING", "REQUEUED", "COMPLETED", "FAILED", "CANCELLED", "
 #: Ends that are not the job's doing: the code is SLURM's own.
 NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 NO_REASON = {"", "None", "(null)"}
+#: Seconds by which the controller's clock may be ahead of ours.
+SKEW_S = 30.0
 
 
 def columns(*names: str) -> str:
@@ -114,7 +116,7 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
         job, word, restarts, status, started, ends, nodes, reason = row
         state = STATES.get(word, State.UNKNOWN)
         end = _time(ends)
-        if word == "COMPLETING" and (end is None or end > now):
+        if word == "COMPLETING" and (end is None or end > now + SKEW_S):
             state = State.REQUEUED  # its end is that of its next life
         if state is State.PENDING and int(restarts):
             state = State.REQUEUED
@@ -134,10 +136,16 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
 
 
 def parse_sacct(text: str) -> dict[str, Seen]:
-    """Read the jobs that are over of what sacct printed with `SACCT_COLUMNS`."""
+    """Read the jobs that are over of what sacct printed with `SACCT_COLUMNS`.
+
+    A site's greetings may stand before them.
+    """
     seen = {}
     for line in text.splitlines():
-        job, status, started, nodes, words = line.split("|", len(SACCT_COLUMNS) - 1)
+        row = line.split("|", len(SACCT_COLUMNS) - 1)
+        if len(row) < len(SACCT_COLUMNS):
+            continue
+        job, status, started, nodes, words = row
         word, _, by = words.partition(" by ")  # CANCELLED by 1000
         if (state := STATES.get(word)) in OVER:
             for job_id in expand(job):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -448,6 +449,20 @@ def test_report_of_the_rows_before_one_that_fails(capsys, monkeypatch, tmp_path)
     assert command.main(["table", "--report", str(page)]) == 1
     assert "one CPU core, tuned" in page.read_text()
     assert "error: 2 CPU cores: exit code 1" in capsys.readouterr().err
+
+
+def test_report_of_what_was_measured_before_sigterm(monkeypatch, tmp_path):
+    written = []
+    monkeypatch.setattr(command, "_write_report", lambda lines, path: written.append((lines, path)))
+    before = signal.getsignal(signal.SIGTERM)
+    page = tmp_path / "report.html"
+    with pytest.raises(SystemExit) as ended, command._reported(page) as lines:
+        lines.append({"workload": "array"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert written == [([{"workload": "array"}], page)]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_report_that_fails_too_leaves_the_exit_code(capsys, tmp_path):

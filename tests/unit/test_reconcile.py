@@ -177,11 +177,16 @@ def test_what_is_over_stays_over_unless_it_is_requeued(over):
 
 def test_a_restart_is_a_new_life():
     old = replace(
-        running("7", size=2, ends=T + 9), leaving=True, expiring=True, cancelled=True, held=9
+        running("7", size=2, ends=T + 9, arrived_at=T),
+        leaving=True,
+        expiring=True,
+        cancelled=True,
+        held=9,
     )
     job = look(old, Seen("7", State.PENDING, restarts=1, reason="BeginTime"), names(old))
     assert job == Job("7", 2, old.submitted, State.REQUEUED, "BeginTime", restarts=1)
     job = look(job, Seen("7", State.STARTING, restarts=1), names(old))
+    assert job.arrived_at is None
     assert (job.state, job.workers) == (State.STARTING, frozenset())
     assert look(job, Seen("7", State.FAILED, restarts=0)).state is State.STARTING
 
@@ -203,6 +208,45 @@ def test_workers_that_vanish_make_a_job_lost():
     back = look(later, State.STARTING, names(job), now=T + 59)
     assert (back.state, back.incomplete_since) == (State.RUNNING, None)
     assert look(replace(job, leaving=True), State.STARTING).state is State.RUNNING
+
+
+def test_the_workers_of_a_suspended_job_have_time_to_start():
+    job = starting("7")
+    for reason in ("suspended", "SUSPENDED: x", "STOPPED"):
+        for late in (300, 600):
+            job = look(job, Seen("7", State.STARTING, reason=reason), now=T + late)
+            assert (job.state, job.overdue) == (State.STARTING, False)
+    assert not look(job, State.STARTING, now=T + 899).overdue
+    assert look(job, State.STARTING, now=T + 900).overdue
+
+
+def test_a_job_whose_node_boots_has_time_to_start():
+    job = pending("7")
+    boots = Seen("7", State.PENDING, reason="CONFIGURING", nodes="n1")
+    for late in range(0, 900, 30):
+        job = look(job, boots, now=T + late)
+        assert (job.state, job.reason, job.overdue) == (State.PENDING, "CONFIGURING", False)
+    job = look(job, State.STARTING, now=T + 900)
+    assert (job.state, job.starting_since) == (State.STARTING, T + 900)
+    boots = replace(boots, state=State.REQUEUED, restarts=1)
+    job = look(job, boots, now=T + 930)
+    assert (job.state, job.reason, job.restarts) == (State.REQUEUED, "CONFIGURING", 1)
+    assert look(job, boots, now=T + 1500).state is State.REQUEUED
+
+
+def test_a_job_that_the_queue_does_not_know_the_state_of_is_judged_by_its_workers():
+    job = running("7")
+    assert look(job, State.UNKNOWN, names(job)).state is State.RUNNING
+    lost = look(job, State.UNKNOWN)
+    assert (lost.state, lost.incomplete_since, lost.missed) == (State.LOST, T, 0)
+    late = look(lost, State.UNKNOWN, now=T + 60)
+    assert late.overdue
+    assert decide(1, late, now=T + 60) == Actions(submit=1, cancel=("7",))
+    assert decide(0, late, now=T + 60) == Actions(cancel=("7",))
+    assert look(lost, None).state is State.UNKNOWN
+    job = look(pending("8"), State.UNKNOWN)
+    assert (job.state, job.starting_since, job.overdue) == (State.STARTING, T, False)
+    assert look(job, State.UNKNOWN, now=T + 300).overdue
 
 
 # Counting what went wrong
@@ -232,6 +276,10 @@ def ended(job: Job, state: State, **changes) -> tuple[Job, Job]:
         (ended(starting("7", cancelled=True), State.FAILED), 0, 0),
         (ended(running("7"), State.FAILED), 0, 1),
         (ended(running("7"), State.COMPLETED), 0, 1),
+        (ended(running("7", arrived_at=T - 60), State.COMPLETED, exit_code=0), 0, 0),
+        (ended(running("7", arrived_at=T - 60), State.COMPLETED), 0, 1),
+        (ended(running("7", arrived_at=T - 60), State.FAILED, exit_code=0), 0, 1),
+        (ended(running("7", arrived_at=T - 59), State.COMPLETED, exit_code=0), 0, 1),
         (ended(running("7"), State.CANCELLED), 0, 1),
         (ended(running("7"), State.PREEMPTED), 0, 1),
         (ended(running("7"), State.TIMEOUT), 0, 0),
@@ -275,6 +323,18 @@ def test_a_job_that_is_given_up_counts_once():
     late = look(job, State.STARTING, now=T + 1)
     steps = [(job, late), ended(replace(late, cancelled=True), State.CANCELLED)]
     assert (history_of(*steps).failed_starts, len(history_of(*steps).deaths)) == (0, 1)
+
+
+@pytest.mark.parametrize(("lifetime", "deaths"), [(900, 0), (60, 0), (55, 1), (0, 1)])
+def test_workers_that_end_by_their_lifetime_are_no_deaths(lifetime, deaths):
+    job = look(pending("7"), State.STARTING, now=T - 500)
+    job = look(job, State.STARTING, names(job), now=T)
+    job = look(job, State.STARTING, names(job), now=T + lifetime)
+    gone = look(job, State.STARTING, now=T + lifetime)
+    over = look(gone, Seen("7", State.COMPLETED, exit_code=0), now=T + lifetime + 30)
+    assert (gone.state, over.state) == (State.LOST, State.COMPLETED)
+    history = record(History(), gone, over, T + lifetime + 30, POLICY)
+    assert (history.failed_starts, len(history.deaths)) == (0, deaths)
 
 
 def test_deaths_are_forgotten_after_an_hour():

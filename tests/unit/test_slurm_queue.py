@@ -149,6 +149,31 @@ def test_a_line_end_in_the_header_is_refused():
         directives(request_of(), job=job(header=("-p gpu\nrm -rf x",)))
 
 
+@pytest.mark.parametrize(
+    "directive",
+    [
+        "--clusters=other",
+        "--clusters other",
+        "--cluster=other",
+        "-M other",
+        "-Mother",
+        "--exclusive -M other # why",
+        "-M 'other",
+    ],
+)
+def test_directives_that_name_another_cluster_are_refused(directive):
+    with pytest.raises(UsageError, match=r"squeue and scancel would not .* set SLURM_CLUSTERS in"):
+        directives(request_of(), job=job(directive))
+
+
+@pytest.mark.parametrize(
+    "directive",
+    ["--cluster-constraint=x", "--comment='a -M b'", "--exclusive # -M b", "--mail-user=M"],
+)
+def test_other_directives_are_not_refused(directive):
+    assert f"#SBATCH {directive}" in directives(request_of(name="-M x"), job=job(directive))
+
+
 def test_render_without_header_and_prologue():
     bare = SimpleNamespace(shebang="#!/bin/sh", job_header="", _job_script_prologue=None)
     assert render(bare, ["#X a"], ["b"], "c") == "#!/bin/sh\n#X a\n\nb\nc\n"
@@ -227,6 +252,18 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
         (
             row("COMPLETING", end="1999"),
             Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("COMPLETING", end="2025"),  # the controller's clock is ahead of ours
+            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("CONFIGURING"),  # the node boots
+            Seen("7_1", State.PENDING, "CONFIGURING", nodes="n1"),
+        ),
+        (
+            row("POWER_UP_NODE", 1, reason="x"),
+            Seen("7_1", State.REQUEUED, "POWER_UP_NODE: x", restarts=1, nodes="n1"),
         ),
         (
             row("COMPLETING", 1),  # its end is still to come: it will run again
@@ -332,6 +369,8 @@ def test_squeue_answers_something_else():
 
 def test_sacct():
     text = """\
+Welcome to the site!
+
 5|0:0|1000|n1|COMPLETED
 6_0|3:0|1000|n1|FAILED
 6_1|0:9|1000|n[1-2]|FAILED
@@ -414,6 +453,65 @@ def test_a_lost_answer_is_no_refusal():
     error = refusal("Batch job submission failed: Socket timed out on send/recv operation")
     assert not isinstance(error, Refused)
     assert "See with squeue whether the job is there" in str(error)
+
+
+def submitted(monkeypatch, answer: str) -> list[str]:
+    async def run(self, *command, env=None):
+        text = answer if command[0] == "sbatch" else "ClusterName = site\n"
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    return asyncio.run(SlurmQueue().submit("/me/script.sh", 2))
+
+
+def test_a_job_that_went_to_another_cluster(monkeypatch):
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    for answer in ("4711\n", "Welcome!\n4711;site\n"):
+        assert submitted(monkeypatch, answer) == ["4711_0", "4711_1"]
+    with pytest.raises(QueueError, match=r"scancel -M other 4711\. .*set SLURM_CLUSTERS=other"):
+        submitted(monkeypatch, "4711;other\n")
+    monkeypatch.setenv("SLURM_CLUSTERS", "other")
+    assert submitted(monkeypatch, "4711;other\n") == ["4711_0", "4711_1"]
+
+
+def test_a_job_elsewhere_is_named_when_scontrol_fails(monkeypatch):
+    async def run(self, *command, env=None):
+        assert command[0] in ("sbatch", "scontrol")
+        failed = command[0] == "scontrol"
+        return subprocess.CompletedProcess(command, int(failed), "4711;other\n", "")
+
+    async def limit(self):
+        return 1
+
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    monkeypatch.setattr(SlurmQueue, "limit", limit)
+    monkeypatch.setattr("hpcdask.queues.slurm._single_output", lambda script: [])
+    with pytest.raises(QueueError, match="scancel -M other 4711"):
+        asyncio.run(SlurmQueue().submit("/me/script.sh", 1))
+
+
+def test_the_cluster_is_the_same_for_all_commands(monkeypatch):
+    monkeypatch.setenv("SBATCH_CLUSTERS", "a")
+    monkeypatch.setenv("SLURM_CLUSTERS", "b")
+    done = SlurmQueue()._run(["env"], None, None)
+    assert "SBATCH_CLUSTERS" not in done.stdout
+    assert "SLURM_CLUSTERS=b\n" in done.stdout
+
+
+@pytest.mark.parametrize(("clusters", "option"), [("", []), ("b", ["--clusters=b"])])
+def test_accounting_is_asked_about_the_same_cluster(monkeypatch, clusters, option):
+    calls = []
+
+    async def run(self, *command, env=None):
+        calls.append(command)
+        text = "AccountingStorageType = accounting_storage/slurmdbd\n"
+        return subprocess.CompletedProcess(command, 0, "" if command[0] == "sacct" else text, "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+    monkeypatch.setenv("SLURM_CLUSTERS", clusters)
+    assert asyncio.run(SlurmQueue().departed(["7_1"])) == {}
+    assert [word for word in calls[-1] if word.startswith("--clusters")] == option
 
 
 def test_ids_of_one_array_are_cancelled_together(monkeypatch):
