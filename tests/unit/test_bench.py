@@ -456,10 +456,15 @@ def test_report_of_what_was_measured_before_sigterm(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "_write_report", lambda lines, path: written.append((lines, path)))
     before = signal.getsignal(signal.SIGTERM)
     page = tmp_path / "report.html"
-    with pytest.raises(SystemExit) as ended, command._reported(page) as lines:
-        lines.append({"workload": "array"})
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
+
+    def measure():
+        with command._reported(page) as lines:
+            lines.append({"workload": "array"})
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    with pytest.raises(SystemExit) as ended:
+        measure()
     assert ended.value.code == 128 + signal.SIGTERM
     assert written == [([{"workload": "array"}], page)]
     assert signal.getsignal(signal.SIGTERM) is before
