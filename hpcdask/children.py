@@ -163,6 +163,17 @@ def configure_client(order: dict[str, Any]) -> None:
     )
 
 
+def forget_client() -> None:
+    """Undo `configure_client`: the cluster has ended, and its files are gone."""
+    import dask.config
+
+    from .schedulerfile import VARIABLE
+
+    for name in (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"):
+        os.environ.pop(name, None)
+    dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
+
+
 def _free_blas(threads: int) -> None:
     """Give BLAS its threads back: NumPy loaded with one, in the rank, for the workers."""
     if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:

@@ -18,7 +18,7 @@ from distributed import Security, default_client
 from distributed.core import Status
 
 from . import ranks
-from .children import configure_client, hear_start
+from .children import configure_client, forget_client, hear_start
 from .errors import LaunchError, UsageError
 from .spec import RunSpec, to_argv
 
@@ -124,6 +124,7 @@ class Runner:
         self.status = Status.closed
         self._line.close()
         self._line = None
+        forget_client()
         atexit.unregister(self._close_at_exit)
         try:
             self._process.wait(CLOSE_DEADLINE_S)

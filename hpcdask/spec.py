@@ -93,6 +93,13 @@ def parse_seconds(text: str | float | None, name: str) -> float | None:
         ) from None
 
 
+def parse_deadline(text: str | float | None, name: str) -> float:
+    """Seconds as in `parse_seconds`, of what must have a limit."""
+    if (value := parse_seconds(text, name)) is None:
+        raise UsageError(f"{name}: it must be a time, such as 5min: nothing waits for ever")
+    return value
+
+
 def _seconds(text: str) -> float:
     if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -391,7 +398,7 @@ class RunSpec(WorkerSpec):
         False, "Allow more ranks on a node than it has devices.", flag=True
     )
     timeout: float = _field(
-        300.0, "Give up when the cluster is not complete after this time.", parse_seconds
+        300.0, "Give up when the cluster is not complete after this time.", parse_deadline
     )
     workers_min: int | None = _field(
         None,

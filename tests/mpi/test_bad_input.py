@@ -177,6 +177,7 @@ def test_folder_without_main(alone, tmp_path):
 # --- options --------------------------------------------------------------------------------------
 
 BAD_VALUES = [
+    (["--timeout", "none"], ["--timeout", "must be a time", "5min"]),
     (["--memory-limit", "64 bananas"], ["--memory-limit", "'64 bananas'", "64GiB", "8e9", "auto"]),
     (["--memory-limit", "-1GiB"], ["--memory-limit", "'-1GiB'", "64GiB"]),
     (["--rmm-pool-size", "most"], ["--rmm-pool-size", "'most'", "64GiB", "0.8", "80%"]),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 
+import dask
 import pytest
+from distributed import Client
 
+from hpcdask import children
 from running import PROGRAMS, Ended, Running, Site
 
 pytestmark = pytest.mark.mpi
@@ -54,6 +58,18 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
 def test_a_killed_program_leaves_nothing(site: Site) -> None:
     ended = run(site, "runner", "kill")
     assert ended.code != 0
+
+
+def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
+    for name in ("HPCDASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    children.configure_client({"address": "tls://127.0.0.1:1", "file": "/tmp/gone/scheduler.json"})
+    children.forget_client()
+    assert dict(os.environ) == before
+    assert dask.config.get("scheduler-address", None) is None
+    with Client(processes=False, n_workers=1, dashboard_address=None) as client:
+        assert client.submit(sum, [1, 2]).result() == 3
 
 
 def test_an_option_that_does_not_exist() -> None:
