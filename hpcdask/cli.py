@@ -201,9 +201,14 @@ def _where(cluster: Found) -> str:
     return f"its notebook (process {cluster.folder.owner.pid} on {cluster.folder.owner.host})"
 
 
+def _is_batch(name: str) -> bool:
+    """Whether this is a job of hpcdask submit: a cluster's name has no second dash."""
+    return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
+
+
 def _why_not(cluster: Found) -> str:
     count = f"{len(cluster.jobs)} jobs stay"
-    if cluster.name.startswith(BATCH):
+    if _is_batch(cluster.name):
         return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
     if cluster.lives:
         return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
@@ -253,7 +258,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         state = "running" if row["state"] == "starting" else row["state"]
         reason = f" ({row['reason']})" if row["reason"] else ""
         cells = [row["cluster"], row["job"], state + reason, row["queue"]]
-        batch = row["cluster"].startswith(BATCH)
+        batch = _is_batch(row["cluster"])
         cells.append(_clock(row["since"]))
         cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
         table.add_row(*map(Text, cells))

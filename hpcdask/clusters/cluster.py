@@ -125,7 +125,8 @@ class JobCluster(Scaling):
         if loop is None and asynchronous:
             loop = IOLoop.current()
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
-        self.id = re.sub(r"[^A-Za-z0-9_.]+", "_", f"{self.name}")[:40] + f"-{os.urandom(3).hex()}"
+        # no dot and no dash but the last: see the tags of Moab and of hpcdask submit
+        self.id = re.sub(r"[^A-Za-z0-9_]+", "_", f"{self.name}")[:40] + f"-{os.urandom(3).hex()}"
         self._instances.add(self)
         if not self.called_from_running_loop:
             self._loop_runner.start()
@@ -271,16 +272,19 @@ class JobCluster(Scaling):
                 self._loop_runner.stop()
         return result
 
-    async def __aenter__(self) -> JobCluster:
-        await self._start()
+    async def _ready(self) -> JobCluster:
+        try:
+            await self._start()
+        except BaseException:
+            await self._close()
+            raise
         return self
 
-    def __await__(self) -> Any:
-        async def ready() -> JobCluster:
-            await self._start()
-            return self
+    async def __aenter__(self) -> JobCluster:
+        return await self._ready()
 
-        return ready().__await__()
+    def __await__(self) -> Any:
+        return self._ready().__await__()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))

@@ -77,7 +77,8 @@ class Keeper:
         self.poll_interval_s = poll_interval_s
         self.failure: HpcdaskError | None = None
         self._history = History()
-        self._submitter = Submitter(queue, folder, f"hpcdask:{ledger.cluster}", self._add)
+        tag = f"hpcdask:{ledger.cluster}"
+        self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
         self._departures = Departures(ledger, queue, self.poke)
         self._changed = asyncio.Event()
         self._settled = asyncio.Condition()
@@ -113,7 +114,7 @@ class Keeper:
         self.poke()
 
     def dismiss(self, names: Collection[str]) -> None:
-        """End the jobs all of whose workers are named: pending ones at once, others in order."""
+        """Do without the named workers: jobs without workers end at once, others in order."""
         jobs = self.ledger.strike(names)
         self._departures.cancel([job.id for job in jobs if not job.workers])
         for job in jobs:
@@ -149,6 +150,8 @@ class Keeper:
         self.closing()
         if self._submission is not None:  # its jobs' ids are needed
             await asyncio.wait([self._submission])
+        async with self._settled:  # a scale() that waits for more jobs
+            self._settled.notify_all()
         if self._submitter.unanswered:
             await self._submitter.adopt(self.ledger.jobs)
         tasks = [task for task in (self._loop, self._query) if task is not None]
@@ -215,8 +218,8 @@ class Keeper:
         if error is None:
             self.ledger.calm("query")
             return self._queried, query.result()
-        what = str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"
-        self.ledger.warn("query", f"{what}. What the jobs do is unknown until it answers")
+        text = f"{_words(error)}. What the jobs do is unknown until it answers"
+        self.ledger.warn("query", text)
         return set(), {}
 
     async def _ask(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -227,8 +230,9 @@ class Keeper:
             try:
                 seen |= await self.queue.departed(gone)
                 self.ledger.calm("accounting")
-            except QueueError as error:  # must not hide what the queue has shown
-                self.ledger.warn("accounting", f"{error}. How jobs ended is not known without it")
+            except Exception as error:  # must not hide what the queue has shown
+                text = f"{_words(error)}. How jobs ended is not known without it"
+                self.ledger.warn("accounting", text)
         return seen
 
     def _observe(self, asked: set[str], seen: dict[str, Seen]) -> None:
@@ -302,6 +306,13 @@ class Keeper:
 
     # Submitting
 
+    def _missing(self) -> int:
+        """How many jobs the submission under way still has to bring."""
+        if self.ledger.closing or self.failure is not None:
+            return 0
+        there = sum(not job.expiring for job in self.ledger.counting())
+        return max(0, self.ledger.wanted - there)
+
     async def _submit(self, count: int) -> None:
         ledger = self.ledger
         try:
@@ -321,9 +332,11 @@ class Keeper:
 
     def _add(self, ids: Collection[str]) -> None:
         now = time.time()
+        if not self.ledger.live():  # a later submission must not put off the query
+            self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
         for job_id in ids:
             self.ledger.jobs.setdefault(job_id, Job(job_id, self.ledger.size, now))
-        self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
+        self.poke()
 
     # Failing
 
@@ -350,3 +363,8 @@ class Keeper:
                 + (f", its log ends:\n{tail}" if tail else ", its log is empty")
             )
         )
+
+
+def _words(error: BaseException) -> str:
+    """What a query failed with; an answer that makes no sense may be any exception."""
+    return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"

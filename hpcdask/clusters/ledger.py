@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Scheduler
 
-from hpcdask.reconcile import OVER, Job, Policy, parse_worker_name, worker_names
+from hpcdask.reconcile import OVER, WAITING, Job, Policy, parse_worker_name, worker_names
 
 
 class Ledger:
@@ -95,13 +95,26 @@ class Ledger:
         return found
 
     def strike(self, names: Collection[str]) -> list[Job]:
-        """Want less by the jobs all of whose workers are named, and return those jobs."""
-        names = set(names)
+        """Want less by the jobs of the named workers, and return those that are to end.
+
+        A job that has workers ends if all of them are named. Of workers that are not connected Dask
+        names any: only their number counts, and the jobs that would start last go first.
+        """
         counting = self.counting()
-        jobs = [job for job in counting if names >= set(worker_names(self.cluster, job))]
-        dropped = sum("-unsubmitted-" in name for name in names) // self.size
+        named = set(names) & set(self.names())
+        jobs = []
+        for job in counting:
+            workers = set(worker_names(self.cluster, job))
+            if job.workers and named >= workers:
+                jobs.append(job)
+                named -= workers
+        absent = named.difference(*(job.workers for job in counting))
+        surplus = len(absent) // self.size
         unsubmitted = max(0, self.wanted - len(counting))
-        self.wanted = len(counting) - len(jobs) + max(0, unsubmitted - dropped)
+        idle = [job for job in reversed(counting) if not job.workers]
+        idle.sort(key=lambda job: job.state not in WAITING)
+        jobs += idle[: max(0, surplus - unsubmitted)]
+        self.wanted = len(counting) - len(jobs) + max(0, unsubmitted - surplus)
         return jobs
 
     def warn(self, subject: str, text: str) -> None:

@@ -28,6 +28,8 @@ class Submitter:
         On each of its jobs.
     add
         Called with the ids of new jobs.
+    missing
+        Says how many jobs are still to be submitted; asked before each command.
 
     Attributes
     ----------
@@ -38,23 +40,29 @@ class Submitter:
     """
 
     def __init__(
-        self, queue: Queue, folder: ClusterFolder, tag: str, add: Callable[[Collection[str]], None]
+        self,
+        queue: Queue,
+        folder: ClusterFolder,
+        tag: str,
+        add: Callable[[Collection[str]], None],
+        missing: Callable[[], int],
     ) -> None:
         self.queue = queue
         self.folder = folder
         self.tag = tag
         self.add = add
+        self.missing = missing
         self.retry_at = 0.0
         self.unanswered = False
         self._retry_s = RETRY_S[0]
 
     async def submit(self, count: int, known: Collection[str]) -> None:
-        """Submit this many jobs.
+        """Submit this many jobs, or fewer if fewer are missing by then.
 
         Parameters
         ----------
         count
-            Number of jobs.
+            Most jobs.
         known
             Ids of the cluster's jobs so far.
 
@@ -69,9 +77,16 @@ class Submitter:
         before = set(known)
         try:
             largest = max(1, await self.queue.limit())
-            while count > 0:
-                before = set(known)
-                count -= await self._submit_some(min(count, largest))
+            while (count := min(count, self.missing())) > 0:
+                before, some = set(known), min(count, largest)
+                try:
+                    await self._submit(some)
+                except Refused as error:
+                    if not error.fewer or some == 1:
+                        raise
+                    largest = some // 2
+                    continue
+                count -= some
             self._retry_s = RETRY_S[0]
         except Refused as error:
             if error.for_now:
@@ -83,21 +98,13 @@ class Submitter:
             if await self.adopt(before) < count:
                 raise
 
-    async def _submit_some(self, count: int) -> int:
-        """Submit `count` jobs, or as many of them as the site's limit admits."""
-        while True:
-            # the shared file system may be slow
-            submission = await asyncio.to_thread(self.folder.new_submission)
-            try:
-                ids = await self.queue.submit(str(submission.script), count)
-            except Refused as error:
-                if not error.fewer or count == 1:
-                    raise
-                count //= 2
-                continue
-            self.add(ids)
-            await asyncio.to_thread(submission.record, ids)
-            return count
+    async def _submit(self, count: int) -> None:
+        """One command."""
+        # the shared file system may be slow
+        submission = await asyncio.to_thread(self.folder.new_submission)
+        ids = await self.queue.submit(str(submission.script), count)
+        self.add(ids)
+        await asyncio.to_thread(submission.record, ids)
 
     async def adopt(self, known: Collection[str]) -> int:
         """Add the jobs that a submission made though its command gave no answer; how many."""

@@ -84,10 +84,18 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
 
     async def find() -> list[str]:
         """Those with the tag, and the recorded ones, should the queue have lost tags."""
-        mine = [job_id for job_id, tag in (await queue.tagged()).items() if tag == folder.tag]
+        mine: list[str] = []
+        problem: QueueError | None = None
+        try:
+            mine = [job_id for job_id, tag in (await queue.tagged()).items() if tag == folder.tag]
+        except QueueError as error:
+            problem = error
         others = set(folder.ids()) - set(mine)
         seen = await queue.query(others) if others else {}
-        return mine + [job_id for job_id, job in seen.items() if job.state not in OVER]
+        live = mine + [job_id for job_id, job in seen.items() if job.state not in OVER]
+        if problem and not live:  # whether there are others is not known
+            raise problem
+        return live
 
     return await end_jobs(queue, find, say, lambda: may_bring_more(folder))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -10,15 +12,20 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 from distributed import Client
+from distributed.core import Status
 
 import hpcdask
-from hpcdask.errors import JobsFailed, UsageError
+from hpcdask.errors import JobsFailed, Refused, UsageError
+from hpcdask.queues import moab
+from hpcdask.queues.base import Request
+from hpcdask.queues.local import LocalQueue
 from hpcdask.reconcile import State
 from launching import clean_environment, describe, end, leftovers, wait_for, walk
 
@@ -184,6 +191,110 @@ def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
     assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
 
 
+class Slow(LocalQueue):
+    """Takes one job a command, each for 0.3 s, and starts none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commands = 0
+        self.queries = 0
+
+    async def limit(self) -> int:
+        return 1
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        await asyncio.sleep(0.3)
+        self.commands += 1
+        return await super().submit(script, count)
+
+    async def query(self, ids):
+        self.queries += 1
+        return await super().query(ids)
+
+    def _start(self, entry) -> str:
+        return "Resources"
+
+
+@contextlib.asynccontextmanager
+async def under_way(folder: Path) -> AsyncIterator[tuple]:
+    """A cluster whose `scale(30)` takes 9 s, after 2 s of them."""
+    cluster = make(folder, asynchronous=True, poll_interval=0.5)
+    queue = cluster.queue = Slow()
+    async with cluster:
+        scaling = asyncio.ensure_future(cluster.scale(30))
+        await asyncio.sleep(2)
+        assert 1 <= queue.commands < 8
+        yield cluster, queue, scaling
+        await asyncio.wait_for(scaling, 10)  # it returns
+
+
+def test_close_stops_a_submission_under_way(folder: Path):
+    async def work() -> None:
+        async with under_way(folder) as (cluster, queue, _):
+            before = queue.commands
+            await cluster.close()
+            assert queue.commands <= before + 1
+            assert set(states(cluster)) == {State.CANCELLED}
+
+    asyncio.run(work())
+
+
+def test_scale_0_stops_a_submission_under_way(folder: Path):
+    async def work() -> None:
+        async with under_way(folder) as (cluster, queue, _):
+            before = queue.commands
+            await cluster.scale(0)
+            assert queue.commands <= before + 1
+            assert all(job.cancelled for job in cluster.jobs())
+
+    asyncio.run(work())
+
+
+def test_jobs_are_watched_while_others_are_submitted(folder: Path):
+    async def work() -> None:
+        async with under_way(folder) as (_, queue, _):
+            assert queue.queries >= 1
+
+    asyncio.run(work())
+
+
+async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
+    async with cluster:
+        pass
+
+
+async def wait(cluster: hpcdask.LocalCUDAJobCluster) -> None:
+    await cluster
+
+
+@pytest.mark.parametrize("start", [enter, wait])
+def test_an_asynchronous_start_that_fails_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, start: Callable
+):
+    async def refuse(self, script: str, count: int) -> list[str]:
+        raise Refused("Invalid account")
+
+    async def work() -> None:
+        before = set(psutil.Process().children())
+        cluster = make(folder, n_workers=1, asynchronous=True)
+        with pytest.raises(Refused, match="Invalid account"):
+            await start(cluster)
+        assert cluster.status == Status.closed
+        assert cluster.scheduler.status == Status.closed
+        assert not keys(folder)
+        assert set(psutil.Process().children()) <= before
+
+    monkeypatch.setattr(LocalQueue, "submit", refuse)
+    asyncio.run(work())
+
+
+def test_moab_finds_the_tag_of_a_cluster_of_any_name(folder: Path):
+    with make(folder, name="v1.2 of my-run") as cluster:
+        request = Request(name="x", tag=f"hpcdask:{cluster.id}", folder="/logs")
+        name = moab.MoabQueue().job_name(request)
+        assert moab.TAG.search(name)[1] == cluster.id
+
+
 @pytest.mark.slow
 def test_work_longer_than_the_walltime(folder: Path):
     """Of many Dask tasks, which goes on; of one, which is named. Two clusters at once."""
@@ -271,6 +382,10 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
         ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
         ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
         ({"cores": 0}, "cores=0"),
+        ({"poll_interval": -1}, "poll_interval: -1 is not a time. Accepted: 90s"),
+        ({"poll_interval": "nan"}, "poll_interval: 'nan' is not a time. Accepted: 90s"),
+        ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time. Accepted: 90s"),
+        ({"start_timeout": -1}, "start_timeout: -1 is not a time. Accepted: 90s"),
     ],
 )
 def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):

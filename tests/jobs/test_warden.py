@@ -19,6 +19,7 @@ from hpcdask.errors import QueueError
 from hpcdask.queues import ending, warden
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.registry import NAMES
+from hpcdask.reconcile import Seen, State
 from launching import end, leftovers, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")
@@ -252,3 +253,54 @@ def test_a_submission_that_was_cut_off_is_waited_for(monkeypatch):
     assert left == []
     assert said == ["waiting for the jobs of a submission that was cut off", "cancelling 7"]
     assert jobs.cancelled == [["7"]]
+
+
+class Untold(Jobs):
+    """A queue that shows jobs by their ids, but no tags: always, or the first time."""
+
+    def __init__(self, *ids: str, unrecorded: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.ids = list(ids)
+        self.unrecorded = unrecorded
+        self.asked = 0
+
+    async def tagged(self) -> dict[str, str]:
+        self.asked += 1
+        if self.unrecorded is None or self.asked == 1:
+            raise QueueError("these commands show no tags")
+        return self.unrecorded
+
+    async def query(self, ids) -> dict[str, Seen]:
+        return {job: Seen(job, State.PENDING) for job in self.ids if job in ids}
+
+    async def cancel(self, ids: list[str]) -> None:
+        await super().cancel(ids)
+        self.ids = [job for job in self.ids if job not in ids]
+        for job in ids:
+            (self.unrecorded or {}).pop(job, None)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch) -> ClusterFolder:
+    """Of a cluster with the jobs 7 and 8."""
+    monkeypatch.setattr(ending, "PAUSE_S", (0.001, 0.01))
+    monkeypatch.setattr(ending, "END_S", 0.1)
+    folder = ClusterFolder.create("ab-1", "local", tmp_path)
+    folder.write_script("")
+    folder.new_submission().record(["7", "8"])
+    return folder
+
+
+def test_recorded_jobs_end_though_the_queue_tells_no_tags(recorded: ClusterFolder):
+    queue = Untold("7", "8", "9")
+    with pytest.raises(QueueError, match="no tags"):  # others may be left
+        asyncio.run(ending.end_cluster(recorded, queue, lambda _: None))
+    assert queue.cancelled == [["7", "8"]]
+    assert queue.ids == ["9"]
+
+
+def test_tags_are_asked_for_again_when_the_recorded_jobs_are_gone(recorded: ClusterFolder):
+    queue = Untold("7", unrecorded={"9": recorded.tag})
+    left = asyncio.run(ending.end_cluster(recorded, queue, lambda _: None))
+    assert left == []
+    assert queue.cancelled == [["7"], ["9"]]

@@ -43,7 +43,10 @@ class Door(LocalQueue):
         return dict.fromkeys(self.lost, TAG)
 
 
-def run(door: Door, tmp_path: Path, count: int) -> tuple[list[str], Submitter]:
+def run(
+    door: Door, tmp_path: Path, count: int, commands: int = 1000
+) -> tuple[list[str], Submitter]:
+    """Submit; after so many commands none is wanted any more."""
     folder = ClusterFolder.create("test", "local", base=tmp_path)
     folder.write_script("#!/bin/sh\n")
     added: list[str] = []
@@ -51,7 +54,10 @@ def run(door: Door, tmp_path: Path, count: int) -> tuple[list[str], Submitter]:
     def add(ids: Collection[str]) -> None:
         added.extend(ids)
 
-    submitter = Submitter(door, folder, TAG, add)
+    def missing() -> int:
+        return 0 if len(door.asked) >= commands else count - len(added)
+
+    submitter = Submitter(door, folder, TAG, add, missing)
     try:
         asyncio.run(submitter.submit(count, []))
     except QueueError as error:
@@ -71,6 +77,21 @@ def test_an_array_has_the_size_that_the_site_allows(tmp_path: Path):
     added, _ = run(door, tmp_path, 2500)
     assert len(added) == 2500
     assert door.asked == [1000, 1000, 500]
+
+
+def test_a_submission_stops_when_no_more_are_wanted(tmp_path: Path):
+    door = Door(room=5000, largest=1)
+    added, _ = run(door, tmp_path, 30, commands=3)
+    assert len(added) == 3
+    assert door.asked == [1, 1, 1]
+
+
+def test_a_refused_submission_is_not_tried_with_fewer_when_none_are_wanted(tmp_path: Path):
+    door = Door(room=10)
+    added, submitter = run(door, tmp_path, 64, commands=1)
+    assert added == []
+    assert door.asked == [64]
+    assert submitter.retry_at == 0
 
 
 def test_a_limit_takes_what_it_can_and_is_tried_again_later(tmp_path: Path):

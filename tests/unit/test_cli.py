@@ -1,0 +1,29 @@
+"""What ``hpcdask jobs`` and ``hpcdask cleanup`` print, with a stand-in for the queues."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from hpcdask import cli
+from hpcdask.queues.survey import Found
+from hpcdask.reconcile import Seen, State
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [("submit-train_py-a1b2c3", True), ("submit-a1b2c3", False)]
+)
+@pytest.mark.parametrize("command", ["jobs", "cleanup"])
+def test_a_cluster_called_submit_is_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, command: str, name: str, batch: bool
+):
+    async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
+        found = Found(name, "slurm", None)
+        found.jobs["1"] = Seen("1", State.PENDING)
+        return [found], {}
+
+    monkeypatch.setattr(cli, "survey", survey)
+    done = CliRunner().invoke(cli.main, [command])
+    assert done.exit_code == 0, done.output
+    assert name in done.output
+    assert ("of hpcdask submit" in done.output) == batch

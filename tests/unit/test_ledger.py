@@ -1,0 +1,70 @@
+"""Which jobs a cluster gives up when Dask names workers that are not needed."""
+
+from __future__ import annotations
+
+from hpcdask.clusters.ledger import Ledger
+from hpcdask.reconcile import Job, Policy, State, worker_names
+
+SIZE = 4
+
+
+def make(*states: State, connected: int = SIZE, wanted: int | None = None) -> Ledger:
+    """One job of four workers for each state; so many are connected where one is running."""
+    ledger = Ledger(None, "ab", size=SIZE, policy=Policy(), say=print)
+    for number, state in enumerate(states):
+        job = Job(f"{number}", SIZE, 0.0, state)
+        ledger.jobs[job.id] = job
+        if state is State.RUNNING:
+            ledger.mark(job.id, workers=frozenset(names(ledger, number)[:connected]))
+    ledger.wanted = len(states) if wanted is None else wanted
+    return ledger
+
+
+def names(ledger: Ledger, *numbers: int) -> list[str]:
+    return [name for n in numbers for name in worker_names(ledger.cluster, ledger.jobs[f"{n}"])]
+
+
+def strike(ledger: Ledger, *names: str) -> list[str]:
+    return sorted(job.id for job in ledger.strike(names))
+
+
+def test_any_names_of_pending_jobs_are_as_good_as_those_of_whole_jobs():
+    ledger = make(*[State.PENDING] * 5)
+    spread = [name for name in names(ledger, 0, 1, 2, 3) if not name.endswith("-0")]
+    assert strike(ledger, *spread, *names(ledger, 4)) == ["1", "2", "3", "4"]
+    assert ledger.wanted == 1
+
+
+def test_less_than_a_job_is_kept():
+    ledger = make(State.PENDING, State.PENDING)
+    assert strike(ledger, *names(ledger, 0, 1)[2:5]) == []
+    assert ledger.wanted == 2
+
+
+def test_what_is_not_submitted_goes_first_then_the_youngest_that_waits():
+    ledger = make(State.PENDING, State.PENDING, State.STARTING, wanted=5)
+    named = [*ledger.names()[1:9], *ledger.names()[-4:]]
+    assert strike(ledger, *named) == ["1"]
+    assert ledger.wanted == 2
+    ledger.mark("1", cancelled=True)
+    assert strike(ledger, *names(ledger, 2)) == ["0"]
+    assert ledger.wanted == 1
+
+
+def test_connected_workers_go_with_their_job():
+    ledger = make(State.RUNNING, State.RUNNING, State.PENDING)
+    assert strike(ledger, *names(ledger, 0), *names(ledger, 1)[:3]) == ["0"]
+    assert ledger.wanted == 2
+
+
+def test_workers_that_a_job_still_awaits_are_counted():
+    ledger = make(State.RUNNING, State.PENDING, State.PENDING, connected=1)
+    named = [*names(ledger, 0)[1:], *names(ledger, 1)[1:], *names(ledger, 2)[2:]]
+    assert strike(ledger, *named) == ["1", "2"]
+    assert ledger.wanted == 1
+
+
+def test_names_of_jobs_that_are_gone_do_not_count():
+    ledger = make(State.CANCELLED, State.PENDING, wanted=1)
+    assert strike(ledger, *names(ledger, 0)) == []
+    assert ledger.wanted == 1
