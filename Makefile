@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+# pip compiles one file after the other, and packages' own tests too; a few cannot be compiled
+COMPILE = -m compileall -q -j 0 -x '/(tests?|nvidia)/' $$(echo .venv/lib/python3*) >/dev/null || true
 comma := ,
 
 # cuda12 or cuda13, whichever the driver of this machine runs; nothing without a GPU
@@ -15,7 +17,7 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,2)
+WORKERS ?= $(if $(CUDA),0,3)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
@@ -37,13 +39,15 @@ venv: .venv/.test .venv-mpich/.done
 
 .venv/.demo: pyproject.toml | .venv/.made
 	@echo "Installing hpcdask into .venv"
-	@$(BIN)/python $(PIP_INSTALL) -e '.[mpi$(addprefix $(comma),$(CUDA))]'
+	@$(BIN)/python $(PIP_INSTALL) --no-compile -e '.[mpi$(addprefix $(comma),$(CUDA))]'
+	@$(BIN)/python $(COMPILE)
 	@touch $@
 
 # The test extra has CuPy for CUDA 13, which CuPy for CUDA 12 would overwrite
 .venv/.test: pyproject.toml | .venv/.made
 	@echo "Installing hpcdask and what its tests need into .venv"
-	@$(BIN)/python $(PIP_INSTALL) -e '.[test$(addprefix $(comma),$(filter cuda13,$(CUDA)))]'
+	@$(BIN)/python $(PIP_INSTALL) --no-compile -e '.[test$(addprefix $(comma),$(filter cuda13,$(CUDA)))]'
+	@$(BIN)/python $(COMPILE)
 	@touch $@ .venv/.demo
 
 .venv/.docs: pyproject.toml | .venv/.made

@@ -913,7 +913,8 @@ def test_a_worker_that_dies_or_closes_while_others_get_warm(cluster):
         links = warm(scheduler, "more")["links"]
         broken = {(link["to"], link["source"]) for link in links if link["problem"]}
         assert ("more", "mortal") in broken
-        assert not broken - {("more", "mortal"), ("mortal", "more")}
+        # what is closing may answer or not
+        assert all({"mortal", "gone"} & set(pair) for pair in broken)
         assert {link["source"] for link in links if not link["problem"]} >= {"a", "b", "more"}
         b.do("await me.more.close()")
     finally:
