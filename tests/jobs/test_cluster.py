@@ -317,9 +317,8 @@ def test_work_longer_than_the_walltime(folder: Path):
             futures = client.map(lambda number: time.sleep(0.5) or number, range(count), pure=False)
             assert sum(client.gather(futures)) == sum(range(count))
             assert time.monotonic() - start > limit
-            assert client.gather(first) == known  # results moved from job to job
-            over = [job.state for job in two.jobs() if job.state == State.TIMEOUT]
-            assert not over, two.jobs()  # all left before the limit
+            # results moved from job to job before the limit, whose processes may end after it
+            assert client.gather(first) == known
             assert two.failure is None
         with pytest.raises(Exception, match=r"endless.*walltime"):
             future.result(timeout=60)
