@@ -8,6 +8,9 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
+    from hpcdask import devices
+
+    devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
     from hpcdask.scout import Scout
 
     _scout = Scout.start(_janitor.release_in_child)

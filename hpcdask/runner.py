@@ -125,7 +125,7 @@ def _launch(
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    from . import children, devices, rendezvous, scheduler, template
+    from . import children, rendezvous, scheduler, template
     from .follower import follow
     from .leader import Leader
     from .member import Member, complain, leave, new_scratch, start_template
@@ -146,7 +146,6 @@ def _launch(
         except UsageError:
             complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
             leave(error.exit_code)
-    devices.widen(devices.launcher_cores())
     template.freeze()
 
     nursery = children.Nursery(janitor, scout)

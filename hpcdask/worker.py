@@ -8,6 +8,9 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
+    from hpcdask import devices
+
+    devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
     from hpcdask.scout import Scout
 
     _scout = Scout.start(_janitor.release_in_child)
@@ -207,7 +210,7 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
     bootstrap.mark("options read")
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from hpcdask import children, devices, template
+    from hpcdask import children, template
     from hpcdask.joblife import JobPart
     from hpcdask.member import new_scratch, start_template
     from hpcdask.nanny import quiet
@@ -215,7 +218,6 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
     scratch = new_scratch(asked.spec, janitor)
-    devices.widen(devices.launcher_cores())
     template.freeze()
     quiet()
     start_template(asked.spec, scratch, children.Nursery(janitor, scout))

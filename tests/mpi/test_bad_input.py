@@ -273,6 +273,27 @@ def test_ranks_behind_a_wrapper(mpis, tmp_path):
     assert result.out.split() == ["started", "2", "3", str(len(os.sched_getaffinity(0)))]
 
 
+AT_THE_IMPORTS = """
+import os, sys
+class Notice:
+    def find_spec(self, name, path=None, target=None):
+        if name == "distributed" and "hpcdask.scout" in sys.modules:
+            with open(os.environ["NOTED"], "a") as file:
+                print(len(os.sched_getaffinity(0)), file=file)
+sys.meta_path.insert(0, Notice())
+"""
+
+
+def test_pinned_ranks_import_on_all_cores_of_the_job(mpirun, script, tmp_path):
+    """Where each has one core, as by default, the scout and the imports would share it."""
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_IMPORTS)
+    env = {"PYTHONPATH": str(tmp_path), "NOTED": str(tmp_path / "noted")}
+    result = mpirun.run(2, "--bind-to", "core", *CPU, script, env=env)
+    assert_works(result, 2)
+    cores = str(len(os.sched_getaffinity(0)))
+    assert set((tmp_path / "noted").read_text().split()) == {cores}
+
+
 @pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "2>/dev/full", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed_or_full(alone, tmp_path, streams):
     """Daemons have none, and a log may be on a disk that is full."""
