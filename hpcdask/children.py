@@ -152,6 +152,7 @@ def configure_client(order: dict[str, Any]) -> None:
     import dask
     import dask.config
 
+    from .batching import prompt_clients
     from .schedulerfile import VARIABLE
 
     loader = "hpcdask.schedulerfile.load_security"
@@ -159,7 +160,11 @@ def configure_client(order: dict[str, Any]) -> None:
     os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
     os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
     dask.config.set(
-        {"scheduler-address": order["address"], "distributed.client.security-loader": loader}
+        {
+            "scheduler-address": order["address"],
+            "distributed.client.security-loader": loader,
+            **prompt_clients(),
+        }
     )
 
 
@@ -167,11 +172,18 @@ def forget_client() -> None:
     """Undo `configure_client`: the cluster has ended, and its files are gone."""
     import dask.config
 
+    from .batching import usual_clients
     from .schedulerfile import VARIABLE
 
     for name in (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"):
         os.environ.pop(name, None)
-    dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
+    dask.config.set(
+        {
+            "scheduler-address": None,
+            "distributed.client.security-loader": None,
+            **usual_clients(),
+        }
+    )
 
 
 def _free_blas(threads: int) -> None:

@@ -21,6 +21,7 @@ from distributed.core import Status
 from distributed.utils import get_ip
 
 from . import devices, full, memory, template
+from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, process_start
 from .devices import CUDA_EXTRA, Gpu
 from .errors import DeviceError, MissingExtra
@@ -30,10 +31,6 @@ from .spec import WorkerSpec
 from .switches import ucx_environment
 from .transport import Reach
 
-#: Seconds between two messages of a worker and its scheduler to each other. distributed holds
-#: messages back for 2 and 5 ms, and a worker with one thread then idles between short Dask tasks;
-#: what gathers while a message is being written still travels together.
-BATCH_INTERVAL_S = 0.0
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
 #: Failed starts in a row after which a dead worker is given up, and seconds between them.

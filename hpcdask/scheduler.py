@@ -12,9 +12,10 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 
+from .batching import BATCH_INTERVAL_S
 from .control import Channel
 from .devices import start_nvml
-from .nanny import BATCH_INTERVAL_S, quiet
+from .nanny import quiet
 from .peers import TOPIC
 from .security import to_security
 from .template import leave_signals_to_the_rank

@@ -126,7 +126,10 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     SchedulerFileError
         The file is missing, foreign or stale (its cluster does not answer).
     """
+    import dask.config
     from distributed import Client
+
+    from .batching import prompt_clients
 
     path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
@@ -142,7 +145,8 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     access = security.to_security(credentials)
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
-        return Client(content["address"], security=access, timeout=timeout, **kwargs)
+        with dask.config.set(prompt_clients()):
+            return Client(content["address"], security=access, timeout=timeout, **kwargs)
     except OSError as error:
         raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
 

@@ -15,8 +15,8 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from hpcdask.batching import BATCH_INTERVAL_S
 from hpcdask.errors import HpcdaskError, JobsFailed, QueueError, Refused
-from hpcdask.nanny import BATCH_INTERVAL_S
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import OVER, Failure, History, Job, Seen, State, observe, plan, record

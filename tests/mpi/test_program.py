@@ -191,6 +191,7 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, for
         "remote": True,
         "from a child": 7,
         "second client": 3,
+        "held back": 0,
         "module beside the script": 9,
     }
     assert not ended.foreign_lines, str(ended)

@@ -72,6 +72,32 @@ def test_connect_by_variable(file, monkeypatch):
         assert client.submit(sum, [1, 2]).result() == 3
 
 
+@pytest.mark.parametrize("own", [[], "users_preload", ["users_preload"]])
+def test_a_client_sends_at_once_beside_the_user_s_preloads(file, tmp_path, monkeypatch, own):
+    """distributed's own holds messages back for 10 ms, which a loop waits for each time."""
+    (tmp_path / "users_preload.py").write_text("def dask_setup(client): client.mine = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with dask.config.set({"distributed.client.preload": own}):
+        with hpcdask.connect(str(file)) as client:
+            assert client.scheduler_comm.interval == 0
+            assert hasattr(client, "mine") is bool(own)
+        assert dask.config.get("distributed.client.preload") == own
+
+
+def test_preloads_that_have_arguments_stay_as_they_are(file, tmp_path, monkeypatch):
+    (tmp_path / "users_preload.py").write_text("def dask_setup(client): client.mine = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {
+        "distributed.client.preload": ["users_preload", "users_preload"],
+        "distributed.client.preload-argv": [["a"], ["b"]],
+    }
+    with (
+        dask.config.set(own),
+        hpcdask.connect(str(file)) as client,
+    ):
+        assert client.mine
+
+
 def test_plain_client_by_configuration(file, cluster, monkeypatch):
     monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
     loader = {"distributed.client.security-loader": "hpcdask.schedulerfile.load_security"}

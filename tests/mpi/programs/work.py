@@ -39,6 +39,7 @@ found = {
     "remote": client.submit(os.getpid).result() != os.getpid(),
     "from a child": int(subprocess.check_output([sys.executable, "-c", IN_A_CHILD], text=True)),
     "second client": Client().submit(sum, [1, 2]).result(),
+    "held back": client.scheduler_comm.interval,
     "module beside the script": client.submit(neighbour.triple, 3).result(),
 }
 show("found", found)
