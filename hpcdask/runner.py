@@ -146,7 +146,7 @@ def _launch(
         except UsageError:
             complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
             leave(error.exit_code)
-    template.freeze()
+    template.prepare_forks()
 
     nursery = children.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer

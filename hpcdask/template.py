@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+from distributed.versions import get_versions
+
 from .bootstrap import detach_standard_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -117,10 +119,13 @@ def _start_resource_tracker() -> None:
     tracker._fd, tracker._pid = write_end, pid
 
 
-def freeze() -> None:
-    """Keep the garbage collector off what the forks share, so that the pages stay shared.
+def prepare_forks() -> None:
+    """Do once what each fork would do, and keep the garbage collector off what they share.
 
-    It was off since `hpcdask.bootstrap.reexecute`, and is on from here.
+    Scheduler, workers and clients tell one another the versions of their packages, which takes
+    20 ms to find out. The collector was off since `hpcdask.bootstrap.reexecute`, and is on from
+    here.
     """
+    get_versions()
     gc.freeze()
     gc.enable()

@@ -218,7 +218,7 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
     scratch = new_scratch(asked.spec, janitor)
-    template.freeze()
+    template.prepare_forks()
     quiet()
     start_template(asked.spec, scratch, children.Nursery(janitor, scout))
     bootstrap.mark("processes forked")
