@@ -22,9 +22,10 @@ from distributed.utils import get_ip
 
 from . import devices, full, memory, template
 from .batching import BATCH_INTERVAL_S
-from .bootstrap import mark, process_start
+from .bootstrap import mark, marks, process_start
+from .context import CONTEXT_MADE, make_context
 from .devices import CUDA_EXTRA, Gpu
-from .errors import DeviceError, MissingExtra
+from .errors import MissingExtra
 from .memory import ON_HOST, MemoryPlan
 from .peers import UCX, PeerWorker, environment, load
 from .spec import WorkerSpec
@@ -115,7 +116,8 @@ class BoundWorker(PeerWorker):
         if bind_gpu is not None:
             with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                 make_context()
-                mark("CUDA context made")
+                if all(event != CONTEXT_MADE for _, event in marks):  # by `hpcdask.prestart`
+                    mark(CONTEXT_MADE)
             mark("packages imported")
             memory.apply(device_memory)
             mark("device memory set up")
@@ -224,40 +226,6 @@ def loading(modules: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         thread.join()
-
-
-def make_context() -> None:
-    """Make the CUDA context of the one visible device.
-
-    Raises
-    ------
-    DeviceError
-        The driver refuses.
-    """
-    try:
-        # loaded by the template already, through RMM
-        from cuda.bindings import driver
-    except ImportError:
-        raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None
-
-    def call(name: str, *arguments: Any) -> Any:
-        try:
-            code, *results = getattr(driver, name)(*arguments)
-        except RuntimeError as error:  # its library is not there
-            raise DeviceError(
-                f"no CUDA context on {socket.gethostname()}: {error} In a container, pass the "
-                f"driver in (apptainer exec --nv)"
-            ) from error
-        if code != driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(
-                f"no CUDA context on {socket.gethostname()}: {name} says {code.name} of GPU "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')}. See nvidia-smi there, and whether "
-                f"another process has the device for itself (compute mode)"
-            )
-        return results[0] if results else None
-
-    call("cuInit", 0)
-    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
 
 
 def check_extras(*, cuda: bool) -> None:

@@ -11,9 +11,10 @@ if __name__ == "__main__":
     from hpcdask import devices
 
     devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
+    from hpcdask.prestart import prestart
     from hpcdask.scout import Scout
 
-    _scout = Scout.start(_janitor.release_in_child)
+    _scout = Scout.start(_janitor.release_in_child, prestart)
 
 import sys
 from collections.abc import Sequence

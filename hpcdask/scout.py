@@ -1,8 +1,9 @@
 """A process that finds GPUs and what joins them, while the rank imports distributed.
 
-After that it holds the driver open on the GPUs that the rank's workers will probably take, until
-they are there: a process that starts CUDA on a GPU where nobody else has is 0.2 s slower, and
-more where several start at once.
+Where the rank will have one worker, and which GPU it gets is clear, that process goes on to become
+the worker (`hpcdask.prestart`). Else it holds the driver open on the GPUs that the workers will
+probably take, until they are there: a process that starts CUDA on a GPU where nobody else has is
+0.2 s slower, and more where several start at once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import os
 import select
 import signal
+import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -26,10 +29,17 @@ from .fabric import Fabric
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0
-#: Seconds after which it lets the driver go, where the rank gets no worker.
+#: Seconds after which it lets the driver go, where the rank gets no worker by then.
 HOLD_S = 60.0
 #: Seconds that the scout gets to be gone.
 DISMISSAL_S = 0.5
+
+
+#: Options with which the rank's worker has no GPU, or not the one that its number tells.
+ELSEWHERE = {"cpu", "dedicated"}
+
+#: Makes a process ready to be a worker, see `hpcdask.prestart.prestart`.
+Prestart = Callable[[Callable[[], str | None], socket.socket, float], None]
 
 
 class Sighting(NamedTuple):
@@ -40,7 +50,7 @@ class Sighting(NamedTuple):
 
 
 class Scout:
-    """Asks NVML, which takes 0.2 s, then holds the driver open.
+    """Asks NVML, which takes 0.2 s, then becomes the worker or holds the driver open.
 
     Parameters
     ----------
@@ -48,41 +58,70 @@ class Scout:
         Of the process that asks.
     pipe
         Where it writes.
+    line
+        Where it takes the order to be the worker.
+
+    Attributes
+    ----------
+    uuid
+        The GPU on which it is ready to be the worker, or soon will be; None if it does not.
+        Known after `report`.
     """
 
-    def __init__(self, pid: int, pipe: int) -> None:
+    def __init__(self, pid: int, pipe: int, line: socket.socket) -> None:
         self._pid = pid
         self._pipe = pipe
+        self._line = line
+        self.uuid: str | None = None
 
     @classmethod
-    def start(cls, in_child: Callable[[], None]) -> Scout | None:
+    def start(cls, in_child: Callable[[], None], prestart: Prestart | None = None) -> Scout | None:
         """Fork the scout, where there is a driver to ask.
 
         Parameters
         ----------
         in_child
             Called in the scout first, to close what belongs to the rank.
+        prestart
+            Makes it a worker, where it may become one.
         """
         if not has_nvidia_driver() and find_spec("pynvml") is None:
             return None
         read_end, write_end = os.pipe()
+        line, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
                 in_child()
                 os.close(read_end)
-                found = _look()
-                with open(write_end, "w") as stream:
-                    stream.write(json.dumps(found))
-                _hold_open([gpu["uuid"] for gpu in found.get("gpus", ())])
+                line.close()
+                rank = ranks.detect()
+                may = prestart if has_nvidia_driver() and _has_room(rank) else None
+                found: dict[str, Any] = {}
+
+                def look() -> str | None:
+                    found.update(_look())
+                    if may:
+                        found["prestarts"] = _choose(rank, found.get("gpus", ()))
+                    with open(write_end, "w") as stream:
+                        stream.write(json.dumps(found))
+                    return found.get("prestarts")
+
+                if may:
+                    may(look, theirs, HOLD_S)
+                else:
+                    look()
+                _hold_open(rank, [gpu["uuid"] for gpu in found.get("gpus", ())])
             finally:
                 os._exit(0)
         os.close(write_end)
-        return cls(pid, read_end)
+        theirs.close()
+        return cls(pid, read_end, line)
 
     def release_in_child(self) -> None:
         """Drop what belongs to the rank, in a process that was forked from it."""
         os.close(self._pipe)
+        self._line.close()
 
     def report(self) -> Sighting:
         """What it saw. Call it once, and `dismiss` when the workers are there.
@@ -98,11 +137,18 @@ class Scout:
         found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
+        self.uuid = found.get("prestarts")
         return Sighting(list(map(Gpu.from_json, found["gpus"])), Fabric.from_json(found["fabric"]))
+
+    def give(self) -> tuple[int, socket.socket]:
+        """The process that is to be the worker, and the line to it: it is no scout any more."""
+        os.close(self._pipe)
+        return self._pid, self._line
 
     def dismiss(self) -> None:
         """End it, where it is no longer of use. One that hangs in the driver may die much later."""
         os.close(self._pipe)
+        self._line.close()
         os.kill(self._pid, signal.SIGKILL)
         deadline = time.monotonic() + DISMISSAL_S
         while not os.waitpid(self._pid, os.WNOHANG)[0] and time.monotonic() < deadline:
@@ -142,14 +188,31 @@ def _one_start() -> Iterator[None]:
         yield
 
 
-def _hold_open(uuids: list[str]) -> None:
-    """Start CUDA, which makes no context yet, and wait to be dismissed."""
-    rank = ranks.detect()
+def _has_room(rank: ranks.Rank | None) -> bool:
+    """Whether this rank has a core for the worker's imports beside its own, and may have it."""
+    if rank is None or ELSEWHERE & {word for arg in sys.argv[1:] for word in arg.split("=")}:
+        return False
+    sharing = 1 if rank.launcher == "srun" else rank.local_size  # mpirun's share what it has
+    return len(os.sched_getaffinity(0)) >= 2 * sharing
+
+
+def _choose(rank: ranks.Rank | None, gpus: Sequence[Mapping[str, Any]]) -> str | None:
+    """The GPU that the rank's only worker will get, as far as one can know."""
+    uuids = _probable(rank, [gpu["uuid"] for gpu in gpus])
+    return uuids[0] if len(uuids) == 1 else None
+
+
+def _probable(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:
     if rank is None or not uuids:
+        return []
+    return [uuids[rank.local_index % len(uuids)]] if rank.local_size > 1 else uuids
+
+
+def _hold_open(rank: ranks.Rank | None, uuids: list[str]) -> None:
+    """Start CUDA, which makes no context yet, and wait to be dismissed."""
+    if not (probable := _probable(rank, uuids)):
         return
-    if rank.local_size > 1:
-        uuids = [uuids[rank.local_index % len(uuids)]]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(probable)
     with contextlib.suppress(OSError):  # no driver: whoever needs it says so
         ctypes.CDLL("libcuda.so.1").cuInit(0)
         time.sleep(HOLD_S)

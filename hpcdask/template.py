@@ -8,18 +8,19 @@ loop, a thread, MPI, CUDA or UCX.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any
-
-from distributed.versions import get_versions
 
 from .bootstrap import detach_standard_streams
 
@@ -83,9 +84,85 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
             os._exit(0)
     listener.close()
     os.close(alive_read)
+    vars(forkserver)["connect_to_new_process"] = _connect
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_write
     server._forkserver_pid = pid
+
+
+def offer(pid: int, line: socket.socket) -> None:
+    """Have the next process that is started be this one, which waits in `await_order`.
+
+    Parameters
+    ----------
+    pid
+        A child of this process.
+    line
+        To it.
+    """
+    _offered.append((pid, line))
+
+
+def await_order(line: socket.socket, seconds: float) -> None:
+    """Become what the parent starts next. Returns if nothing comes within `seconds`."""
+    server: Any = forkserver
+    if not select.select([line], [], [], seconds)[0]:
+        return
+    try:
+        data, *others = reduction.recvfds(line, server.MAXFDS_TO_SEND)
+    except EOFError:
+        return
+    line.close()
+    code = 1
+    try:
+        code = server._serve_one(data, others, [], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+#: Processes that wait to be the next that is started, and the lines to them.
+_offered: list[tuple[int, socket.socket]] = []
+
+
+def _connect(fds: list[int]) -> tuple[int, int]:
+    """In the place of multiprocessing's function: a new process, from the template or offered.
+
+    Returns
+    -------
+    tuple of int
+        Where the process's id and exit code can be read, and where it expects its work.
+    """
+    server: Any = forkserver._forkserver
+    while _offered:
+        pid, line = _offered.pop()
+        with line:
+            status, status_write = os.pipe()
+            data_read, data = os.pipe()
+            common = [server._forkserver_alive_fd, resource_tracker._resource_tracker.getfd()]
+            try:
+                reduction.sendfds(line, [data_read, *common, *fds])
+            except OSError:  # it is gone
+                os.close(status)
+                os.close(data)
+                told = None
+            else:
+                told = status, data
+            os.close(data_read)
+        # only its parent learns how it ends
+        threading.Thread(target=_tell, args=(pid, status_write), daemon=True).start()
+        if told:
+            return told
+    return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
+
+
+def _tell(pid: int, status: int) -> None:
+    server: Any = forkserver
+    with contextlib.suppress(OSError):  # nobody wants to know any more
+        server.write_signed(status, pid)
+        server.write_signed(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.close(status)
 
 
 def stop() -> None:
@@ -126,6 +203,8 @@ def prepare_forks() -> None:
     20 ms to find out. The collector was off since `hpcdask.bootstrap.reexecute`, and is on from
     here.
     """
+    from distributed.versions import get_versions
+
     get_versions()
     gc.freeze()
     gc.enable()

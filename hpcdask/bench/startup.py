@@ -100,9 +100,8 @@ def phases(marks: Marks) -> dict[str, float]:
     """
     times = {event: seconds for seconds, event in marks if event in PHASES}
     before, found = 0.0, {}
-    for event, name in PHASES.items():
-        if event in times:
-            found[name], before = times[event] - before, times[event]
+    for event in sorted(times, key=times.__getitem__):
+        found[PHASES[event]], before = times[event] - before, times[event]
     return found
 
 

@@ -1,0 +1,62 @@
+"""A worker's process, made ready while its rank still imports, and before the ranks have met.
+
+The driver makes the contexts of a node one after another, 0.1 s each, and the worker's imports take
+as long as the rank's. So both begin at once, on the GPU that the worker will probably get. Once it
+is decided, the process becomes the worker, or it is ended and another is forked from the template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from . import template
+from .bootstrap import detach_standard_streams, mark
+from .context import CONTEXT_MADE, make_context
+from .errors import HpcdaskError
+
+#: What the template and the worker import besides, where it is there.
+PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
+
+
+def prestart(look: Callable[[], str | None], line: socket.socket, seconds: float) -> None:
+    """Make this process ready to be a worker. Returns if it is not to be one.
+
+    Parameters
+    ----------
+    look
+        Finds the GPU: its UUID, or None if it is not clear which.
+    line
+        Where the rank gives the order, see `hpcdask.template.offer`.
+    seconds
+        How long to wait for it.
+    """
+    detach_standard_streams(output=False)
+    template.leave_signals_to_the_rank()
+    found: list[str] = []
+    device = threading.Thread(target=_prepare_device, args=(look, found), name="device")
+    device.start()
+    from .nanny import quiet
+    from .peers import load
+
+    mark("distributed imported")
+    load(PACKAGES)
+    template.prepare_forks()
+    quiet()
+    device.join()
+    if found:
+        template.await_order(line, seconds)
+
+
+def _prepare_device(look: Callable[[], str | None], found: list[str]) -> None:
+    """In a thread: find the device, and make its context."""
+    if (uuid := look()) is None:
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+    found.append(uuid)
+    with contextlib.suppress(HpcdaskError):  # the worker tries again, and says what is wrong
+        make_context()
+        mark(CONTEXT_MADE)
