@@ -197,9 +197,14 @@ def _has_room(rank: ranks.Rank | None) -> bool:
 
 
 def _choose(rank: ranks.Rank | None, gpus: Sequence[Mapping[str, Any]]) -> str | None:
-    """The GPU that the rank's only worker will get, as far as one can know."""
+    """The GPU that the rank's only worker will get, where that is as good as certain.
+
+    A context on the GPU of another rank would keep that one out, in exclusive mode.
+    """
     uuids = _probable(rank, [gpu["uuid"] for gpu in gpus])
-    return uuids[0] if len(uuids) == 1 else None
+    own_or_all = rank and (len(gpus) == 1 or len(gpus) >= rank.local_size)
+    certain = own_or_all or "--oversubscribe" in sys.argv
+    return uuids[0] if certain and len(uuids) == 1 else None
 
 
 def _probable(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:

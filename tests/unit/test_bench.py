@@ -286,6 +286,17 @@ def test_phases_of_a_worker_that_was_started_again():
     }
 
 
+def test_phases_of_a_worker_whose_context_was_made_before_the_ranks_met():
+    early = [(1.0, "distributed imported"), (1.5, "CUDA context made")]
+    found = startup.phases([*early, (2.25, "worker forked"), (2.25, "packages imported")])
+    assert found == {
+        "interpreter, imports": 1.0,
+        "CUDA context": 0.5,
+        "ranks meet, scheduler, nanny": 0.75,
+        "imports of CUDA packages": 0.0,
+    }
+
+
 def test_startup_of_workers_that_others_started(client, capsys):
     assert command.main(["startup", "--device", "cpu"]) == 2
     assert "start-up is measured of workers that hpcdask started" in capsys.readouterr().err

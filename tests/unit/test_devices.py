@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import devices, nanny, scout
+from hpcdask import context, devices, scout
 from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.member import Member
@@ -578,10 +578,10 @@ def test_a_driver_that_refuses_a_context(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(driver, "cuInit", mock.Mock(side_effect=RuntimeError("No libcuda.so.1.")))
         with pytest.raises(DeviceError, match=r": No libcuda.so.1. In a container"):
-            nanny.make_context()
+            context.make_context()
     says = f"cuDevicePrimaryCtxRetain says CUDA_ERROR_DEVICE_UNAVAILABLE of GPU {A}. See nvidia-smi"
     with pytest.raises(DeviceError, match=says):
-        nanny.make_context()
+        context.make_context()
 
 
 def test_a_report_of_what_went_wrong():
