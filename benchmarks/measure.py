@@ -81,15 +81,37 @@ def make_client(kind: str, workers: int) -> Any:
         return Client()
     if kind == "local-cuda":
         from dask_cuda import LocalCUDACluster
+        from dask_cuda.utils import get_n_gpus
         from distributed import Client
 
         pool = os.environ.get("PEER_POOL")
-        return Client(
-            LocalCUDACluster(protocol=os.environ.get("PEER_PROTOCOL"), rmm_pool_size=pool)
-        )
+        protocol = os.environ.get("PEER_PROTOCOL")
+        if workers > get_n_gpus():
+            return Client(sharing_gpus()(n_workers=workers))
+        return Client(LocalCUDACluster(protocol=protocol, rmm_pool_size=pool))
     from distributed import Client, LocalCluster
 
     return Client(LocalCluster(n_workers=workers, threads_per_worker=1))
+
+
+def sharing_gpus() -> type:
+    """LocalCUDACluster, but with several workers on each GPU."""
+    from dask_cuda import LocalCUDACluster
+
+    class Sharing(LocalCUDACluster):  # type: ignore[misc]
+        """Hands the GPUs round again when each has a worker."""
+
+        def new_worker_spec(self) -> dict[int, Any]:
+            workers, gpus = self.worker_spec, self.cuda_visible_devices
+            next_gpu = gpus[len(workers) % len(gpus)]
+            self.worker_spec = dict.fromkeys(gpu for gpu in gpus if gpu != next_gpu)
+            try:
+                (spec,) = super().new_worker_spec().values()
+            finally:
+                self.worker_spec = workers
+            return {len(workers): spec}
+
+    return Sharing
 
 
 def fill(number: float, count: int) -> Any:

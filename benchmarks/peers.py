@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,14 @@ def mpirun(ranks: int) -> list[str]:
     ]
 
 
-def runner(ranks: int, *arguments: str) -> list[str]:
-    """A measurement on hpcdask's runner."""
+def runner(ranks: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """A measurement on hpcdask's runner, which gets `options`."""
     return [
         *mpirun(ranks),
         sys.executable,
         "-m",
         "hpcdask.run",
+        *options,
         MEASURE,
         "--cluster",
         "runner",
@@ -200,33 +201,39 @@ print(time.perf_counter() - start)
 """
 
 
-def bare_contexts(gpus: int) -> float:
-    """Seconds until as many bare processes, started at once, have their CUDA contexts."""
+def bare_contexts(processes: int, gpus: int) -> float:
+    """Seconds until bare processes, started at once, have their CUDA contexts."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", CONTEXT],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number % gpus)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for number in range(gpus)
+        for number in range(processes)
     ]
     return max(float(process.communicate(timeout=60)[0]) for process in started)
 
 
+#: Workers of a full node, on fewer GPUs.
+CROWD = 8
+
+
 def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     """What runs on a GPU host."""
-    if "startup" in wanted:
+    crowds = {"startup": gpus, "crowd": CROWD}
+    for workers in (count for name, count in crowds.items() if name in wanted):
+        shared = workers > gpus
         case = compare(
-            f"startup to {gpus} workers",
-            runner(gpus, "--case", "startup"),
-            peer("local-cuda", gpus, "--case", "startup"),
+            f"startup to {workers} workers" + (f" on {gpus} GPUs" if shared else ""),
+            runner(workers, "--case", "startup", options=["--oversubscribe"] if shared else []),
+            peer("local-cuda", workers, "--case", "startup"),
             measure="ready_s",
             rounds=rounds,
-            peer_name="LocalCUDACluster",
+            peer_name="LocalCUDACluster" + (", made to share them" if shared else ""),
             environment={"NEEDS_CONTEXT": "1"},
         )
-        case["floor_s"] = statistics.median(bare_contexts(gpus) for _ in range(rounds))
+        case["floor_s"] = statistics.median(bare_contexts(workers, gpus) for _ in range(rounds))
         case["floor"] = "CUDA contexts alone, in bare processes at once"
         yield case
     if "tasks" in wanted:
@@ -435,7 +442,7 @@ def main() -> None:
         "--cases",
         default="startup,tasks,array",
         help=f"of startup, tasks; {', '.join(NAMES)}; workloads (all of these but array); "
-        "transfer, transpose, scaling (GPU); jobs (SLURM)",
+        "transfer, transpose, scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM)",
     )
     parser.add_argument(
         "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"
