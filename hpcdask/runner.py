@@ -134,8 +134,6 @@ def _launch(
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
     spec = launch.spec
-    if launch.program is not None:
-        launch.program.set_path()  # before the forks: tasks may need modules beside the script
     problem = None
     try:
         scratch = new_scratch(spec, janitor)
@@ -147,6 +145,8 @@ def _launch(
             complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
             leave(error.exit_code)
     template.prepare_forks()
+    if launch.program is not None:
+        launch.program.set_path()  # before the forks: tasks may need modules beside the script
 
     nursery = children.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
