@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 
 from .devices import CUDA_EXTRA
 from .errors import DeviceError, MissingExtra
 
+#: Seconds that a process may take to let go of a device that is for one at a time (compute mode).
+RELEASE_S = 3.0
 #: The event of which `hpcdask.bootstrap.mark` keeps the time.
 CONTEXT_MADE = "CUDA context made"
 
@@ -28,8 +31,14 @@ def make_context() -> None:
         raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None
 
     def call(name: str, *arguments: Any) -> Any:
+        deadline = time.monotonic() + RELEASE_S
         try:
-            code, *results = getattr(driver, name)(*arguments)
+            while True:
+                code, *results = getattr(driver, name)(*arguments)
+                taken = code == driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+                if not taken or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
         except RuntimeError as error:  # its library is not there
             raise DeviceError(
                 f"no CUDA context on {socket.gethostname()}: {error} In a container, pass the "

@@ -363,6 +363,12 @@ def widen(cores: Sequence[int] | set[int], pid: int = 0) -> None:
         os.sched_setaffinity(pid, cores)
 
 
+def widen_threads(cores: Sequence[int] | set[int]) -> None:
+    """Let all threads of this process run on these cores: the driver's are its, too."""
+    for thread in os.listdir("/proc/self/task"):
+        widen(cores, int(thread))
+
+
 def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int:
     """Bytes of host memory that this job may use on this node.
 

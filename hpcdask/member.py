@@ -168,14 +168,14 @@ class Member:
             )
             for place in places
         ]
-        if self.scout is not None and self.scout.uuid is not None:
-            if len(places) == 1 and _fits(self.scout.uuid, places[0], self.nannies[0]):
-                template.offer(*self.scout.give())
-                self.scout = None
-            else:  # before its context is in the way of theirs
-                await asyncio.to_thread(self.dismiss_scout)
-        await asyncio.gather(*self.nannies)
-        await asyncio.to_thread(self.dismiss_scout)
+        if len(places) == 1:
+            self.nannies[0].early = self.scout
+        elif self.scout is not None and self.scout.uuid is not None:
+            await asyncio.to_thread(self.dismiss_scout)  # before its context is in their way
+        try:
+            await asyncio.gather(*self.nannies)
+        finally:
+            await asyncio.to_thread(self.dismiss_scout)
         loop = asyncio.get_running_loop()
         self._watchers = [loop.create_task(self._notice_end(nanny)) for nanny in self.nannies]
 
@@ -242,17 +242,6 @@ class Member:
         """End this process now. The janitor ends what is still there."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         leave(code)
-
-
-def _fits(uuid: str, place: Place, nanny: BoundNanny) -> bool:
-    """Whether a process with a context on this GPU is what the worker would be.
-
-    The driver reads its variables once.
-    """
-    told = {name: value for name, value in nanny.env.items() if name.startswith("CUDA_")}
-    told.pop("CUDA_VISIBLE_DEVICES", None)
-    same = all(os.environ.get(name) == value for name, value in told.items())
-    return place.gpu is not None and place.gpu.uuid == uuid and same
 
 
 def seconds_since_start() -> float:

@@ -28,6 +28,7 @@ from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
 from .memory import ON_HOST, MemoryPlan
 from .peers import UCX, PeerWorker, environment, load
+from .scout import Scout
 from .spec import WorkerSpec
 from .switches import ucx_environment
 from .transport import Reach
@@ -112,7 +113,7 @@ class BoundWorker(PeerWorker):
         quiet()
         mark("worker forked")
         if bind_cores:
-            devices.widen(bind_cores)
+            devices.widen_threads(bind_cores)
         if bind_gpu is not None:
             with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                 make_context()
@@ -153,11 +154,15 @@ class BoundNanny(Nanny):
     ----------
     reason
         Why its worker closed for good, as distributed names it; None if that was not said.
+    early
+        The scout, which may have a process that is ready to be the first worker.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
+        self.early: Scout | None = None
+        self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._failed_starts = 0
 
@@ -182,6 +187,12 @@ class BoundNanny(Nanny):
 
     async def instantiate(self) -> Status:
         """Start the worker; where that fails again and again after its death, give it up."""
+        early, self.early = self.early, None
+        if early is not None and early.uuid is not None:
+            if self._would_be(early.uuid):
+                template.offer(*early.give())
+            else:  # before its context is in the way of the worker's
+                await asyncio.to_thread(early.dismiss)
         if self.status != Status.running:
             return await super().instantiate()  # its first start, or it is closing
         result = Status.failed
@@ -192,6 +203,16 @@ class BoundNanny(Nanny):
             if self._failed_starts:
                 self.loop.call_later(RESTART_PAUSE_S, self._see_to_restart)
         return result
+
+    def _would_be(self, uuid: str) -> bool:
+        """Whether a process that has its context on this GPU, and its imports, is like the worker.
+
+        The driver and libraries have read their variables by then, and Dask's configuration and
+        plugins may add some.
+        """
+        others = self.env.items() - self._own_env.items() - self.pre_spawn_env.items()
+        same = all(os.environ.get(name) == value for name, value in others)
+        return same and self.env["CUDA_VISIBLE_DEVICES"] == uuid
 
     async def _see_to_restart(self) -> None:
         """distributed starts again a worker that died, but not always one that did not start."""

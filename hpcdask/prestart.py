@@ -22,8 +22,8 @@ from .errors import HpcdaskError
 PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
 
 
-def prestart(look: Callable[[], str | None], line: socket.socket, seconds: float) -> None:
-    """Make this process ready to be a worker. Returns if it is not to be one.
+def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
+    """Make this process ready to be a worker. Returns if it cannot be one.
 
     Parameters
     ----------
@@ -31,14 +31,22 @@ def prestart(look: Callable[[], str | None], line: socket.socket, seconds: float
         Finds the GPU: its UUID, or None if it is not clear which.
     line
         Where the rank gives the order, see `hpcdask.template.offer`.
-    seconds
-        How long to wait for it.
     """
     detach_standard_streams(output=False)
     template.leave_signals_to_the_rank()
     found: list[str] = []
     device = threading.Thread(target=_prepare_device, args=(look, found), name="device")
     device.start()
+    ready = False
+    with contextlib.suppress(Exception):  # the rank imports the same, and says what is wrong
+        _prepare_imports()
+        ready = True
+    device.join()
+    if ready and found:
+        template.await_order(line)
+
+
+def _prepare_imports() -> None:
     from .nanny import quiet
     from .peers import load
 
@@ -46,9 +54,6 @@ def prestart(look: Callable[[], str | None], line: socket.socket, seconds: float
     load(PACKAGES)
     template.prepare_forks()
     quiet()
-    device.join()
-    if found:
-        template.await_order(line, seconds)
 
 
 def _prepare_device(look: Callable[[], str | None], found: list[str]) -> None:

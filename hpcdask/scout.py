@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import glob
 import json
 import os
 import select
@@ -39,7 +40,7 @@ DISMISSAL_S = 0.5
 ELSEWHERE = {"cpu", "dedicated"}
 
 #: Makes a process ready to be a worker, see `hpcdask.prestart.prestart`.
-Prestart = Callable[[Callable[[], str | None], socket.socket, float], None]
+Prestart = Callable[[Callable[[], str | None], socket.socket], None]
 
 
 class Sighting(NamedTuple):
@@ -72,6 +73,7 @@ class Scout:
         self._pid = pid
         self._pipe = pipe
         self._line = line
+        self._over = False
         self.uuid: str | None = None
 
     @classmethod
@@ -95,23 +97,7 @@ class Scout:
                 in_child()
                 os.close(read_end)
                 line.close()
-                rank = ranks.detect()
-                may = prestart if has_nvidia_driver() and _has_room(rank) else None
-                found: dict[str, Any] = {}
-
-                def look() -> str | None:
-                    found.update(_look())
-                    if may:
-                        found["prestarts"] = _choose(rank, found.get("gpus", ()))
-                    with open(write_end, "w") as stream:
-                        stream.write(json.dumps(found))
-                    return found.get("prestarts")
-
-                if may:
-                    may(look, theirs, HOLD_S)
-                else:
-                    look()
-                _hold_open(rank, [gpu["uuid"] for gpu in found.get("gpus", ())])
+                _serve(write_end, theirs, prestart)
             finally:
                 os._exit(0)
         os.close(write_end)
@@ -142,11 +128,15 @@ class Scout:
 
     def give(self) -> tuple[int, socket.socket]:
         """The process that is to be the worker, and the line to it: it is no scout any more."""
+        self._over = True
         os.close(self._pipe)
         return self._pid, self._line
 
     def dismiss(self) -> None:
         """End it, where it is no longer of use. One that hangs in the driver may die much later."""
+        if self._over:
+            return
+        self._over = True
         os.close(self._pipe)
         self._line.close()
         os.kill(self._pid, signal.SIGKILL)
@@ -161,6 +151,30 @@ class Scout:
                 f"nvidia-smi works on this node, and leave the node out if it does not"
             )
         return os.read(self._pipe, 65536)
+
+
+def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
+    """In the scout: look, tell, and be of use until the workers are there."""
+    rank = ranks.detect()
+    may = prestart if has_nvidia_driver() and _may_prestart(rank) else None
+    held: list[str] = []
+
+    def look() -> str | None:
+        found = _look()
+        gpus = found.get("gpus", ())
+        uuid = _choose(rank, gpus) if may else None
+        with open(pipe, "w") as stream:
+            stream.write(json.dumps({**found, "prestarts": uuid}))
+        if uuid is None:
+            held.extend(_hold_open(rank, [gpu["uuid"] for gpu in gpus]))
+        return uuid
+
+    if may:
+        may(look, line)
+    else:
+        look()
+    if held:
+        time.sleep(HOLD_S)
 
 
 def _look() -> dict[str, Any]:
@@ -188,12 +202,21 @@ def _one_start() -> Iterator[None]:
         yield
 
 
-def _has_room(rank: ranks.Rank | None) -> bool:
-    """Whether this rank has a core for the worker's imports beside its own, and may have it."""
+def _may_prestart(rank: ranks.Rank | None) -> bool:
+    """Whether this rank may have one worker, and has a core for its imports beside its own."""
     if rank is None or ELSEWHERE & {word for arg in sys.argv[1:] for word in arg.split("=")}:
         return False
+    if rank.local_size == 1 and _count_visible() != 1:
+        return False  # a worker for each, or one that the job chooses
     sharing = 1 if rank.launcher == "srun" else rank.local_size  # mpirun's share what it has
     return len(os.sched_getaffinity(0)) >= 2 * sharing
+
+
+def _count_visible() -> int:
+    """GPUs that this process may use, as far as that is seen without asking NVML."""
+    if (wanted := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(wanted.split(","))
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _choose(rank: ranks.Rank | None, gpus: Sequence[Mapping[str, Any]]) -> str | None:
@@ -213,11 +236,11 @@ def _probable(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:
     return [uuids[rank.local_index % len(uuids)]] if rank.local_size > 1 else uuids
 
 
-def _hold_open(rank: ranks.Rank | None, uuids: list[str]) -> None:
-    """Start CUDA, which makes no context yet, and wait to be dismissed."""
-    if not (probable := _probable(rank, uuids)):
-        return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(probable)
-    with contextlib.suppress(OSError):  # no driver: whoever needs it says so
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
-        time.sleep(HOLD_S)
+def _hold_open(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:
+    """Start CUDA on the GPUs that the rank's workers will probably take, without a context."""
+    if probable := _probable(rank, uuids):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(probable)
+        with contextlib.suppress(OSError):  # no driver: whoever needs it says so
+            ctypes.CDLL("libcuda.so.1").cuInit(0)
+            return probable
+    return []

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
-from typing import Any
+from typing import Any, NoReturn
 
 from .bootstrap import detach_standard_streams
 
@@ -103,19 +102,17 @@ def offer(pid: int, line: socket.socket) -> None:
     _offered.append((pid, line))
 
 
-def await_order(line: socket.socket, seconds: float) -> None:
-    """Become what the parent starts next. Returns if nothing comes within `seconds`."""
+def await_order(line: socket.socket) -> NoReturn:
+    """Become what the parent starts next; end where the parent does, or gives the line up."""
     server: Any = forkserver
-    if not select.select([line], [], [], seconds)[0]:
-        return
+    code = 0
     try:
         data, *others = reduction.recvfds(line, server.MAXFDS_TO_SEND)
-    except EOFError:
-        return
-    line.close()
-    code = 1
-    try:
+        line.close()
+        code = 1
         code = server._serve_one(data, others, [], {})
+    except EOFError:
+        pass
     except Exception:
         traceback.print_exc()
     finally:
@@ -136,32 +133,41 @@ def _connect(fds: list[int]) -> tuple[int, int]:
     """
     server: Any = forkserver._forkserver
     while _offered:
-        pid, line = _offered.pop()
-        with line:
-            status, status_write = os.pipe()
-            data_read, data = os.pipe()
-            common = [server._forkserver_alive_fd, resource_tracker._resource_tracker.getfd()]
-            try:
-                reduction.sendfds(line, [data_read, *common, *fds])
-            except OSError:  # it is gone
-                os.close(status)
-                os.close(data)
-                told = None
-            else:
-                told = status, data
-            os.close(data_read)
-        # only its parent learns how it ends
-        threading.Thread(target=_tell, args=(pid, status_write), daemon=True).start()
-        if told:
+        if told := _give_order(*_offered.pop(), fds):
             return told
     return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
 
-def _tell(pid: int, status: int) -> None:
+def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int] | None:
+    """Send what `_serve_one` takes; None where the process is gone."""
     server: Any = forkserver
+    alive: Any = server._forkserver._forkserver_alive_fd
+    tracker: Any = resource_tracker.getfd()
+    status, status_write = os.pipe()
+    data_read, data = os.pipe()
+    try:
+        with line:
+            reduction.sendfds(line, [data_read, alive, tracker, *fds])
+    except OSError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.close(status)
+        os.close(data)
+        return None
+    else:
+        server.write_signed(status_write, pid)
+        return status, data
+    finally:
+        os.close(data_read)
+        # only its parent learns how it ends
+        threading.Thread(target=_tell_end, args=(pid, status_write), daemon=True).start()
+
+
+def _tell_end(pid: int, status: int) -> None:
+    server: Any = forkserver
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # nobody wants to know any more
-        server.write_signed(status, pid)
-        server.write_signed(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        server.write_signed(status, code)
     os.close(status)
 
 

@@ -559,15 +559,31 @@ scout.Scout.report = wait_until_held
 
 def test_the_driver_is_let_go_when_the_workers_are_there():
     rank = Rank(0, 1, 0, 1, "n1", "none", "launch")
-    found = mock.Mock()
+    found = mock.Mock(uuid=None)
     one = Member(RunSpec(), rank, mock.Mock(), "", None, found)
     asyncio.run(one.start_workers([], "tcp://127.0.0.1:1"))
     found.dismiss.assert_called_once_with()
     assert one.scout is None
 
 
+def test_a_device_that_a_dying_process_still_has(monkeypatch):
+    from cuda.bindings import driver
+
+    fine, refused = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+    answers = iter([(refused, None), (refused, None), (fine, "context")])
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (fine,))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (fine, 0))
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: next(answers))
+    current = mock.Mock(return_value=(fine,))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", current)
+    context.make_context()
+    current.assert_called_once_with("context")
+
+
 def test_a_driver_that_refuses_a_context(monkeypatch):
     from cuda.bindings import driver
+
+    monkeypatch.setattr(context, "RELEASE_S", 0.1)
 
     fine, refused = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
     answers = {"cuInit": (fine,), "cuDeviceGet": (fine, 0)}

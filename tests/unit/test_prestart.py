@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import dask
 import pytest
+from distributed.core import Status
 
-from hpcdask import member, scout
-from hpcdask.devices import Gpu
+from hpcdask import member, nanny, scout
 from hpcdask.member import Member
-from hpcdask.nanny import Place
+from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
 from hpcdask.spec import RunSpec
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 
 PARENT = """
-import multiprocessing, os, signal, socket, sys, tempfile
+import multiprocessing, os, signal, socket, sys, tempfile, time
 from hpcdask import prestart, template
 
 def early(in_child):
@@ -35,10 +36,15 @@ def early(in_child):
     return pid, line
 
 def wait(line):
-    template.await_order(line, 20)
+    template.await_order(line)
+
+def gone(pid):
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
 
 def work(answers, orders):
-    answers.put((os.getpid(), os.getppid(), orders.get(timeout=20), dict(os.environ)))
+    answers.put((os.getpid(), os.getppid(), orders.get(timeout=20), dict(os.environ),
+                 "hpcdask.nanny" in sys.modules))
     answers.close(), answers.join_thread()
     if orders.get(timeout=20) == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,13 +119,14 @@ def test_one_that_is_gone_is_replaced_by_the_template_s(tmp_path):
     run(
         tmp_path,
         """
-gone = early(lambda line: None)
-os.waitid(os.P_PID, gone[0], os.WEXITED | os.WNOWAIT)
+dead = early(lambda line: None)
+os.waitid(os.P_PID, dead[0], os.WEXITED | os.WNOWAIT)
 template.start(folder, lambda: None)
-template.offer(*gone)
+template.offer(*dead)
 process, found = start()
-assert found[0] != gone[0] and found[1] != os.getpid()
+assert found[0] != dead[0] and found[1] != os.getpid()
 assert end(process) == 3
+gone(dead[0])  # no zombie either
 """,
     )
 
@@ -137,35 +144,80 @@ def make():
     {fault}
 prestart.make_context = make
 def ready(line):
-    prestart.prestart(lambda: "{A}", line, 20)
+    prestart.prestart(lambda: "{A}", line)
 waiting = early(ready)
 assert "distributed" not in sys.modules
 template.start(folder, lambda: None)
 template.offer(*waiting)
 process, found = start()
 assert found[0] == waiting[0] and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
-assert os.path.exists(folder + "/context")
+assert os.path.exists(folder + "/context") and found[4]
 assert end(process) == 3
 """,
     )
 
 
-def test_it_gives_up_where_there_is_no_order_or_no_one_device(tmp_path):
+def test_it_ends_where_it_is_not_to_be_one(tmp_path):
     run(
         tmp_path,
         f"""
-def not_wanted(line):
-    prestart.prestart(lambda: "{A}", line, 0.1)
-    os._exit(7)
 def no_device(line):
-    prestart.prestart(lambda: None, line, 20)
+    prestart.prestart(lambda: None, line)
     os._exit(7)
-for child in (not_wanted, no_device):
+def no_imports(line):
+    sys.modules["hpcdask.nanny"] = None
+    prestart.prestart(lambda: time.sleep(0.5) or told.append(1) or "{A}", line)
+    os._exit(7 + len(told))
+told = []
+prestart.make_context = lambda: None
+for child, code in ((no_device, 7), (no_imports, 8)):
     pid, line = early(child)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-pid, line = early(lambda line: (wait(line), os._exit(7)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+pid, line = early(wait)
 line.close()  # as when the rank dies
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+""",
+    )
+
+
+SCOUT = """
+from hpcdask import scout
+from hpcdask.ranks import Rank
+
+def start_scout():
+    scout.has_nvidia_driver = lambda: True
+    scout.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
+    scout._look = lambda: {"gpus": [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}], "fabric": {}}
+    scout.Gpu.from_json = scout.Fabric.from_json = lambda found: found
+    scout.os.sched_getaffinity = lambda pid: {0, 1}
+    prestart.make_context = lambda: None
+    return scout.Scout.start(lambda: None, prestart.prestart)
+"""
+
+
+def test_the_scout_becomes_the_worker_or_is_dismissed(tmp_path):
+    run(
+        tmp_path,
+        SCOUT
+        + """
+found = start_scout()
+template.start(folder, found.release_in_child)
+gpus, _ = found.report()
+assert [gpu["uuid"] for gpu in gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
+pid, line = found.give()
+template.offer(pid, line)
+process, what = start()
+found.dismiss()  # as when all workers are there
+assert process.is_alive() and what[:2] == (pid, os.getpid())
+assert what[3]["CUDA_VISIBLE_DEVICES"] == "GPU-own"
+assert end(process) == 3
+gone(pid)
+found = start_scout()
+found.report()
+pid = found._pid
+found.dismiss()
+found.dismiss()
+gone(pid)
 """,
     )
 
@@ -195,7 +247,23 @@ def rank(local: int = 0, of: int = 1, launcher: str = "openmpi") -> Rank:
 def test_who_may(monkeypatch, at, cores, options, may):
     monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert scout._has_room(at) is may
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert scout._may_prestart(at) is may
+
+
+@pytest.mark.parametrize(
+    ("visible", "files", "may"),
+    [("0", 8, True), ("0,1", 8, False), (None, 1, True), (None, 8, False)],
+)
+def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may):
+    """With several it has a worker for each, or the job chooses one."""
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(scout.glob, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(files)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert scout._may_prestart(rank()) is may
 
 
 @pytest.mark.parametrize(
@@ -219,44 +287,74 @@ def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
 # What the rank does with it
 
 
-def place(uuid: str | None) -> Place:
-    gpu = uuid and Gpu(uuid, "H200", 2**37, "0000:01:00.0")
-    return Place("w", gpu or None, (0,), 1, 0)
+def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tuple[int, str]]:
+    """Offers that were made when the nannies of a rank started their workers."""
+    offers: list[tuple[int, str]] = []
+    monkeypatch.setattr(nanny.template, "offer", lambda *given: offers.append(given))
+
+    async def instantiate(self):
+        assert scout.dismiss.called is not bool(offers), "the device is not free"
+        return Status.running
+
+    class Early(BoundNanny):
+        async def start(self):
+            if change:
+                change(self)
+            await self.instantiate()
+            await self.instantiate()
+
+        def __await__(self):
+            return self.start().__await__()
+
+        async def finished(self):
+            """It has ended at once."""
+
+    def make(*args, **kwargs):
+        own = {"CUDA_VISIBLE_DEVICES": A, "UCX_TLS": "tcp"}
+        return Early("tcp://127.0.0.1:1", env=own, dashboard=False)
+
+    monkeypatch.setattr(nanny.Nanny, "instantiate", instantiate)
+    monkeypatch.setattr(member, "make_nanny", make)
+    one = Member(RunSpec(), rank(), mock.Mock(), "", None, scout)
+    one.ending = True
+
+    async def start():
+        await one.start_workers([mock.Mock()] * count, "tcp://127.0.0.1:1")
+
+    asyncio.run(start())
+    assert one.scout is None
+    assert scout.dismiss.called
+    return offers
 
 
 @pytest.mark.parametrize(
-    ("places", "environ", "taken"),
+    ("uuid", "workers", "taken"),
     [
-        ([A], {}, True),
-        ([B], {}, False),
-        ([None], {}, False),
-        ([A, B], {}, False),  # multiprocessing cannot tell which is whose
-        ([A], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),  # the driver has been started without
-        ([A], {"CUDA_VISIBLE_DEVICES": A, "UCX_TLS": "tcp"}, True),
+        (A, 1, True),
+        (B, 1, False),  # the worker's is A
+        (A, 2, False),  # multiprocessing cannot tell which is whose
     ],
 )
-def test_it_is_taken_where_it_is_what_the_worker_would_be(monkeypatch, places, environ, taken):
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+def test_it_is_taken_by_the_one_worker_of_its_gpu(monkeypatch, uuid, workers, taken):
+    scout = mock.Mock(uuid=uuid, **{"give.return_value": (17, "line")})
+    assert started(monkeypatch, workers, scout) == [(17, "line")] * taken
 
-    async def started() -> None:
-        assert found.dismiss.called is not taken  # the device is free by then
-        assert offer.called is taken
 
-    class Nanny:
-        env = environ
-
-        def __await__(self):
-            return started().__await__()
-
-        async def finished(self) -> None:
-            """It has ended at once."""
-
-    offer = mock.Mock()
-    monkeypatch.setattr(member, "make_nanny", lambda *args, **kwargs: Nanny())
-    monkeypatch.setattr(member.template, "offer", offer)
-    found = mock.Mock(uuid=A, **{"give.return_value": (17, "line")})
-    one = Member(RunSpec(), rank(), mock.Mock(), "", None, found)
-    one.ending = True
-    asyncio.run(one.start_workers([place(uuid) for uuid in places], "tcp://127.0.0.1:1"))
-    assert offer.call_args_list == ([mock.call(17, "line")] if taken else [])
-    assert one.scout is None
+@pytest.mark.parametrize(
+    ("added", "taken"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),
+        ({"CUPY_ACCELERATORS": "cub"}, False),
+        ({"HERE_TOO": "1"}, True),
+    ],
+)
+def test_variables_that_it_lacks_are_for_one_from_the_template(monkeypatch, added, taken):
+    """Of Dask's configuration, or of a plugin that changes the nanny before its worker starts."""
+    monkeypatch.setenv("HERE_TOO", "1")
+    for ways in ("configuration", "plugin"):
+        scout = mock.Mock(uuid=A, **{"give.return_value": (17, "line")})
+        with dask.config.set(
+            {"distributed.nanny.environ": added if ways == "configuration" else {}}
+        ):
+            change = (lambda made: made.env.update(added)) if ways == "plugin" else None
+            assert started(monkeypatch, 1, scout, change) == [(17, "line")] * taken
