@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -169,7 +170,8 @@ class Launcher:
     ) -> Result:
         """Run `n` ranks of the program `args` to their end, with `stdin` as rank 0's input.
 
-        A launch of more than `timeout` seconds is killed and fails the test with its output.
+        A launch of more than `timeout` seconds is killed and fails the test with its output, which
+        ends with what each thread was doing where PYTHONFAULTHANDLER is set.
         """
         kwargs.setdefault("stdin", subprocess.DEVNULL if stdin is None else subprocess.PIPE)
         start = time.monotonic()
@@ -178,6 +180,12 @@ class Launcher:
             out, err = process.communicate(stdin, timeout=timeout)
         except subprocess.TimeoutExpired:
             running = describe(leftovers(self.marker))
+            if "PYTHONFAULTHANDLER" in self.env:
+                for hung in reversed(leftovers(self.marker)):  # those that others would end first
+                    if "python" in name_of(hung):
+                        with contextlib.suppress(psutil.Error):
+                            hung.send_signal(signal.SIGABRT)
+                        time.sleep(0.2)  # each writes its stacks by itself
             end(leftovers(self.marker))
             out, err = process.communicate()
             pytest.fail(

@@ -14,6 +14,7 @@ import pytest
 
 from hpcdask import fabric
 from hpcdask.devices import Gpu
+from launching import Launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -67,28 +68,14 @@ print(json.dumps({"right": bool((y == expected).all()),
 
 
 def launch(ranks: int, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    """Run under the mpirun on PATH."""
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
+    """Run under the mpirun on PATH. What hangs is ended, and tells the stacks of its threads."""
+    if shutil.which("mpirun") is None:
         pytest.fail("no mpirun on PATH")
-    return subprocess.run(
-        [
-            mpirun,
-            "--oversubscribe",
-            "-n",
-            str(ranks),
-            sys.executable,
-            "-m",
-            "hpcdask.run",
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-    )
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"}
+    launcher = Launcher("the mpirun on PATH", ["mpirun", "--oversubscribe"], env)
+    done = launcher.run(ranks, sys.executable, "-m", "hpcdask.run", *arguments, timeout=timeout)
+    return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
 
 def test_every_worker_has_its_own_gpu_also_after_a_restart(gpus: list[Gpu], tmp_path: Path) -> None:

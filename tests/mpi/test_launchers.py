@@ -36,7 +36,8 @@ def test_environment_stdin_and_exit_code_pass_through(mpi):
 
 def test_a_launch_that_hangs_fails_with_its_output_and_is_ended(openmpi):
     program = "import time; print('started', flush=True); time.sleep(600)"
-    with pytest.raises(pytest.fail.Exception, match="started"):
+    openmpi.env["PYTHONFAULTHANDLER"] = "1"
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)started.*line 1 in <module>"):
         openmpi.run(2, sys.executable, "-c", program, timeout=3)
     wait_for(lambda: not openmpi.leftovers(), 5, "the launch's processes to end")
 
