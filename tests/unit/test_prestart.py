@@ -87,29 +87,16 @@ def test_the_next_that_is_started_is_the_one_on_offer(tmp_path):
     run(
         tmp_path,
         """
-waiting = early(wait)
+waiting = [early(wait), early(wait)]
 template.start(folder, lambda: None)
-template.offer(*waiting)
-process, found = start()
-assert found[:2] == (waiting[0], os.getpid())
-assert process.is_alive() and process.exitcode is None
-assert end(process) == 3
+for (pid, line), how, code in zip(waiting, ("end", "die"), (3, -signal.SIGKILL)):
+    template.offer(pid, line)
+    process, found = start()
+    assert found[:2] == (pid, os.getpid())
+    assert process.is_alive() and process.exitcode is None
+    assert end(process, how) == code
 process, found = start()  # the template's
-assert found[0] != waiting[0] and found[1] != os.getpid()
-assert end(process, "die") == -signal.SIGKILL
-""",
-    )
-
-
-def test_its_death_is_noticed(tmp_path):
-    run(
-        tmp_path,
-        """
-waiting = early(wait)
-template.start(folder, lambda: None)
-template.offer(*waiting)
-process, found = start()
-assert found[0] == waiting[0]
+assert found[0] not in dict(waiting) and found[1] != os.getpid()
 assert end(process, "die") == -signal.SIGKILL
 """,
     )
