@@ -79,8 +79,9 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
             (site.folder / "linked").symlink_to(package / "facts.py")
             command = ["linked"]
     command += ["-x", "--device", "a b", "-m"]
+    hangup = ["env", "--default-signal=HUP"]  # as mpirun, where the tests run under nohup
     plain = subprocess.run(
-        [sys.executable, *command],
+        [*(hangup if site.launcher.name == "Open MPI" else []), sys.executable, *command],
         cwd=site.folder,
         env={**site.launcher.env, **site.env, "READ_STDIN": "0"},
         stdin=subprocess.DEVNULL,
