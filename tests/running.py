@@ -236,7 +236,7 @@ class Site:
         self._runs.append(Running(self, process))
         return self._runs[-1]
 
-    def run(self, *arguments: str | os.PathLike[str], timeout: float = 40, **kwargs) -> Ended:
+    def run(self, *arguments: str | os.PathLike[str], timeout: float = 90, **kwargs) -> Ended:
         """Start a run and wait for its end."""
         return self.start(*arguments, **kwargs).end(timeout)
 
