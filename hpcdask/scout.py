@@ -39,6 +39,9 @@ DISMISSAL_S = 0.5
 #: Options with which the rank's worker has no GPU, or not the one that its number tells.
 ELSEWHERE = {"cpu", "dedicated"}
 
+#: The variable that is 0 where no scout is to become a worker, to see what depends on it.
+SWITCH = "HPCDASK_PRESTART"
+
 #: Makes a process ready to be a worker, see `hpcdask.prestart.prestart`.
 Prestart = Callable[[Callable[[], str | None], socket.socket], None]
 
@@ -204,7 +207,8 @@ def _one_start() -> Iterator[None]:
 
 def _may_prestart(rank: ranks.Rank | None) -> bool:
     """Whether this rank may have one worker, and has a core for its imports beside its own."""
-    if rank is None or ELSEWHERE & {word for arg in sys.argv[1:] for word in arg.split("=")}:
+    words = {word for arg in sys.argv[1:] for word in arg.split("=")}
+    if rank is None or words & ELSEWHERE or os.environ.get(SWITCH) == "0":
         return False
     if rank.local_size == 1 and _count_visible() != 1:
         return False  # a worker for each, or one that the job chooses

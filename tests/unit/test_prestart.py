@@ -236,6 +236,8 @@ def test_who_may(monkeypatch, at, cores, options, may):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert scout._may_prestart(at) is may
+    monkeypatch.setenv("HPCDASK_PRESTART", "0")
+    assert not scout._may_prestart(at)
 
 
 @pytest.mark.parametrize(
