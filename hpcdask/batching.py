@@ -52,5 +52,5 @@ def _others() -> list[str]:
 
 
 def _of_another(record: logging.LogRecord) -> bool:
-    """Leave out what distributed says of each preload, of this one."""
-    return __name__ not in record.getMessage()
+    """Leave out what distributed says of each preload, of this one; but not that it fails."""
+    return record.levelno > logging.INFO or __name__ not in record.getMessage()

@@ -34,11 +34,8 @@ SCOUT_DEADLINE_S = 30.0
 HOLD_S = 60.0
 #: Seconds that the scout gets to be gone.
 DISMISSAL_S = 0.5
-
-
 #: Options with which the rank's worker has no GPU, or not the one that its number tells.
 ELSEWHERE = {"cpu", "dedicated"}
-
 #: The variable that is 0 where no scout is to become a worker, to see what depends on it.
 SWITCH = "HPCDASK_PRESTART"
 
@@ -219,7 +216,7 @@ def _may_prestart(rank: ranks.Rank | None) -> bool:
 def _count_visible() -> int:
     """GPUs that this process may use, as far as that is seen without asking NVML."""
     if (wanted := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len(wanted.split(","))
+        return len(list(filter(None, wanted.split(","))))
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 

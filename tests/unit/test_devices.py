@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -459,6 +460,23 @@ def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
         assert os.path.dirname(folder) == str(tmp_path / "a")
     with pytest.raises(UsageError, match=r"\$NO_DISK is not set on"):
         scratch_folder(WorkerSpec(local_directory="$NO_DISK/a"), lambda path: None)
+
+
+def test_threads_that_were_there_before_are_bound_too():
+    """The driver starts some while the context is made, when the worker's cores are not decided."""
+    cores = os.sched_getaffinity(0)
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        devices.widen_threads({min(cores)})
+        assert os.sched_getaffinity(thread.native_id) == {min(cores)}
+        devices.widen_threads(cores)
+        assert os.sched_getaffinity(thread.native_id) == cores
+    finally:
+        devices.widen_threads(cores)
+        over.set()
+        thread.join()
 
 
 # The process that asks, while the rank imports

@@ -242,7 +242,7 @@ def test_who_may(monkeypatch, at, cores, options, may):
 
 @pytest.mark.parametrize(
     ("visible", "files", "may"),
-    [("0", 8, True), ("0,1", 8, False), (None, 1, True), (None, 8, False)],
+    [("0", 8, True), ("0,1", 8, False), ("", 1, False), (None, 1, True), (None, 8, False)],
 )
 def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may):
     """With several it has a worker for each, or the job chooses one."""

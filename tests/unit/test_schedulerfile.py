@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import hpcdask
-from hpcdask import schedulerfile, security
+from hpcdask import batching, schedulerfile, security
 from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
 
@@ -82,6 +82,13 @@ def test_a_client_sends_at_once_beside_the_user_s_preloads(file, tmp_path, monke
             assert client.scheduler_comm.interval == 0
             assert hasattr(client, "mine") is bool(own)
         assert dask.config.get("distributed.client.preload") == own
+
+
+def test_a_preload_of_ours_that_fails_is_told(file, monkeypatch, caplog):
+    monkeypatch.setattr(batching, "dask_setup", lambda client: 1 / 0)
+    with hpcdask.connect(str(file)):
+        assert "ZeroDivisionError" in caplog.text
+    assert "preload setup: hpcdask" not in caplog.text
 
 
 def test_preloads_that_have_arguments_stay_as_they_are(file, tmp_path, monkeypatch):
