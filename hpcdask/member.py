@@ -12,10 +12,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from . import devices, fabric, schedulerfile, security, template, transport
+from . import devices, fabric, hooks, schedulerfile, security, template, transport
 from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
@@ -249,11 +249,31 @@ def seconds_since_start() -> float:
     return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
-def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
-    """Fork the template of this rank's workers. This is the last fork of a rank."""
+def start_template(
+    spec: WorkerSpec, scratch: str, nursery: Nursery, ahead: Sequence[str] = ()
+) -> None:
+    """Fork the template of this rank's workers. This is the last fork of a rank.
+
+    Parameters
+    ----------
+    spec
+        The workers' options.
+    scratch
+        The rank's private folder.
+    nursery
+        What belongs to the rank.
+    ahead
+        Modules that Dask tasks will need.
+    """
     cuda = spec.device != "cpu" and devices.has_nvidia_driver()
+
+    def in_child() -> None:
+        nursery.close_in_child()
+        if spec.protocol == "ucx" or (cuda and spec.protocol == "auto"):
+            hooks.install()
+
     # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
-    template.start(scratch, nursery.close_in_child, ["cuda.core"] if cuda else [])
+    template.start(scratch, in_child, [*(["cuda.core"] if cuda else []), *ahead])
     if cuda:
         devices.start_nvml()
 

@@ -26,8 +26,9 @@ from .bootstrap import mark, marks, process_start
 from .context import CONTEXT_MADE, make_context
 from .devices import CUDA_EXTRA, Gpu
 from .errors import MissingExtra
+from .hooks import environment
 from .memory import ON_HOST, MemoryPlan
-from .peers import UCX, PeerWorker, environment, load
+from .peers import UCX, PeerWorker, load
 from .scout import Scout
 from .spec import WorkerSpec
 from .switches import ucx_environment

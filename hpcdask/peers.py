@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
 import importlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,8 +52,6 @@ SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
 MESSAGE_NBYTES = 2**31
 #: While a worker is of use.
 WORKING = (Status.running, Status.paused)
-#: What NVIDIA's driver shows where NVLink also joins nodes.
-NVLINK_BETWEEN_NODES = "/dev/nvidia-caps-imex-channels/*"
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
 
@@ -233,7 +230,7 @@ class PeerWorker(Worker):
         self._ucx_address = self._ucx.contact_address
 
     async def _decide(self) -> None:
-        """Start ucx where it is only the better way: with the worker up, since UCX takes 0.75 s."""
+        """Start ucx where it is only the better way: with the worker up, which needs none yet."""
         try:
             if self.exchange != "tcp":
                 await load_aside((UCX,))
@@ -252,6 +249,7 @@ class PeerWorker(Worker):
                 error,
             )
         finally:
+            mark("transport started")
             self._decided.set()
 
     def _ask_for_more(self) -> None:
@@ -427,9 +425,8 @@ def choose_peers(me: str, addresses: list[str]) -> list[str]:
 
 
 async def load_aside(modules: Iterable[str]) -> None:
-    """Import in a thread what was not."""
-    if missing := [name for name in modules if name not in sys.modules]:
-        await asyncio.to_thread(load, missing)
+    """Import in a thread, where another one may be at it."""
+    await asyncio.to_thread(load, modules)
 
 
 def load(modules: Iterable[str]) -> None:
@@ -447,20 +444,3 @@ def _block(count: int, on_device: bool) -> Any:
     import numpy as np
 
     return np.zeros(count, dtype=np.uint8)
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ucxx and UCX are to find in a worker's environment, where the user did not set it.
-
-    Only ucxx's own mode is not for the user to choose: in the others a thread or an endless loop
-    drives UCX beside `ucx.Progress`, and holds up Python.
-    """
-    wanted = {
-        "UCX_LOG_FILE": "stderr",  # instead of stdout, which is the program's
-        "UCXX_LOG_LEVEL": "fatal",  # a peer that closes is reported as an error
-        "UCX_WARN_UNUSED_ENV_VARS": "n",
-    }
-    if not glob.glob(NVLINK_BETWEEN_NODES):
-        wanted["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"  # 0.4 s of the first exchange
-    given = {name: environ.get(name, value) for name, value in wanted.items()}
-    return {**given, "UCXPY_PROGRESS_MODE": "blocking"}

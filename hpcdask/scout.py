@@ -204,13 +204,17 @@ def _one_start() -> Iterator[None]:
 
 def _may_prestart(rank: ranks.Rank | None) -> bool:
     """Whether this rank may have one worker, and has a core for its imports beside its own."""
-    words = {word for arg in sys.argv[1:] for word in arg.split("=")}
-    if rank is None or words & ELSEWHERE or os.environ.get(SWITCH) == "0":
+    if rank is None or words() & ELSEWHERE or os.environ.get(SWITCH) == "0":
         return False
     if rank.local_size == 1 and _count_visible() != 1:
         return False  # a worker for each, or one that the job chooses
     sharing = 1 if rank.launcher == "srun" else rank.local_size  # mpirun's share what it has
     return len(os.sched_getaffinity(0)) >= 2 * sharing
+
+
+def words() -> set[str]:
+    """What stands on the command line, before it is read: options, values, the program's too."""
+    return {word for arg in sys.argv[1:] for word in arg.split("=")}
 
 
 def _count_visible() -> int:

@@ -31,7 +31,8 @@ PHASES = {
     "packages imported": "imports of CUDA packages",
     "device memory set up": "memory pool",
     "registered": "registration",
-    "warm": "transport, first transfers",
+    "transport started": "UCX, packages to send with",
+    "warm": "first transfers",
 }
 
 Marks = Sequence[tuple[float, str]]

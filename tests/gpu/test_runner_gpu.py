@@ -257,3 +257,52 @@ def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(len(gpus))]
+
+
+REUSED = """
+import json
+from distributed import Client
+
+def make(value):
+    import cupy
+    memory = cupy.cuda.Memory(2**22)  # of the driver, past every pool
+    array = cupy.ndarray(2**22, "uint8", memptr=cupy.cuda.MemoryPointer(memory, 0))
+    array.fill(value)
+    return array
+
+def address(array):
+    return array.data.ptr
+
+def content(array):
+    return sorted(set(array.get().tolist()))
+
+client = Client()
+there, here = list(client.nthreads())[:2]
+addresses, contents = [], []
+for value in range(20):
+    array = client.submit(make, value, workers=[there], pure=False)
+    addresses.append(client.submit(address, array, workers=[there], pure=False).result())
+    contents.append(client.submit(content, array, workers=[here], pure=False).result())
+    del array
+    client.run(lambda: __import__("gc").collect())
+used = client.run(lambda dask_worker: list(dask_worker.peer_transports.values()))
+print(json.dumps({"addresses": addresses, "contents": contents,
+                  "transports": sum(used.values(), [])}))
+"""
+
+
+@pytest.mark.parametrize("early", ["1", "0"])
+def test_memory_that_is_freed_and_used_again_is_sent_anew(
+    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: str
+) -> None:
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("HPCDASK_PRESTART", early)
+    script = tmp_path / "reused.py"
+    script.write_text(REUSED)
+    done = launch(2, "--protocol", "ucx", str(script))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["transports"]) == {"ucx"}
+    assert len(set(found["addresses"])) < len(found["addresses"])
+    assert found["contents"] == [[value] for value in range(20)]

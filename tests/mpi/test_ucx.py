@@ -1019,3 +1019,20 @@ def test_a_run_under_mpirun_exchanges_over_ucx_and_ends_in_silence(site: Site):
     assert not noise, str(ended)
     assert "ucx between 1 pair of workers (" in ended.err
     assert "goes over tcp" not in ended.err
+
+
+HOOKED = """
+from distributed import Client
+def hooked():
+    import os
+    return ["libucs.so" in open(f"/proc/{pid}/maps").read() for pid in (os.getpid(), os.getppid())]
+print(*Client().run(hooked).values())
+"""
+
+
+@pytest.mark.parametrize("protocol", ["ucx", "tcp", "auto"])
+def test_workers_are_forked_with_the_hooks_of_ucx_where_they_may_use_it(site: Site, protocol: str):
+    (site.folder / "hooked.py").write_text(HOOKED)
+    ended = site.run("--protocol", protocol, "hooked.py", find=False, n=1)
+    assert ended.code == 0, str(ended)
+    assert ended.out == f"{[protocol == 'ucx'] * 2}\n"  # auto: not without a GPU

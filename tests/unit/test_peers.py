@@ -14,7 +14,8 @@ from distributed.comm import CommClosedError
 from distributed.protocol import to_serialize
 
 from hpcdask import nanny, peers
-from hpcdask.peers import FAR_PEERS, SLOW_RATE, Link, choose_peers, environment, judge
+from hpcdask.hooks import environment
+from hpcdask.peers import FAR_PEERS, SLOW_RATE, Link, choose_peers, judge
 
 
 def link(to: str = "a", source: str = "b", **values) -> Link:

@@ -13,7 +13,7 @@ import dask
 import pytest
 from distributed.core import Status
 
-from hpcdask import member, nanny, scout
+from hpcdask import member, nanny, peers, prestart, scout
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
@@ -142,6 +142,31 @@ assert os.path.exists(folder + "/context") and found[4]
 assert end(process) == 3
 """,
     )
+
+
+@pytest.mark.parametrize("protocol", ["auto", "tcp"])
+def test_what_the_first_dask_tasks_need_is_imported_beside_the_worker(
+    monkeypatch, tmp_path, protocol
+):
+    """ucx first, on which the worker may be asked to listen."""
+    script = tmp_path / "script.py"
+    script.write_text("import dask.array as da\n")
+    monkeypatch.setattr(sys, "argv", ["hpcdask.run", f"--protocol={protocol}", str(script)])
+    loaded, intervals = [], []
+
+    def load(names):
+        loaded.extend(names)
+        intervals.append(sys.getswitchinterval())
+        raise RuntimeError("a broken package")
+
+    monkeypatch.setattr(peers, "load", load)
+    usual = sys.getswitchinterval()
+    prestart._import_rest()
+    ucx = [peers.UCX] if protocol == "auto" else []
+    sending = peers.SENDING if protocol == "auto" else []
+    assert loaded == [*ucx, "dask.array", *sending]
+    assert intervals == [pytest.approx(prestart.SWITCH_INTERVAL_S)]
+    assert sys.getswitchinterval() == usual
 
 
 def test_it_ends_where_it_is_not_to_be_one(tmp_path):

@@ -1,0 +1,100 @@
+"""UCX's hooks into memory functions: installed early, by one thread, without waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+START = """
+import ctypes, os, sys, threading
+from hpcdask import hooks
+
+mmap = ctypes.cast(ctypes.CDLL(None).mmap, ctypes.c_void_p).value
+
+def code():
+    return ctypes.string_at(mmap, 5)
+
+def loaded():
+    return "libucs.so" in open("/proc/self/maps").read()
+
+plain = code()
+"""
+
+
+def run(body: str, **environment: str) -> None:
+    """Run a program whose every assertion holds, and which says nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + textwrap.dedent(body)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_fork_has_them_and_ucx_starts_there():
+    run(
+        """
+        hooks.install()
+        hooked = code()
+        assert loaded() and hooked != plain
+        assert hooks.GRACE not in os.environ  # for what is not hooked, UCX waits as ever
+        assert os.environ["UCX_LOG_FILE"] == "stderr"  # UCX has read it by now
+        if pid := os.fork():
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        from ucxx._lib import libucxx
+        features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+        libucxx.UCXWorker(libucxx.UCXContext({"TLS": "tcp"}, features))
+        assert code() == hooked
+        """
+    )
+
+
+def test_none_where_another_thread_may_be_in_a_function():
+    run(
+        """
+        stop = threading.Event()
+        threading.Thread(target=stop.wait).start()
+        hooks.install()
+        assert not loaded() and code() == plain
+        stop.set()
+        """
+    )
+
+
+@pytest.mark.parametrize("lacks", ["the package", "its library", "what it is asked"])
+def test_none_where_ucx_is_not_there(lacks):
+    run(
+        f"""
+        match {lacks!r}:
+            case "the package":
+                sys.modules["libucx"] = None
+            case "its library":
+                def fail(*_):
+                    raise OSError("libucs.so: cannot open shared object file")
+                hooks.ctypes.CDLL = fail
+            case "what it is asked":
+                hooks.ctypes.CDLL = lambda name, *mode: object()
+        hooks.install()
+        assert code() == plain and hooks.GRACE not in os.environ
+        """
+    )
+
+
+def test_what_the_user_chose_stays():
+    run(
+        """
+        hooks.install()
+        assert loaded() and code() == plain  # as asked
+        assert os.environ[hooks.GRACE] == "1ms" and os.environ["UCX_LOG_FILE"] == "/dev/null"
+        """,
+        UCX_MEM_BISTRO_GRACE_DURATION="1ms",
+        UCX_LOG_FILE="/dev/null",
+        UCX_MEM_EVENTS="n",
+    )
