@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,26 +113,14 @@ class Nursery:
         return Child(pid, ours)
 
 
-def await_start(sock: socket.socket, ahead: Sequence[str]) -> None:
-    """In the program's process: wait until the cluster is ready; end if that never comes.
-
-    Parameters
-    ----------
-    sock
-        Where the rank says it.
-    ahead
-        Modules to import meanwhile, in the program's own environment.
-    """
+def await_start(sock: socket.socket) -> None:
+    """In the program's process: wait until the cluster is ready; end if that never comes."""
     if not os.isatty(0):
         # The rank passes signals on. On a terminal the process stays in the foreground group,
         # where it may read and gets Ctrl-C itself.
         os.setpgid(0, 0)
     for number in PASSED_ON:  # meant for a program that has not started yet
         signal.signal(number, signal.SIG_IGN)
-    restore_environment()
-    for name in ahead:
-        with contextlib.suppress(Exception):  # the program meets it, and says so
-            importlib.import_module(name)
     order = hear_start(sock)
     sock.close()
     if order is None:
@@ -142,6 +129,7 @@ def await_start(sock: socket.socket, ahead: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    restore_environment()
     configure_client(order)
     _free_blas(order["threads"])
 

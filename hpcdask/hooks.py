@@ -18,33 +18,46 @@ from collections.abc import Mapping
 
 #: How long UCX waits at each function.
 GRACE = "UCX_MEM_BISTRO_GRACE_DURATION"
+#: What UCX reads once, and each process is to have a file of its own by.
+PER_PROCESS = {"UCX_LOG_FILE", "UCX_PROFILE_MODE", "UCX_STATS_DEST"}
 #: Events of device memory that is allocated and freed, in ``ucm.h``.
 DEVICE_EVENTS = 1 << 20 | 1 << 21
 #: What NVIDIA's driver shows where NVLink also joins nodes.
 NVLINK_BETWEEN_NODES = "/dev/nvidia-caps-imex-channels/*"
 
 
-def install() -> None:
+def install(configured: Mapping[str, object] | None = None) -> None:
     """Load UCX, if it is there as a package, and install its hooks.
 
     Call it where there is one thread; processes that are forked later have the hooks too. Where it
     cannot be done UCX does it itself, when it starts.
+
+    Parameters
+    ----------
+    configured
+        Variables that the worker gets later, when UCX would not read them any more.
     """
-    if len(os.listdir("/proc/self/task")) > 1:
+    late = {name for name, value in (configured or {}).items() if os.environ.get(name) != value}
+    own = PER_PROCESS & set(os.environ)
+    if own or any(name.startswith("UCX_") for name in late) or _count_threads() > 1:
         return
-    os.environ |= environment(os.environ)
     chosen = GRACE in os.environ
-    os.environ.setdefault(GRACE, "0")
     try:
         import libucx
 
+        os.environ |= environment(os.environ)
+        os.environ.setdefault(GRACE, "0")
         libucx.load_library()
         _install_for_device(ctypes.CDLL("libucm.so.0"))
     except (ImportError, OSError, AttributeError):
         pass
     finally:
         if not chosen:
-            del os.environ[GRACE]
+            os.environ.pop(GRACE, None)
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _install_for_device(ucm: ctypes.CDLL) -> None:

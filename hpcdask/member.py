@@ -12,10 +12,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import devices, fabric, hooks, schedulerfile, security, template, transport
+import dask.config
+
+from . import devices, fabric, hooks, ranks, schedulerfile, security, template, transport
 from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
@@ -23,7 +25,7 @@ from .errors import HpcdaskError, UsageError
 from .fabric import Fabric
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
-from .scout import Scout
+from .scout import Scout, has_peers
 from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
@@ -249,31 +251,18 @@ def seconds_since_start() -> float:
     return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
-def start_template(
-    spec: WorkerSpec, scratch: str, nursery: Nursery, ahead: Sequence[str] = ()
-) -> None:
-    """Fork the template of this rank's workers. This is the last fork of a rank.
-
-    Parameters
-    ----------
-    spec
-        The workers' options.
-    scratch
-        The rank's private folder.
-    nursery
-        What belongs to the rank.
-    ahead
-        Modules that Dask tasks will need.
-    """
+def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
+    """Fork the template of this rank's workers. This is the last fork of a rank."""
     cuda = spec.device != "cpu" and devices.has_nvidia_driver()
+    likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
 
     def in_child() -> None:
         nursery.close_in_child()
-        if spec.protocol == "ucx" or (cuda and spec.protocol == "auto"):
-            hooks.install()
+        if spec.protocol == "ucx" or likely:
+            hooks.install(dask.config.get("distributed.nanny.environ", None))
 
     # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
-    template.start(scratch, in_child, [*(["cuda.core"] if cuda else []), *ahead])
+    template.start(scratch, in_child, ["cuda.core"] if cuda else [])
     if cuda:
         devices.start_nvml()
 

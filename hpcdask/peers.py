@@ -425,8 +425,9 @@ def choose_peers(me: str, addresses: list[str]) -> list[str]:
 
 
 async def load_aside(modules: Iterable[str]) -> None:
-    """Import in a thread, where another one may be at it."""
-    await asyncio.to_thread(load, modules)
+    """Import in a thread what was not."""
+    if missing := [name for name in modules if name not in sys.modules]:
+        await asyncio.to_thread(load, missing)
 
 
 def load(modules: Iterable[str]) -> None:

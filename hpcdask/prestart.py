@@ -8,24 +8,19 @@ is decided, the process becomes the worker, or it is ended and another is forked
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 
-from . import hooks, template
+from . import hooks, ranks, template
 from .bootstrap import detach_standard_streams, mark
 from .context import CONTEXT_MADE, make_context
 from .errors import HpcdaskError
-from .program import top_imports
-from .scout import words
+from .scout import has_peers, words
 
 #: What the template and the worker import besides, where it is there.
 PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
-#: Seconds after which an import lets the worker's event loop go on, which waits for messages.
-SWITCH_INTERVAL_S = 0.0005
 
 
 def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
@@ -39,7 +34,7 @@ def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
         Where the rank gives the order, see `hpcdask.template.offer`.
     """
     detach_standard_streams(output=False)
-    if "tcp" not in words():
+    if "tcp" not in words() and has_peers(ranks.detect()):
         hooks.install()  # before there is another thread; UCX takes a signal for itself
     template.leave_signals_to_the_rank()
     found: list[str] = []
@@ -49,14 +44,12 @@ def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
     with contextlib.suppress(Exception):  # the rank imports the same, and says what is wrong
         _prepare_imports()
         ready = True
-        threading.Thread(target=_import_rest, name="imports", daemon=True).start()
     device.join()
     if ready and found:
         template.await_order(line)
 
 
 def _prepare_imports() -> None:
-    """What a worker needs to register."""
     from .nanny import quiet
     from .peers import load
 
@@ -64,19 +57,6 @@ def _prepare_imports() -> None:
     load(PACKAGES)
     template.prepare_forks()
     quiet()
-
-
-def _import_rest() -> None:
-    """In a thread, while the worker may start already: what its first Dask tasks will need."""
-    from .peers import SENDING, UCX, load
-
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    exchange = () if "tcp" in words() else (UCX, *SENDING)
-    scripts = [word for word in sys.argv[1:] if word.endswith(".py")]
-    with contextlib.suppress(Exception):  # whoever needs it meets it, and says so
-        load(itertools.chain(exchange[:1], *map(top_imports, scripts), exchange[1:]))
-    sys.setswitchinterval(usual)
 
 
 def _prepare_device(look: Callable[[], str | None], found: list[str]) -> None:

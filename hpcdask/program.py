@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.util
 import os
-import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -14,29 +12,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import NoReturn
 
 from .errors import UsageError
-
-#: Parts of Dask that take half a second and more to import.
-COLLECTIONS = ("array", "dataframe")
-
-
-def top_imports(path: str) -> list[str]:
-    """Parts of Dask that a script imports first of all: its cluster does so while it starts.
-
-    Parameters
-    ----------
-    path
-        Of the script; of what is none there are none.
-    """
-    if not os.path.isfile(path) or _is_zip(path):
-        return []
-    with contextlib.suppress(OSError), open(path, errors="ignore") as file:
-        text = file.read()
-        return [
-            f"dask.{part}"
-            for part in COLLECTIONS
-            if re.search(rf"(?m)^(from|import)\b.*\bdask(\.| import .*\b){part}\b", text)
-        ]
-    return []
 
 
 @dataclass(frozen=True)
@@ -113,10 +88,6 @@ class Program:
                 f"install it beside hpcdask ({sys.executable})"
             )
         return spec
-
-    def top_imports(self) -> list[str]:
-        """Modules to import while the cluster starts, see the function."""
-        return [] if self.is_module else top_imports(self.target)
 
     def set_path(self) -> None:
         """Put first in sys.path what plain python would, which workers need too."""

@@ -147,7 +147,6 @@ def _launch(
     template.prepare_forks()
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
-    ahead = launch.program.top_imports() if launch.program is not None else []
 
     nursery = children.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
@@ -155,12 +154,12 @@ def _launch(
     if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
         forked = nursery.fork_into()
         if isinstance(forked, socket.socket):
-            children.await_start(forked, ahead)
+            children.await_start(forked)
             return launch.program
         program = forked
     quiet()  # not in the program, whose logging is the user's
     scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
-    start_template(spec, scratch, nursery, ahead)
+    start_template(spec, scratch, nursery)
 
     bootstrap.mark("processes forked")
     meeting = None

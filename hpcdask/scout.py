@@ -217,6 +217,12 @@ def words() -> set[str]:
     return {word for arg in sys.argv[1:] for word in arg.split("=")}
 
 
+def has_peers(rank: ranks.Rank | None) -> bool:
+    """Whether there may be other workers on GPUs: a job's are in other jobs."""
+    alone = rank is not None and rank.size == 1 and _count_visible() == 1
+    return not (alone and "hpcdask.run" in sys.orig_argv)
+
+
 def _count_visible() -> int:
     """GPUs that this process may use, as far as that is seen without asking NVML."""
     if (wanted := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcdask.program import Program
 from launching import wait_for
 from running import PROGRAMS, Ended, Site
 
@@ -36,59 +35,6 @@ def facts_of(ended: Ended) -> dict:
 
 
 # As with plain python
-
-
-@pytest.mark.parametrize(
-    ("line", "imported"),
-    [
-        ("import dask.array as da", ["dask.array"]),
-        ("import numpy, dask.array", ["dask.array"]),
-        ("from dask import bag, dataframe", ["dask.dataframe"]),
-        ("from dask.dataframe.utils import assert_eq", ["dask.dataframe"]),
-        ("from dask import array\nimport dask.dataframe", ["dask.array", "dask.dataframe"]),
-        ("import dask", []),
-        ("import dask.arrays", []),
-        ("from dask_cuda import array", []),
-        ("# import dask.array", []),
-        ("    import dask.array", []),  # who knows whether it comes to that
-    ],
-)
-def test_what_a_script_imports_first(tmp_path, line, imported):
-    script = tmp_path / "script.py"
-    script.write_text(f"'''A script.'''\n{line}\nprint(1)\n")
-    assert Program(str(script)).top_imports() == imported
-    assert Program(str(script), is_module=True).top_imports() == []
-
-
-def test_of_what_is_no_script_nothing_is_imported_ahead(tmp_path):
-    (tmp_path / "__main__.py").write_text("import dask.array\n")
-    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path, "__main__.py")
-    for target in (tmp_path, archive, tmp_path / "absent.py", "/dev/null"):
-        assert Program(str(target)).top_imports() == []
-
-
-AHEAD = """
-import sys
-there = "dask.array" in sys.modules
-{line}
-import os
-from distributed import Client
-def look():
-    return "dask.array" in sys.modules, "OMP_NUM_THREADS" in os.environ
-if __name__ == "__main__":
-    told = sorted(Client().run(look).values())
-    print(there, "OMP_NUM_THREADS" in os.environ, told)
-"""
-
-
-@pytest.mark.parametrize("line", ["import dask.array", "pass"])
-def test_program_and_workers_import_while_the_cluster_starts(site: Site, line: str):
-    (site.folder / "ahead.py").write_text(AHEAD.format(line=line))
-    ended = site.run("ahead.py", find=False, n=2)
-    named = line != "pass"
-    assert ended.code == 0, str(ended)
-    assert ended.out == f"{named} False {[(named, True)] * 2}\n"
-    assert not ended.foreign_lines, str(ended)
 
 
 @pytest.fixture

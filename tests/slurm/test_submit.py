@@ -163,8 +163,11 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     assert listed.count("1 jobs stay: of hpcdask submit") == 3  # though no notebook holds them
     assert login.here("jobs").stdout.count("none: of hpcdask submit") == 3
 
+    pending.terminate()  # first: it would start once the others leave it the nodes
+    out, err = login.end(pending, 143)
+    assert not out
+    assert "hpcdask: SIGTERM: cancelling job" in err
     os.killpg(interrupted.pid, signal.SIGINT)
-    pending.terminate()
     login.site.run("scancel", *first)
     out, err = login.end(cancelled, 1)
     assert out.startswith("started\n")
@@ -174,9 +177,6 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     assert out.startswith("started\n")
     assert f"hpcdask: SIGINT: cancelling job {second}" in err
     assert err.splitlines()[-1] == f"hpcdask: job {second} is cancelled and gone"
-    out, err = login.end(pending, 143)
-    assert not out
-    assert "hpcdask: SIGTERM: cancelling job" in err
     assert not login.site.run("squeue", "-h", "-t", "pending,running").stdout
 
 

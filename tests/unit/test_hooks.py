@@ -56,6 +56,32 @@ def test_a_fork_has_them_and_ucx_starts_there():
     )
 
 
+def test_ucx_waits_at_no_function():
+    run(
+        """
+        import libucx
+        waited = []
+        libucx.load_library = lambda: waited.append(os.environ[hooks.GRACE])
+        hooks.install()
+        assert waited == ["0"]
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "configured", "installed"),
+    [
+        ({}, {"MALLOC_ARENA_MAX": "2"}, True),
+        ({"UCX_TLS": "tcp"}, {"UCX_TLS": "tcp"}, True),
+        ({}, {"UCX_LOG_LEVEL": "info"}, False),  # UCX would read it too late
+        ({"UCX_LOG_LEVEL": "warn"}, {"UCX_LOG_LEVEL": "info"}, False),
+        ({"UCX_LOG_FILE": "/dev/null"}, {}, False),  # of each process, not of its template
+    ],
+)
+def test_what_is_for_each_process(variables, configured, installed):
+    run(f"hooks.install({configured!r}); assert loaded() == {installed}", **variables)
+
+
 def test_none_where_another_thread_may_be_in_a_function():
     run(
         """
@@ -92,9 +118,8 @@ def test_what_the_user_chose_stays():
         """
         hooks.install()
         assert loaded() and code() == plain  # as asked
-        assert os.environ[hooks.GRACE] == "1ms" and os.environ["UCX_LOG_FILE"] == "/dev/null"
+        assert os.environ[hooks.GRACE] == "1ms"
         """,
         UCX_MEM_BISTRO_GRACE_DURATION="1ms",
-        UCX_LOG_FILE="/dev/null",
         UCX_MEM_EVENTS="n",
     )

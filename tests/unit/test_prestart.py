@@ -13,7 +13,7 @@ import dask
 import pytest
 from distributed.core import Status
 
-from hpcdask import member, nanny, peers, prestart, scout
+from hpcdask import member, nanny, scout
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
@@ -144,31 +144,6 @@ assert end(process) == 3
     )
 
 
-@pytest.mark.parametrize("protocol", ["auto", "tcp"])
-def test_what_the_first_dask_tasks_need_is_imported_beside_the_worker(
-    monkeypatch, tmp_path, protocol
-):
-    """ucx first, on which the worker may be asked to listen."""
-    script = tmp_path / "script.py"
-    script.write_text("import dask.array as da\n")
-    monkeypatch.setattr(sys, "argv", ["hpcdask.run", f"--protocol={protocol}", str(script)])
-    loaded, intervals = [], []
-
-    def load(names):
-        loaded.extend(names)
-        intervals.append(sys.getswitchinterval())
-        raise RuntimeError("a broken package")
-
-    monkeypatch.setattr(peers, "load", load)
-    usual = sys.getswitchinterval()
-    prestart._import_rest()
-    ucx = [peers.UCX] if protocol == "auto" else []
-    sending = peers.SENDING if protocol == "auto" else []
-    assert loaded == [*ucx, "dask.array", *sending]
-    assert intervals == [pytest.approx(prestart.SWITCH_INTERVAL_S)]
-    assert sys.getswitchinterval() == usual
-
-
 def test_it_ends_where_it_is_not_to_be_one(tmp_path):
     run(
         tmp_path,
@@ -278,6 +253,44 @@ def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert scout._may_prestart(rank()) is may
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "visible", "expected"),
+    [
+        ("hpcdask.run", 1, "0", False),
+        ("hpcdask.run", 1, "0,1", True),  # a worker for each
+        ("hpcdask.run", 2, "0", True),
+        ("hpcdask.run", None, "0", True),  # MPI knows
+        ("hpcdask.worker", 1, "0", True),  # in other jobs
+    ],
+)
+def test_whether_there_are_others_to_exchange_with(monkeypatch, module, size, visible, expected):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert scout.has_peers(rank(0, size) if size else None) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "installed"), [("", 2, True), ("--protocol=tcp", 2, False), ("", 1, False)]
+)
+def test_the_hooks_of_ucx_where_it_may_be_used(tmp_path, options, size, installed):
+    run(
+        tmp_path,
+        f"""
+sys.argv, sys.orig_argv = ["run", *"{options}".split()], ["python", "-m", "hpcdask.run"]
+os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="{size}",
+                  OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="{size}",
+                  CUDA_VISIBLE_DEVICES="0")
+def note():
+    assert len(os.listdir("/proc/self/task")) == 1
+    open(folder + "/installed", "w").close()
+prestart.hooks.install = note
+pid, line = early(lambda line: prestart.prestart(lambda: None, line))
+assert os.waitpid(pid, 0)[1] == 99 << 8
+assert os.path.exists(folder + "/installed") == {installed}
+""",
+    )
 
 
 @pytest.mark.parametrize(
