@@ -8,7 +8,7 @@ import os
 import sys
 import types
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from typing import NoReturn
 
 from .errors import UsageError
@@ -56,10 +56,21 @@ class Program:
             )
         if not os.access(self.target, os.R_OK):
             raise UsageError(f"the script {self.target} cannot be read: check its permissions")
+        if self.target.endswith(".pyc"):
+            with open(self.target, "rb") as file:
+                if file.read(4) != importlib.util.MAGIC_NUMBER:
+                    raise UsageError(
+                        f"{self.target} was not compiled by this Python ({sys.executable}): run "
+                        f"the script that it was made from"
+                    )
 
     def _check_module(self) -> None:
         """Look for the module without importing its packages, which is for its own process."""
         name, *rest = self.target.split(".")
+        if name == "__main__":
+            raise UsageError(
+                "-m __main__: that is what runs already, and no module to run. Name the module"
+            )
         spec = importlib.util.find_spec(name) if name else None
         while rest and spec is not None:
             if spec.submodule_search_locations is None:  # no package: nothing can be in it
@@ -89,11 +100,15 @@ class Program:
             )
         return spec
 
+    def _is_script(self) -> bool:
+        """Whether it is no folder and no archive: a pipe is a script, too."""
+        return not os.path.isdir(self.target) and not _is_zip(self.target)
+
     def set_path(self) -> None:
         """Put first in sys.path what plain python would, which workers need too."""
         if self.is_module or sys.flags.safe_path:
             return  # the working folder is there already, or python -P wants nothing there
-        if os.path.isfile(self.target) and not _is_zip(self.target):
+        if self._is_script():
             sys.path[0] = os.path.dirname(os.path.realpath(self.target))
         else:
             sys.path[0] = os.path.join(os.getcwd(), self.target)
@@ -114,10 +129,16 @@ class Program:
         sys.exit(0)
 
     def _load(self, module: types.ModuleType) -> types.CodeType:
-        if not self.is_module and os.path.isfile(self.target) and not _is_zip(self.target):
+        if not self.is_module and self._is_script():
             sys.argv = [self.target, *self.arguments]
             self.set_path()
             module.__file__ = path = os.path.join(os.getcwd(), self.target)
+            if path.endswith(".pyc"):
+                compiled = SourcelessFileLoader("__main__", path)
+                module.__loader__ = compiled
+                code = compiled.get_code("__main__")
+                assert code is not None
+                return code
             loader = SourceFileLoader("__main__", path)
             module.__loader__ = loader
             return compile(loader.get_data(path), path, "exec", dont_inherit=True)
@@ -145,7 +166,7 @@ class Program:
 def _is_zip(path: str) -> bool:
     import zipfile
 
-    return zipfile.is_zipfile(path)
+    return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
 def _report(error: BaseException) -> None:

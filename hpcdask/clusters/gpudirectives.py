@@ -14,6 +14,8 @@ from hpcdask.queues.base import Queue
 
 #: Of the words of a gres list: ``gpu``, ``gpu:2``, ``gpu:a100:2``, ``gpu=2``.
 SLURM_GRES = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
+#: Options whose number is for each node of the job.
+SLURM_PER_NODE = ("--gres", "--gpus-per-node")
 SLURM_GPUS = ("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G")
 #: PBS Professional's ``ngpus=2``, Torque's ``gpus=2``, Moab's ``gres=gpu:2`` and ``GRES:gpus@2``.
 PBS_GPUS = re.compile(r"(?:^|[:,+=])n?gpus?=(\d+)|\bgres[=:](?:\S*%)?gpus?\b[:@]?(\d*)", re.I)
@@ -35,6 +37,11 @@ def requested_gpus(queue: Queue, directive: str) -> int | None:
     readers = [READERS[queue.title]] if queue.title in READERS else READERS.values()
     counts = (read(directive) for read in readers)
     return next((count for count in counts if count is not None), None)
+
+
+def is_per_node(directive: str) -> bool:
+    """Whether a directive of SLURM, which alone has jobs of several nodes here, counts for each."""
+    return any(_values(directive, *SLURM_PER_NODE))
 
 
 def _slurm(directive: str) -> int | None:

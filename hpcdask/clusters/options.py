@@ -24,7 +24,7 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.spec import WorkerSpec, parse_memory, parse_seconds
 
-from .gpudirectives import requested_gpus
+from .gpudirectives import is_per_node, requested_gpus
 
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"
@@ -159,7 +159,7 @@ def read_job_options(
         settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
     spec = WorkerSpec(**{name: value for name, value in settings.items() if value is not None})
 
-    gpus, in_header = _gpus(gpus_per_job, spec, queue, for_job, config_name)
+    gpus, in_header = _gpus(gpus_per_job, nodes_per_job, spec, queue, for_job, config_name)
     if nodes_per_job < 1 or gpus % nodes_per_job:
         raise UsageError(
             f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
@@ -234,7 +234,12 @@ def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, A
 
 
 def _gpus(
-    asked: int | None, spec: WorkerSpec, queue: Queue, for_job: Mapping[str, Any], config_name: str
+    asked: int | None,
+    nodes: int,
+    spec: WorkerSpec,
+    queue: Queue,
+    for_job: Mapping[str, Any],
+    config_name: str,
 ) -> tuple[int, bool]:
     """GPUs per job, and whether the user's own directives ask for them already."""
     written, count = _gpu_directive(queue, for_job, config_name)
@@ -251,7 +256,9 @@ def _gpus(
         return asked, False
     if spec.device == "cpu":
         return 0, False
-    return (1, False) if written is None else (count, True)
+    if written is None:
+        return 1, False
+    return count * (nodes if is_per_node(written) else 1), True
 
 
 def _gpu_directive(

@@ -82,7 +82,8 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
     dtype
         Of the result.
     out
-        NumPy array to fill instead, contiguous, of shape (..., n) and any dtype; without a GPU.
+        NumPy array to fill instead, contiguous, of shape (..., n) and any dtype, where ``packed``
+        is NumPy's too.
 
     Returns
     -------
@@ -92,12 +93,18 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
     Raises
     ------
     WorkloadError
-        Not uint8, or rows that are not ceil(n / 4) bytes.
+        Not uint8, rows that are not ceil(n / 4) bytes, or ``out`` that does not fit.
     """
     _validate_packed(packed, n)
+    shape = (*packed.shape[:-1], n)
+    if out is not None and (_on_gpu(packed) or out.shape != shape or not out.flags.c_contiguous):
+        raise WorkloadError(
+            f"out is to be a contiguous NumPy array of shape {shape}, for packed values that are "
+            f"NumPy's; it has shape {out.shape}"
+        )
     if not _on_gpu(packed):
         if out is None:
-            out = np.empty((*packed.shape[:-1], n), dtype)
+            out = np.empty(shape, dtype)
         return packing_cpu.unpack(packed, out)
     xp = array_module("cuda")
     values = _spread_bytes()(xp.ascontiguousarray(packed)).view(np.uint8)[..., :n]

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import dask.array as da
@@ -191,19 +192,27 @@ def svd_rows(
     Raises
     ------
     WorkloadError
-        Not a matrix, not real, unknown chunk sizes, columns that are split, or ``k`` out of
-        range; before anything is computed. NaN or infinite values; in the first pass.
+        Not a matrix, not real, unknown chunk sizes, columns that are split, ``k`` out of range, or
+        a number that is not whole; before anything is computed. NaN or infinite values; in the
+        first pass.
     """
     work = np.dtype(dtype)
     n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
     m = x.shape[0]
+    whole: dict[str, Any] = {
+        "k": k,
+        "oversample": oversample,
+        "n_power_iter": n_power_iter,
+        "seed": seed,
+    }
+    for name, value in whole.items():
+        if not isinstance(value, Integral) or (value < 0 and name != "k"):
+            raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
     if not 1 <= k <= min(m, n):
         raise WorkloadError(
             f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
             f"so k is 1 to {min(m, n)}"
         )
-    if oversample < 0 or n_power_iter < 0:
-        raise WorkloadError("oversample and n_power_iter cannot be negative")
     if passes not in (1, 2):
         raise WorkloadError(f"passes={passes} is not accepted: 1 or 2")
     if work not in (np.dtype(np.float32), np.dtype(np.float64)):

@@ -402,6 +402,16 @@ def test_directives_written_for_dask_jobqueue_count(folder: Path):
         assert "--workers 4" in script
 
 
+@pytest.mark.parametrize(
+    ("directive", "workers"), [("--gres=gpu:4", 4), ("--gpus-per-node=a100:2", 2), ("-G 6", 3)]
+)
+def test_directives_for_each_of_two_nodes(folder: Path, directive: str, workers: int):
+    keywords = {"cores": 8, "memory": "8GiB", "shared_temp_directory": folder, "nodes_per_job": 2}
+    keywords |= {"job_extra_directives": [directive]}
+    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
+        assert f"--workers {workers}" in cluster.job_script()  # of one node
+
+
 def test_bad_numbers_submit_nothing(folder: Path):
     with make(folder) as cluster:
         with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):

@@ -166,6 +166,16 @@ def test_module_that_does_not_exist(alone):
     assert_refused(result, "no module no_such.module", "install")
 
 
+def test_main_is_no_module_to_run(alone):
+    assert_refused(alone.run(1, *CPU, "-m", "__main__"), "no module to run", "Name")
+
+
+def test_script_compiled_by_another_python(alone, tmp_path):
+    (tmp_path / "script.pyc").write_bytes(b"\0" * 64)
+    result = alone.run(1, *CPU, "script.pyc", cwd=tmp_path)
+    assert_refused(result, "script.pyc was not compiled by this Python", "that it was made from")
+
+
 def test_package_without_main(alone):
     assert_refused(alone.run(1, *CPU, "-m", "hpcdask.workloads"), "no module hpcdask.workloads")
 

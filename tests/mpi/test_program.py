@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,7 +60,7 @@ def facts_of_a_rank(site: Site) -> dict | None:
 @pytest.mark.parametrize(
     ("site", "form"),
     [("openmpi", form) for form in ("script", "-m module")]
-    + [("alone", form) for form in ("-m package", "folder", "zip", "link")],
+    + [("alone", form) for form in ("-m package", "folder", "zip", "link", "compiled")],
     indirect=["site"],
 )
 def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: Path, form: str):
@@ -78,6 +80,9 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
         case "link":
             (site.folder / "linked").symlink_to(package / "facts.py")
             command = ["linked"]
+        case "compiled":
+            py_compile.compile(str(package / "facts.py"), str(site.folder / "facts.pyc"))
+            command = ["facts.pyc"]
     command += ["-x", "--device", "a b", "-m"]
     hangup = ["env", "--default-signal=HUP"]  # as mpirun, where the tests run under nohup
     plain = subprocess.run(
@@ -99,6 +104,17 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
         if got[name] != wanted[name]
     ]
     assert not differing, "\n".join(differing)
+
+
+@under("alone")
+def test_a_program_may_come_through_a_pipe(site: Site):
+    os.mkfifo(site.folder / "pipe")
+    text = "from distributed import Client\nprint(Client().submit(abs, -2).result())\n"
+    writer = threading.Thread(target=(site.folder / "pipe").write_text, args=(text,))
+    writer.start()
+    ended = site.run("pipe", find=False)
+    writer.join()
+    assert (ended.code, ended.out) == (0, "2\n"), str(ended)
 
 
 #: A program each; what one can show of several is in one.

@@ -115,6 +115,20 @@ def test_what_cannot_be_packed_or_unpacked_is_refused():
         unpack(np.zeros((5, 2), np.int8), 8)
 
 
+@pytest.mark.parametrize(
+    "out", [np.empty((3, 7)), np.empty((3, 16))[:, :8], np.empty(24), np.empty((8, 3)).T]
+)
+def test_unpack_fills_what_fits(out):
+    packed = pack(np.ones((3, 8), np.uint8))
+    with pytest.raises(
+        WorkloadError, match=r"contiguous NumPy array of shape \(3, 8\), for packed"
+    ):
+        unpack(packed, 8, out=out)
+    fits = np.empty((3, 8))
+    assert unpack(packed, 8, out=fits) is fits
+    assert (fits == 1).all()
+
+
 # --- lazy -----------------------------------------------------------------------------------------
 
 
