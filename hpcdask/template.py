@@ -212,5 +212,31 @@ def prepare_forks() -> None:
     from distributed.versions import get_versions
 
     get_versions()
+    _drop_idle_hook()
     gc.freeze()
     gc.enable()
+
+
+def _drop_idle_hook() -> None:
+    """Take away the import hook that comes with dask-cuda, where it has nothing to patch any more.
+
+    To look for patches of a module of Dask it holds Python's import lock, and waits with it for
+    the module's package. A process hangs for good where another thread is importing that package.
+    The patches of dask and distributed themselves are done by now.
+    """
+    hook = sys.modules.get("rapids_dask_dependency")
+    if hook is None or hook.__file__ is None:
+        return
+    folder = os.path.join(os.path.dirname(hook.__file__), "patches")
+    files = {
+        os.path.relpath(os.path.join(at, name), folder)
+        for at, _, names in os.walk(folder)
+        for name in names
+        if name.endswith(".py")
+    }
+    if files <= {"__init__.py", "dask/__init__.py", "distributed/__init__.py"}:
+        sys.meta_path[:] = [
+            finder
+            for finder in sys.meta_path
+            if not type(finder).__module__.startswith(f"{hook.__name__}.")
+        ]

@@ -174,3 +174,57 @@ def test_public_names_are_there():
         assert getattr(hpcdask, name).__module__.startswith("hpcdask.")
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = hpcdask.no_such_name
+
+
+TWO_THREADS = """
+import sys, threading
+from pathlib import Path
+import dask, distributed
+from hpcdask import template
+
+template.prepare_forks()
+folder = Path(sys.argv[1], "slow")
+folder.mkdir()
+(folder / "__init__.py").write_text(
+    "import __main__\\n__main__.inside.set()\\n__main__.go.wait(20)\\nimport colorsys\\n")
+(folder / "part.py").write_text("")
+dask.__path__.append(sys.argv[1])
+inside, go = threading.Event(), threading.Event()
+threading.Thread(target=__import__, args=("dask.slow",)).start()
+inside.wait(20)
+threading.Timer(0.2, go.set).start()
+import dask.slow.part
+"""
+
+
+def test_two_threads_import_parts_of_dask(tmp_path):
+    """With the import hook that comes with dask-cuda the two wait for each other for ever."""
+    subprocess.run([sys.executable, "-c", TWO_THREADS, tmp_path], check=True, timeout=30)
+
+
+PATCHED = """
+import os, shutil, sys
+import rapids_dask_dependency
+package = os.path.join(sys.argv[1], "rapids_dask_dependency")
+shutil.copytree(os.path.dirname(rapids_dask_dependency.__file__), package)
+if sys.argv[2]:
+    open(os.path.join(package, "patches", sys.argv[2]), "w").close()
+rapids_dask_dependency.__file__ = os.path.join(package, "__init__.py")
+from hpcdask import template
+template._drop_idle_hook()
+print("rapids_dask_dependency" in {type(f).__module__.split(".")[0] for f in sys.meta_path})
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "stays"), [("", False), ("dask/array.py", True), ("distributed/worker.py", True)]
+)
+def test_an_import_hook_that_patches_modules_stays(tmp_path, patch, stays):
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHED, tmp_path, patch],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout == f"{stays}\n"
