@@ -3,8 +3,8 @@
 UCX writes a jump over the first bytes of `mmap` and its like when it is loaded, and over those of
 CUDA's when it starts, so as to hear of memory that is freed. A thread that is just there would run
 half of an instruction. So UCX waits for 50 ms at each of 23 functions, with Python's lock held: a
-worker does nothing else for 1.2 s, and a thread that is held up for longer crashes all the same. In
-a process of one thread there is nobody to wait for.
+worker does nothing else for 1.15 s, and a thread that is held up for longer crashes all the same.
+In a process of one thread there is nobody to wait for.
 
 See ``UCX_MEM_BISTRO_GRACE_DURATION`` in ``ucx_info -cf``, and ``ucm/api/ucm.h``.
 """
@@ -39,7 +39,8 @@ def install(configured: Mapping[str, object] | None = None) -> None:
     """
     late = {name for name, value in (configured or {}).items() if os.environ.get(name) != value}
     own = PER_PROCESS & set(os.environ)
-    if own or any(name.startswith("UCX_") for name in late) or _count_threads() > 1:
+    one_thread = len(os.listdir("/proc/self/task")) == 1
+    if own or any(name.startswith("UCX_") for name in late) or not one_thread:
         return
     chosen = GRACE in os.environ
     try:
@@ -54,10 +55,6 @@ def install(configured: Mapping[str, object] | None = None) -> None:
     finally:
         if not chosen:
             os.environ.pop(GRACE, None)
-
-
-def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _install_for_device(ucm: ctypes.CDLL) -> None:

@@ -14,8 +14,6 @@ from hpcdask.queues.base import Queue
 
 #: Of the words of a gres list: ``gpu``, ``gpu:2``, ``gpu:a100:2``, ``gpu=2``.
 SLURM_GRES = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
-#: Options whose number is for each node of the job.
-SLURM_PER_NODE = ("--gres", "--gpus-per-node")
 SLURM_GPUS = ("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G")
 #: PBS Professional's ``ngpus=2``, Torque's ``gpus=2``, Moab's ``gres=gpu:2`` and ``GRES:gpus@2``.
 PBS_GPUS = re.compile(r"(?:^|[:,+=])n?gpus?=(\d+)|\bgres[=:](?:\S*%)?gpus?\b[:@]?(\d*)", re.I)
@@ -41,14 +39,19 @@ def requested_gpus(queue: Queue, directive: str) -> int | None:
 
 def is_per_node(directive: str) -> bool:
     """Whether a directive of SLURM, which alone has jobs of several nodes here, counts for each."""
-    return any(_values(directive, *SLURM_PER_NODE))
+    return bool(_gres(directive)) or any(_values(directive, "--gpus-per-node"))
+
+
+def _gres(directive: str) -> list[str]:
+    """The GPUs of SLURM's ``--gres``, which may list other things too."""
+    items = (item for value in _values(directive, "--gres") for item in value.split(","))
+    return list(filter(SLURM_GRES.fullmatch, items))
 
 
 def _slurm(directive: str) -> int | None:
     """``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``; types are optional."""
-    for value in _values(directive, "--gres"):
-        if found := list(filter(SLURM_GRES.fullmatch, value.split(","))):
-            return sum(map(_last_number, found))
+    if found := _gres(directive):
+        return sum(map(_last_number, found))
     for value in _values(directive, *SLURM_GPUS):
         return sum(map(_last_number, value.split(",")))
     return None

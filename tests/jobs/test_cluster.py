@@ -403,7 +403,13 @@ def test_directives_written_for_dask_jobqueue_count(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("directive", "workers"), [("--gres=gpu:4", 4), ("--gpus-per-node=a100:2", 2), ("-G 6", 3)]
+    ("directive", "workers"),
+    [
+        ("--gres=nvme:500,gpu:4", 4),
+        ("--gpus-per-node=a100:2", 2),
+        ("-G 6", 3),
+        ("--gres=nvme:500 -G 6", 3),
+    ],
 )
 def test_directives_for_each_of_two_nodes(folder: Path, directive: str, workers: int):
     keywords = {"cores": 8, "memory": "8GiB", "shared_temp_directory": folder, "nodes_per_job": 2}
