@@ -6,6 +6,7 @@ Devices are asked of NVML, which needs no CUDA context, so the process can still
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import os
 import re
@@ -13,11 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import DeviceError, MissingExtra
 from .ranks import QUEUE_JOBS, is_launcher, launcher_pid
 
+#: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
+NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
 
@@ -33,7 +36,8 @@ class Gpu:
     name
         Product name.
     memory
-        Bytes of device memory, of the slice where it is one.
+        Bytes of device memory, of the slice where it is one; 0 where NVML was not asked, see
+        `complete`.
     cores
         CPU cores near it, by NVML.
     """
@@ -105,7 +109,7 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     """
     environ = os.environ if environ is None else environ
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is not None and wanted.strip() in ("", "-1", "NoDevFiles", "void"):
+    if wanted is not None and wanted.strip() in NONE_VISIBLE:
         return []
     try:
         import pynvml
@@ -127,6 +131,63 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
         if wanted is None:
             return [gpu for gpus in full for gpu in gpus]
         return _select(wanted, full)
+
+
+def foreseen_gpus(environ: Mapping[str, str] | None = None, root: str = "/") -> list[Gpu]:
+    """UUIDs of `visible_gpus`, as the driver's files tell them: at once, and not for certain.
+
+    Empty where they do not tell, or a GPU is sliced (MIG).
+
+    Parameters
+    ----------
+    environ
+        Environment of the worker; default: this process's.
+    root
+        Folder that stands for ``/``, with a slash at its end.
+    """
+    environ = os.environ if environ is None else environ
+    gpus = [[Gpu(gpu.uuid, gpu.name, 0)] for gpu in driver_files(root) if gpu.accessible]
+    sliced = glob.glob(f"{glob.escape(root)}proc/driver/nvidia/capabilities/gpu*/mig/gi*")
+    if sliced or any("?" in gpu.uuid for (gpu,) in gpus):
+        return []
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return [gpu for (gpu,) in gpus]
+    return [] if wanted.strip() in NONE_VISIBLE else _select(wanted, gpus)
+
+
+class DriverFile(NamedTuple):
+    """What the driver's files tell of a GPU of this node.
+
+    Attributes
+    ----------
+    uuid
+        With question marks where no process has used the GPU yet.
+    name
+        Product name.
+    accessible
+        Whether neither a cgroup nor a container keeps it from this process.
+    """
+
+    uuid: str
+    name: str
+    accessible: bool
+
+
+def driver_files(root: str = "/") -> list[DriverFile]:
+    """The node's GPUs by their PCI addresses, those too that this process may not use.
+
+    Empty where there is no NVIDIA driver, or a container hides its files.
+    """
+    found = []
+    for path in sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information")):
+        with contextlib.suppress(OSError), open(path) as file:
+            told = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", file.read(), re.MULTILINE))
+            if minor := told.get("Device Minor"):
+                # The kernel asks the device cgroup here too
+                usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
+                found.append(DriverFile(told.get("GPU UUID", "?"), told.get("Model", ""), usable))
+    return found
 
 
 def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
@@ -218,6 +279,33 @@ def _nvml(pynvml: Any) -> Iterator[bool]:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def complete(views: Sequence[View]) -> list[View]:
+    """Fill in what the ranks of a node left to its first, which asked NVML for all of them.
+
+    Raises
+    ------
+    DeviceError
+        A rank sees a GPU of a kind for which none has asked.
+    """
+    asked = {(view.host, gpu.uuid): gpu for view in views for gpu in view.gpus if gpu.memory}
+    alike = {(host, gpu.name): gpu for (host, _), gpu in asked.items()}
+
+    def filled(view: View, gpu: Gpu) -> Gpu:
+        if found := asked.get((view.host, gpu.uuid)):
+            return found
+        if found := alike.get((view.host, gpu.name)):  # ranks that see different ones
+            return dataclasses.replace(gpu, memory=found.memory)
+        raise DeviceError(
+            f"rank {view.rank} sees {gpu.uuid} ({gpu.name}) on {view.host}, and the first rank "
+            f"there does not: let all ranks of a node see the same GPUs, or set HPCDASK_PRESTART=0"
+        )
+
+    return [
+        dataclasses.replace(view, gpus=tuple(filled(view, gpu) for gpu in view.gpus))
+        for view in views
+    ]
 
 
 def assign(

@@ -246,7 +246,8 @@ class Leader:
             if "error" in hello:
                 where = f" (rank {index} on {hello['host']})" if self.rank.size > 1 else ""
                 raise UsageError(f"{hello['error']}{where}")
-        return {index: View.from_json(hello["view"]) for index, hello in self.hellos.items()}
+        views = [View.from_json(hello["view"]) for hello in self.hellos.values()]
+        return {view.rank: view for view in devices.complete(views)}
 
     async def _gather_to_dismiss(self) -> None:
         """After an early error: let the others arrive, so that they can be told to end."""

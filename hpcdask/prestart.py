@@ -1,13 +1,15 @@
 """A worker's process, made ready while its rank still imports, and before the ranks have met.
 
-The driver makes the contexts of a node one after another, 0.1 s each, and the worker's imports take
-as long as the rank's. So both begin at once, on the GPU that the worker will probably get. Once it
-is decided, the process becomes the worker, or it is ended and another is forked from the template.
+The driver makes the contexts of a node one after another, 0.2 to 0.3 s each, and the worker's
+imports take as long as the rank's. So both begin at once, on the GPU that the worker will probably
+get. Once it is decided, the process becomes the worker, or it is ended and another is forked from
+the template.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -23,7 +25,9 @@ from .scout import has_peers, words
 PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
 
 
-def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
+def prestart(
+    look: Callable[[], str | None], line: socket.socket, foreseen: str | None = None
+) -> None:
     """Make this process ready to be a worker. Returns if it cannot be one.
 
     Parameters
@@ -32,13 +36,17 @@ def prestart(look: Callable[[], str | None], line: socket.socket) -> None:
         Finds the GPU: its UUID, or None if it is not clear which.
     line
         Where the rank gives the order, see `hpcdask.template.offer`.
+    foreseen
+        The UUID that `look` will probably find: it finds this one or none.
     """
     detach_standard_streams(output=False)
     if "tcp" not in words() and has_peers(ranks.detect()):
         hooks.install()  # before there is another thread; UCX takes a signal for itself
     template.leave_signals_to_the_rank()
     found: list[str] = []
-    device = threading.Thread(target=_prepare_device, args=(look, found), name="device")
+    if foreseen is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = foreseen
+    device = threading.Thread(target=_prepare_device, args=(look, foreseen, found), name="device")
     device.start()
     ready = False
     with contextlib.suppress(Exception):  # the rank imports the same, and says what is wrong
@@ -59,12 +67,28 @@ def _prepare_imports() -> None:
     quiet()
 
 
-def _prepare_device(look: Callable[[], str | None], found: list[str]) -> None:
-    """In a thread: find the device, and make its context."""
-    if (uuid := look()) is None:
-        return
-    os.environ["CUDA_VISIBLE_DEVICES"] = uuid
-    found.append(uuid)
+def _prepare_device(look: Callable[[], str | None], foreseen: str | None, found: list[str]) -> None:
+    """In a thread: find the device, and make its context, at the same time where that can be."""
+    if foreseen is not None:
+        looking = threading.Thread(target=_note, args=(look, found), name="look")
+        looking.start()
+        with contextlib.suppress(OSError):  # no driver: the worker says so
+            ctypes.CDLL("libcuda.so.1").cuInit(0)  # before what has to be imported for the rest
+            mark("CUDA started")
+        _make_context()
+        looking.join()
+    elif _note(look, found):
+        os.environ["CUDA_VISIBLE_DEVICES"] = found[0]
+        _make_context()
+
+
+def _note(look: Callable[[], str | None], found: list[str]) -> bool:
+    if uuid := look():
+        found.append(uuid)
+    return bool(found)
+
+
+def _make_context() -> None:
     with contextlib.suppress(HpcdaskError):  # the worker tries again, and says what is wrong
         make_context()
         mark(CONTEXT_MADE)

@@ -24,7 +24,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from . import fabric, ranks
-from .devices import Gpu, has_nvidia_driver, visible_gpus
+from .bootstrap import mark
+from .devices import Gpu, driver_files, foreseen_gpus, has_nvidia_driver, visible_gpus
 from .errors import DeviceError, UsageError
 from .fabric import Fabric
 
@@ -40,7 +41,7 @@ ELSEWHERE = {"cpu", "dedicated"}
 SWITCH = "HPCDASK_PRESTART"
 
 #: Makes a process ready to be a worker, see `hpcdask.prestart.prestart`.
-Prestart = Callable[[Callable[[], str | None], socket.socket], None]
+Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
 class Sighting(NamedTuple):
@@ -155,39 +156,56 @@ class Scout:
 
 def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
     """In the scout: look, tell, and be of use until the workers are there."""
-    rank = ranks.detect()
+    rank, environ = ranks.detect(), dict(os.environ)
     may = prestart if has_nvidia_driver() and _may_prestart(rank) else None
+    gpus = foreseen_gpus(environ) if may else []
+    foreseen = _choose(rank, [gpu.uuid for gpu in gpus])
+    # where N ranks ask NVML for N GPUs, that takes longer than their contexts
+    asks = not foreseen or not rank or rank.local_index == 0 or len(gpus) < len(driver_files())
     held: list[str] = []
 
     def look() -> str | None:
-        found = _look()
-        gpus = found.get("gpus", ())
-        uuid = _choose(rank, gpus) if may else None
+        found = _ask(environ) if asks else _foresee(environ, gpus)
+        mark("GPUs found")
+        uuids = [gpu["uuid"] for gpu in found.get("gpus", ())]
+        uuid = _choose(rank, uuids) if may else None
+        if foreseen not in (uuid, None):
+            uuid = None  # it is about to have a context on another
         with open(pipe, "w") as stream:
             stream.write(json.dumps({**found, "prestarts": uuid}))
-        if uuid is None:
-            held.extend(_hold_open(rank, [gpu["uuid"] for gpu in gpus]))
+        if uuid is None and foreseen is None:
+            held.extend(_hold_open(rank, uuids))
         return uuid
 
     if may:
-        may(look, line)
+        may(look, line, foreseen)
     else:
         look()
     if held:
         time.sleep(HOLD_S)
 
 
-def _look() -> dict[str, Any]:
+def _ask(environ: Mapping[str, str]) -> dict[str, Any]:
     """What there is, or the error that keeps from seeing it, for JSON."""
     try:
         with _one_start():
-            gpus = visible_gpus()
-            seen = fabric.look(gpus=bool(gpus))
+            gpus = visible_gpus(environ)
+            seen = fabric.look(environ=environ, gpus=bool(gpus))
     except UsageError as error:
         return {"error": str(error)}
     except Exception as error:  # NVML's, of a GPU that is broken
         return {"error": f"the NVIDIA driver fails: {type(error).__name__}: {error}"}
     return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "fabric": dataclasses.asdict(seen)}
+
+
+def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """The same without NVML, for `hpcdask.devices.complete`."""
+    try:
+        seen = fabric.look(environ=environ, gpus=False)
+    except Exception as error:
+        return {"error": f"this node cannot be looked at: {type(error).__name__}: {error}"}
+    found = {**dataclasses.asdict(seen), "gpus": [gpu.uuid for gpu in gpus]}
+    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "fabric": found}
 
 
 @contextlib.contextmanager
@@ -230,24 +248,24 @@ def _count_visible() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _choose(rank: ranks.Rank | None, gpus: Sequence[Mapping[str, Any]]) -> str | None:
+def _choose(rank: ranks.Rank | None, uuids: Sequence[str]) -> str | None:
     """The GPU that the rank's only worker will get, where that is as good as certain.
 
     A context on the GPU of another rank would keep that one out, in exclusive mode.
     """
-    uuids = _probable(rank, [gpu["uuid"] for gpu in gpus])
-    own_or_all = rank and (len(gpus) == 1 or len(gpus) >= rank.local_size)
+    probable = _probable(rank, uuids)
+    own_or_all = rank and (len(uuids) == 1 or len(uuids) >= rank.local_size)
     certain = own_or_all or "--oversubscribe" in sys.argv
-    return uuids[0] if certain and len(uuids) == 1 else None
+    return probable[0] if certain and len(probable) == 1 else None
 
 
-def _probable(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:
+def _probable(rank: ranks.Rank | None, uuids: Sequence[str]) -> Sequence[str]:
     if rank is None or not uuids:
         return []
     return [uuids[rank.local_index % len(uuids)]] if rank.local_size > 1 else uuids
 
 
-def _hold_open(rank: ranks.Rank | None, uuids: list[str]) -> list[str]:
+def _hold_open(rank: ranks.Rank | None, uuids: Sequence[str]) -> Sequence[str]:
     """Start CUDA on the GPUs that the rank's workers will probably take, without a context."""
     if probable := _probable(rank, uuids):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(probable)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import glob
 import os
 import random
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from .devices import Gpu
+from .devices import Gpu, driver_files
 from .errors import DeviceError
 
 #: The node's own folder, the same for all jobs; TMPDIR is often each job's own.
@@ -112,11 +109,4 @@ def hidden_gpus(root: str = "/") -> int:
 
     Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
     """
-    hidden = 0
-    for path in glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"):
-        with contextlib.suppress(OSError), open(path) as file:
-            minor = re.search(r"^Device Minor:\s*(\d+)", file.read(), re.MULTILINE)
-            # The kernel asks the device cgroup here too
-            if minor and not os.access(f"{root}dev/nvidia{minor[1]}", os.R_OK | os.W_OK):
-                hidden += 1
-    return hidden
+    return sum(not gpu.accessible for gpu in driver_files(root))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
@@ -479,12 +480,76 @@ def test_threads_that_were_there_before_are_bound_too():
         thread.join()
 
 
+# Without NVML
+
+
+def driver_files(root: Path, *gpus: tuple[str, str, bool]) -> str:
+    """What the driver writes of GPUs: their UUIDs and names, and whether this process may."""
+    (root / "dev").mkdir()
+    for minor, (uuid, name, accessible) in enumerate(gpus):
+        folder = root / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
+        folder.mkdir(parents=True)
+        told = {"Model": name, "IRQ": "0", "GPU UUID": uuid, "Bus Type": "PCIe"}
+        told |= {"Bus Location": f"0000:0{minor}:00.0", "Device Minor": str(minor)}
+        (folder / "information").write_text("".join(f"{k}: \t {v}\n" for k, v in told.items()))
+        if accessible:
+            (root / f"dev/nvidia{minor}").touch()
+    return f"{root}/"
+
+
+@pytest.mark.parametrize(
+    ("visible", "forbidden", "expected"),
+    [
+        (None, "", [A, B, C, D]),
+        ("2,0", "", [C, A]),
+        ("GPU-cccc", "", [C]),
+        ("1,7,0", "", [B]),
+        ("", "", []),
+        (None, A + B, [C, D]),
+        ("0", A + B, [C]),
+        ("0", A + B + C + D, []),
+    ],
+)
+def test_gpus_that_the_driver_s_files_tell(tmp_path, visible, forbidden, expected):
+    """As NVML does, where the processes that must not use a GPU cannot open its file."""
+    files = [(gpu["uuid"], gpu["name"], gpu["uuid"] not in forbidden) for gpu in FOUR]
+    root = driver_files(tmp_path, *files)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = devices.foreseen_gpus(environ, root)
+    assert [gpu.uuid for gpu in found] == expected
+    assert all(gpu.name.startswith("Fake") and not gpu.memory for gpu in found)
+
+
+def test_nothing_is_foreseen_of_sliced_gpus_and_unused_ones(tmp_path):
+    root = driver_files(tmp_path, (A, "Fake", True), ("GPU-????????-????", "Fake", True))
+    assert not devices.foreseen_gpus({}, root)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information").unlink()
+    assert [gpu.uuid for gpu in devices.foreseen_gpus({}, root)] == [A]
+    (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
+    assert not devices.foreseen_gpus({}, root)
+
+
+def test_the_first_rank_of_a_node_asks_for_the_others():
+    one, two = views(("n1", [0, 1]), ("n1", [0, 1]))
+    left = tuple(Gpu(gpu.uuid, gpu.name, 0) for gpu in two.gpus)
+    two = dataclasses.replace(two, gpus=left)
+    assert devices.complete([two, one]) == [dataclasses.replace(two, gpus=one.gpus), one]
+    # one of the same kind has the same memory; which cores are near it is not known
+    alike = dataclasses.replace(one, gpus=one.gpus[:1])
+    _, filled = devices.complete([alike, two])
+    assert filled.gpus == (one.gpus[0], dataclasses.replace(left[1], memory=one.gpus[0].memory))
+    elsewhere = dataclasses.replace(one, host="n2")
+    with pytest.raises(DeviceError, match=r"rank 1 sees .* on n1, .* HPCDASK_PRESTART=0"):
+        devices.complete([elsewhere, two])
+    assert devices.complete([]) == []
+
+
 # The process that asks, while the rank imports
 
 
 def test_nvml_is_started_once_for_all_that_ask(nvml):
     nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
-    found = scout._look()
+    found = scout._ask(os.environ)
     assert [gpu["uuid"] for gpu in found["gpus"]] == [A, B]
     assert found["fabric"]["nvlink"] == ((A, B),)
     import pynvml
@@ -622,10 +687,10 @@ def test_a_report_of_what_went_wrong():
     assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
-    assert "has died" in scouted("scout.visible_gpus = lambda: os.kill(os.getpid(), 9)")
+    assert "has died" in scouted("scout.visible_gpus = lambda environ: os.kill(os.getpid(), 9)")
 
 
 def test_a_driver_that_hangs():
-    hangs = "scout.visible_gpus, scout.SCOUT_DEADLINE_S = lambda: time.sleep(600), 0.2"
+    hangs = "scout.visible_gpus, scout.SCOUT_DEADLINE_S = lambda environ: time.sleep(600), 0.2"
     program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
     assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import dask
 import pytest
 from distributed.core import Status
 
-from hpcdask import member, nanny, scout
+from hpcdask import devices, member, nanny, scout
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
@@ -22,7 +23,7 @@ from hpcdask.spec import RunSpec
 A, B = "GPU-aaaa", "GPU-bbbb"
 
 PARENT = """
-import multiprocessing, os, signal, socket, sys, tempfile, time
+import multiprocessing, os, signal, socket, sys, tempfile, time, types
 from hpcdask import prestart, template
 
 def early(in_child):
@@ -144,6 +145,41 @@ assert end(process) == 3
     )
 
 
+@pytest.mark.parametrize("sure", [True, False])
+def test_its_context_does_not_wait_for_nvml_where_its_device_is_foreseen(tmp_path, sure):
+    """Where NVML sees it otherwise it ends, and lets the device go."""
+    run(
+        tmp_path,
+        f"""
+class Driver:
+    def cuInit(self, flags):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
+        open(folder + "/started", "w").close()
+prestart.hooks.install = lambda: None
+prestart.ctypes = types.SimpleNamespace(CDLL={{"libcuda.so.1": Driver()}}.get)
+def make():
+    assert os.path.exists(folder + "/started") and os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
+    open(folder + "/context", "w").close()
+prestart.make_context = make
+def look():
+    while not os.path.exists(folder + "/context"):
+        time.sleep(0.01)
+    return "{A}" if {sure} else None
+def ready(line):
+    prestart.prestart(look, line, "{A}")
+pid, line = early(ready)
+if {sure}:
+    template.start(folder, lambda: None)
+    template.offer(pid, line)
+    process, found = start()
+    assert found[0] == pid and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
+    assert end(process) == 3
+else:
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 99
+""",
+    )
+
+
 def test_it_ends_where_it_is_not_to_be_one(tmp_path):
     run(
         tmp_path,
@@ -174,7 +210,8 @@ from hpcdask.ranks import Rank
 def start_scout():
     scout.has_nvidia_driver = lambda: True
     scout.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
-    scout._look = lambda: {"gpus": [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}], "fabric": {}}
+    found = {"gpus": [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}], "fabric": {}}
+    scout._ask = lambda environ: found
     scout.Gpu.from_json = scout.Fabric.from_json = lambda found: found
     scout.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
@@ -308,7 +345,72 @@ assert os.path.exists(folder + "/installed") == {installed}
 )
 def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
     monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
-    assert scout._choose(at, [{"uuid": uuid} for uuid in uuids]) == expected
+    assert scout._choose(at, uuids) == expected
+
+
+WHOLE = [devices.DriverFile(A, "H200", accessible=True), devices.DriverFile(B, "H200", True)]
+
+
+@pytest.mark.parametrize(
+    ("at", "files", "visible", "seen", "expected"),
+    [
+        # the node's first asks NVML for all
+        (rank(0, 2), WHOLE, None, [A, B], ("asked", A, A)),
+        (rank(1, 2), WHOLE, None, [A, B], ("left", B, B)),
+        (rank(1, 2), WHOLE, "0,1", [A, B], ("left", B, B)),
+        # some of the node's: it may be the only one that sees them
+        (rank(1, 2), WHOLE, "1", [B], ("asked", B, B)),
+        (rank(1, 2), [WHOLE[0]._replace(accessible=False), WHOLE[1]], "0", [B], ("asked", B, B)),
+        # NVML sees others
+        (rank(1, 2), WHOLE, "1", [A], ("asked", B, None)),
+        # the files do not tell
+        (rank(1, 2), [], None, [A, B], ("asked", None, B)),
+        (rank(1, 2), [WHOLE[0], WHOLE[1]._replace(uuid="GPU-?")], None, [A, B], ("asked", None, B)),
+        # nor does the number of ranks
+        (rank(2, 3), WHOLE, None, [A, B], ("asked", None, None)),
+        (None, WHOLE, None, [A, B], ("asked", None, None)),
+    ],
+)
+def test_who_asks_nvml(monkeypatch, at, files, visible, seen, expected):
+    """N ranks that ask for N GPUs each take longer than their contexts."""
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for module in (scout, devices):
+        monkeypatch.setattr(module, "driver_files", lambda root="/": files)
+    monkeypatch.setattr(scout, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(scout.ranks, "detect", lambda: at)
+    told: list[object] = []
+
+    def ask(environ):
+        assert environ.get("CUDA_VISIBLE_DEVICES") == visible
+        told.append("asked")
+        return {"gpus": [{"uuid": uuid} for uuid in seen]}
+
+    def prestart(look, line, foreseen):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", foreseen or "")  # as it does
+        told.extend([foreseen, look()])
+
+    held: list[object] = []
+    monkeypatch.setattr(scout, "_ask", ask)
+    monkeypatch.setattr(scout, "_hold_open", lambda rank, uuids: held.append(uuids) or [])
+    read_end, write_end = os.pipe()
+    scout._serve(write_end, mock.Mock(), prestart)
+    with open(read_end) as pipe:
+        report = json.load(pipe)
+    if at is None:  # MPI must be asked: it only looks
+        assert told == ["asked"]
+        assert held
+        return
+    if told[0] != "asked":
+        told.insert(0, "left")
+        assert [gpu["uuid"] for gpu in report["gpus"]] == report["fabric"]["gpus"] == seen
+        assert not any(gpu["memory"] for gpu in report["gpus"])
+    assert tuple(told) == expected
+    assert report["prestarts"] == expected[2]
+    assert bool(held) == (expected[1:] == (None, None))
 
 
 # What the rank does with it
