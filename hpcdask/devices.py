@@ -36,8 +36,7 @@ class Gpu:
     name
         Product name.
     memory
-        Bytes of device memory, of the slice where it is one; 0 where NVML was not asked, see
-        `complete`.
+        Bytes of device memory, of the slice where it is one.
     cores
         CPU cores near it, by NVML.
     """
@@ -67,6 +66,8 @@ class View:
         CPU cores it may run on.
     memory
         Bytes of host memory that the job may use on this node.
+    shown
+        All GPUs that NVML shows of the node; None where it was not asked, see `complete`.
     """
 
     rank: int
@@ -75,12 +76,14 @@ class View:
     gpus: tuple[Gpu, ...]
     cores: tuple[int, ...]
     memory: int
+    shown: tuple[Gpu, ...] | None = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> View:
         """Read what ``dataclasses.asdict`` and JSON made of a view."""
         gpus = tuple(map(Gpu.from_json, data["gpus"]))
-        return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"])})
+        shown = None if data["shown"] is None else tuple(map(Gpu.from_json, data["shown"]))
+        return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
 
 
 def start_nvml() -> None:
@@ -107,10 +110,15 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     MissingExtra
         There are NVIDIA device files but NVML's Python package is missing.
     """
+    return look_at_gpus(environ)[0]
+
+
+def look_at_gpus(environ: Mapping[str, str] | None = None) -> tuple[list[Gpu], list[Gpu]]:
+    """`visible_gpus`, and all that NVML shows; nothing where no GPU is to be visible."""
     environ = os.environ if environ is None else environ
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.strip() in NONE_VISIBLE:
-        return []
+        return [], []
     try:
         import pynvml
     except ImportError:
@@ -120,33 +128,36 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
                 CUDA_EXTRA,
                 "this machine has NVIDIA GPUs, and using them (--device cpu does without)",
             ) from None
-        return []
+        return [], []
     with _nvml(pynvml) as there:
         if not there:
-            return []
+            return [], []
         handles = list(_handles(pynvml))
         if environ.get("CUDA_DEVICE_ORDER", "") != "FASTEST_FIRST":
             handles.sort(key=lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
         full = [list(_slices(pynvml, handle)) for handle in handles]
-        if wanted is None:
-            return [gpu for gpus in full for gpu in gpus]
-        return _select(wanted, full)
+        shown = [gpu for gpus in full for gpu in gpus]
+        return (shown if wanted is None else _select(wanted, full)), shown
 
 
-def foreseen_gpus(environ: Mapping[str, str] | None = None, root: str = "/") -> list[Gpu]:
+def foreseen_gpus(
+    files: Sequence[DriverFile], environ: Mapping[str, str] | None = None, root: str = "/"
+) -> list[Gpu]:
     """UUIDs of `visible_gpus`, as the driver's files tell them: at once, and not for certain.
 
     Empty where they do not tell, or a GPU is sliced (MIG).
 
     Parameters
     ----------
+    files
+        What `driver_files` gave.
     environ
         Environment of the worker; default: this process's.
     root
         Folder that stands for ``/``, with a slash at its end.
     """
     environ = os.environ if environ is None else environ
-    gpus = [[Gpu(gpu.uuid, gpu.name, 0)] for gpu in driver_files(root) if gpu.accessible]
+    gpus = [[Gpu(gpu.uuid, "", 0)] for gpu in files if gpu.accessible]
     sliced = glob.glob(f"{glob.escape(root)}proc/driver/nvidia/capabilities/gpu*/mig/gi*")
     if sliced or any("?" in gpu.uuid for (gpu,) in gpus):
         return []
@@ -163,30 +174,28 @@ class DriverFile(NamedTuple):
     ----------
     uuid
         With question marks where no process has used the GPU yet.
-    name
-        Product name.
     accessible
         Whether neither a cgroup nor a container keeps it from this process.
     """
 
     uuid: str
-    name: str
     accessible: bool
 
 
 def driver_files(root: str = "/") -> list[DriverFile]:
     """The node's GPUs by their PCI addresses, those too that this process may not use.
 
-    Empty where there is no NVIDIA driver, or a container hides its files.
+    Empty where there is no NVIDIA driver, or a container hides its files. GPUs that the driver was
+    told to leave out are not among them.
     """
     found = []
     for path in sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information")):
         with contextlib.suppress(OSError), open(path) as file:
             told = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", file.read(), re.MULTILINE))
-            if minor := told.get("Device Minor"):
+            if told.get("GPU Excluded") != "Yes" and (minor := told.get("Device Minor")):
                 # The kernel asks the device cgroup here too
                 usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
-                found.append(DriverFile(told.get("GPU UUID", "?"), told.get("Model", ""), usable))
+                found.append(DriverFile(told.get("GPU UUID", "?"), usable))
     return found
 
 
@@ -282,30 +291,26 @@ def _text(value: str | bytes) -> str:
 
 
 def complete(views: Sequence[View]) -> list[View]:
-    """Fill in what the ranks of a node left to its first, which asked NVML for all of them.
+    """Fill in what ranks left to the first of their node, which asked NVML for them too.
 
     Raises
     ------
     DeviceError
-        A rank sees a GPU of a kind for which none has asked.
+        NVML shows none of a rank's GPUs.
     """
-    asked = {(view.host, gpu.uuid): gpu for view in views for gpu in view.gpus if gpu.memory}
-    alike = {(host, gpu.name): gpu for (host, _), gpu in asked.items()}
-
-    def filled(view: View, gpu: Gpu) -> Gpu:
-        if found := asked.get((view.host, gpu.uuid)):
-            return found
-        if found := alike.get((view.host, gpu.name)):  # ranks that see different ones
-            return dataclasses.replace(gpu, memory=found.memory)
-        raise DeviceError(
-            f"rank {view.rank} sees {gpu.uuid} ({gpu.name}) on {view.host}, and the first rank "
-            f"there does not: let all ranks of a node see the same GPUs, or set HPCDASK_PRESTART=0"
-        )
-
-    return [
-        dataclasses.replace(view, gpus=tuple(filled(view, gpu) for gpu in view.gpus))
-        for view in views
-    ]
+    shown = {gpu.uuid: gpu for view in views for gpu in view.shown or ()}
+    whole = []
+    for view in views:
+        if view.shown is None:
+            gpus = tuple(shown[gpu.uuid] for gpu in view.gpus if gpu.uuid in shown)
+            if shown and not gpus:
+                raise DeviceError(
+                    f"rank {view.rank} sees GPUs on {view.host} that the first rank there does "
+                    f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
+                )
+            view = dataclasses.replace(view, gpus=gpus)
+        whole.append(view)
+    return whole
 
 
 def assign(

@@ -103,8 +103,8 @@ class Fabric:
     ucx
         The UCX that a worker here would load.
     gpus
-        UUIDs of the GPUs that NVML shows, whatever ``CUDA_VISIBLE_DEVICES`` says, without sliced
-        ones (MIG).
+        UUIDs of the GPUs that NVML shows, or the driver's files where it is not asked, whatever
+        ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
     nvlink_unknown
         Pairs of which NVML does not tell.
     """

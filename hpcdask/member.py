@@ -117,10 +117,11 @@ class Member:
         if self.problem is not None:
             raise self.problem
         gpus: list[Gpu] = []
+        shown: list[Gpu] | None = []
         if self.spec.device == "cpu":
             self.dismiss_scout()
         if self.scout is not None:
-            gpus, self.fabric = self.scout.report()
+            gpus, shown, self.fabric = self.scout.report()
         elif self.spec.protocol == "ucx" or self.spec.interface == AUTO:
             self.fabric = fabric.look(gpus=False)
         if self.spec.interface and self.spec.interface != AUTO:
@@ -134,6 +135,7 @@ class Member:
             tuple(gpus),
             tuple(sorted(devices.launcher_cores())),
             devices.job_memory(),
+            None if shown is None else tuple(shown),
         )
 
     def dismiss_scout(self) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from . import hooks, ranks, template
 from .bootstrap import detach_standard_streams, mark
 from .context import CONTEXT_MADE, make_context
-from .errors import HpcdaskError
 from .scout import has_peers, words
 
 #: What the template and the worker import besides, where it is there.
@@ -89,6 +88,6 @@ def _note(look: Callable[[], str | None], found: list[str]) -> bool:
 
 
 def _make_context() -> None:
-    with contextlib.suppress(HpcdaskError):  # the worker tries again, and says what is wrong
+    with contextlib.suppress(Exception):  # the worker tries again, and says what is wrong
         make_context()
         mark(CONTEXT_MADE)

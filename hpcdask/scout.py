@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from . import fabric, ranks
 from .bootstrap import mark
-from .devices import Gpu, driver_files, foreseen_gpus, has_nvidia_driver, visible_gpus
+from .devices import Gpu, driver_files, foreseen_gpus, has_nvidia_driver, look_at_gpus
 from .errors import DeviceError, UsageError
 from .fabric import Fabric
 
@@ -45,14 +45,25 @@ Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
 class Sighting(NamedTuple):
-    """What the scout saw."""
+    """What the scout saw.
+
+    Attributes
+    ----------
+    gpus
+        The GPUs that the rank may use.
+    shown
+        All that NVML shows, or None where this is left to the first rank of the node.
+    fabric
+        What joins them.
+    """
 
     gpus: list[Gpu]
+    shown: list[Gpu] | None
     fabric: Fabric
 
 
 class Scout:
-    """Asks NVML, which takes 0.2 s, then becomes the worker or holds the driver open.
+    """Looks for GPUs, and becomes the worker or holds the driver open.
 
     Parameters
     ----------
@@ -121,11 +132,16 @@ class Scout:
         deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
         while chunk := self._read_until(deadline):
             text += chunk
-        found = json.loads(text or '{"error": "the process that asks NVML for GPUs has died"}')
+        found = json.loads(text or '{"error": "the process that looks for GPUs has died"}')
         if "error" in found:
             raise DeviceError(found["error"])
         self.uuid = found.get("prestarts")
-        return Sighting(list(map(Gpu.from_json, found["gpus"])), Fabric.from_json(found["fabric"]))
+        gpus, shown = found["gpus"], found["shown"]
+        return Sighting(
+            list(map(Gpu.from_json, gpus)),
+            None if shown is None else list(map(Gpu.from_json, shown)),
+            Fabric.from_json(found["fabric"]),
+        )
 
     def give(self) -> tuple[int, socket.socket]:
         """The process that is to be the worker, and the line to it: it is no scout any more."""
@@ -158,22 +174,23 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
     """In the scout: look, tell, and be of use until the workers are there."""
     rank, environ = ranks.detect(), dict(os.environ)
     may = prestart if has_nvidia_driver() and _may_prestart(rank) else None
-    gpus = foreseen_gpus(environ) if may else []
+    files = driver_files() if may else []
+    gpus = foreseen_gpus(files, environ)
     foreseen = _choose(rank, [gpu.uuid for gpu in gpus])
-    # where N ranks ask NVML for N GPUs, that takes longer than their contexts
-    asks = not foreseen or not rank or rank.local_index == 0 or len(gpus) < len(driver_files())
+    leaves = foreseen is not None and _leaves_nvml_to_the_first(rank, len(gpus) == len(files) > 1)
     held: list[str] = []
 
     def look() -> str | None:
-        found = _ask(environ) if asks else _foresee(environ, gpus)
+        found = _foresee(environ, gpus) if leaves else _ask(environ)
         mark("GPUs found")
         uuids = [gpu["uuid"] for gpu in found.get("gpus", ())]
         uuid = _choose(rank, uuids) if may else None
-        if foreseen not in (uuid, None):
-            uuid = None  # it is about to have a context on another
+        wrong = foreseen is not None and uuid != foreseen
         with open(pipe, "w") as stream:
-            stream.write(json.dumps({**found, "prestarts": uuid}))
-        if uuid is None and foreseen is None:
+            stream.write(json.dumps({**found, "prestarts": None if wrong else uuid}))
+        if wrong:
+            os._exit(0)  # and let the other GPU go
+        if uuid is None:
             held.extend(_hold_open(rank, uuids))
         return uuid
 
@@ -185,17 +202,31 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
         time.sleep(HOLD_S)
 
 
+def _leaves_nvml_to_the_first(rank: ranks.Rank | None, sees_all: bool) -> bool:
+    """Whether the first rank of the node tells rank 0 what NVML knows, for this one too.
+
+    NVML and CUDA take the same locks of the driver, and N ranks that ask for N GPUs each take them
+    for longer than their contexts. A job's ranks do not meet.
+    """
+    meets = "hpcdask.run" in sys.orig_argv
+    return meets and sees_all and rank is not None and rank.local_index > 0
+
+
 def _ask(environ: Mapping[str, str]) -> dict[str, Any]:
     """What there is, or the error that keeps from seeing it, for JSON."""
     try:
         with _one_start():
-            gpus = visible_gpus(environ)
+            gpus, shown = look_at_gpus(environ)
             seen = fabric.look(environ=environ, gpus=bool(gpus))
     except UsageError as error:
         return {"error": str(error)}
     except Exception as error:  # NVML's, of a GPU that is broken
         return {"error": f"the NVIDIA driver fails: {type(error).__name__}: {error}"}
-    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "fabric": dataclasses.asdict(seen)}
+    return {
+        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
+        "shown": [dataclasses.asdict(gpu) for gpu in shown],
+        "fabric": dataclasses.asdict(seen),
+    }
 
 
 def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
@@ -205,7 +236,7 @@ def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"this node cannot be looked at: {type(error).__name__}: {error}"}
     found = {**dataclasses.asdict(seen), "gpus": [gpu.uuid for gpu in gpus]}
-    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "fabric": found}
+    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "shown": None, "fabric": found}
 
 
 @contextlib.contextmanager

@@ -67,14 +67,26 @@ print(json.dumps({"right": bool((y == expected).all()),
 """
 
 
-def launch(ranks: int, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    """Run under the mpirun on PATH. What hangs is ended, and tells the stacks of its threads."""
+def launch(
+    ranks: int, *arguments: str, timeout: float = 90, wrapper: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run under the mpirun on PATH. What hangs is ended, and tells the stacks of its threads.
+
+    Parameters
+    ----------
+    ranks, arguments, timeout
+        How many, what follows ``-m hpcdask.run``, and seconds.
+    wrapper
+        What a shell does in each rank before.
+    """
     if shutil.which("mpirun") is None:
         pytest.fail("no mpirun on PATH")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env = {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"}
     launcher = Launcher("the mpirun on PATH", ["mpirun", "--oversubscribe"], env)
-    done = launcher.run(ranks, sys.executable, "-m", "hpcdask.run", *arguments, timeout=timeout)
+    shell = ["sh", "-c", f'{wrapper}; exec "$@"', "sh"] if wrapper else []
+    command = [*shell, sys.executable, "-m", "hpcdask.run", *arguments]
+    done = launcher.run(ranks, *command, timeout=timeout)
     return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
 
@@ -227,6 +239,25 @@ def test_workers_are_made_ready_while_their_ranks_import(
     assert done.returncode == 0, done.stderr
     each = len(gpus)
     assert json.loads(done.stdout) == [[[early, 45.0, True]] * each, [[False, 45.0, True]] * each]
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK",  # each its own
+        'test "$OMPI_COMM_WORLD_RANK" != 0 || export CUDA_VISIBLE_DEVICES=0',  # the first only
+    ],
+)
+def test_ranks_that_see_different_gpus_of_a_node(
+    gpus: list[Gpu], tmp_path: Path, wrapper: str
+) -> None:
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    done = launch(len(gpus), "--rmm-pool-size", "0.3", str(script), wrapper=wrapper)
+    assert done.returncode == 0, done.stderr
+    for workers in json.loads(done.stdout.splitlines()[-1]):
+        assert sorted(w["visible"] for w in workers) == sorted(gpu.uuid for gpu in gpus)
+        assert all(w["count"] == 1 and w["sum"] == 45.0 for w in workers)
 
 
 def test_all_pairs_are_measured(gpus: list[Gpu], tmp_path: Path) -> None:

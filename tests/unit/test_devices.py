@@ -483,18 +483,18 @@ def test_threads_that_were_there_before_are_bound_too():
 # Without NVML
 
 
-def driver_files(root: Path, *gpus: tuple[str, str, bool]) -> str:
-    """What the driver writes of GPUs: their UUIDs and names, and whether this process may."""
-    (root / "dev").mkdir()
-    for minor, (uuid, name, accessible) in enumerate(gpus):
+def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[devices.DriverFile]:
+    """What the driver writes of GPUs: their UUIDs, and whether this process may use them."""
+    (root / "dev").mkdir(exist_ok=True)
+    for minor, (uuid, accessible) in enumerate(gpus):
         folder = root / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
-        folder.mkdir(parents=True)
-        told = {"Model": name, "IRQ": "0", "GPU UUID": uuid, "Bus Type": "PCIe"}
-        told |= {"Bus Location": f"0000:0{minor}:00.0", "Device Minor": str(minor)}
+        folder.mkdir(parents=True, exist_ok=True)
+        told = {"Model": "NVIDIA H200", "IRQ": "0", "GPU UUID": uuid, "Bus Type": "PCIe"}
+        told |= {"Bus Location": f"0000:0{minor}:00.0", "Device Minor": str(minor), **more}
         (folder / "information").write_text("".join(f"{k}: \t {v}\n" for k, v in told.items()))
         if accessible:
             (root / f"dev/nvidia{minor}").touch()
-    return f"{root}/"
+    return devices.driver_files(f"{root}/")
 
 
 @pytest.mark.parametrize(
@@ -512,36 +512,46 @@ def driver_files(root: Path, *gpus: tuple[str, str, bool]) -> str:
 )
 def test_gpus_that_the_driver_s_files_tell(tmp_path, visible, forbidden, expected):
     """As NVML does, where the processes that must not use a GPU cannot open its file."""
-    files = [(gpu["uuid"], gpu["name"], gpu["uuid"] not in forbidden) for gpu in FOUR]
-    root = driver_files(tmp_path, *files)
+    files = driver_files(tmp_path, *[(gpu["uuid"], gpu["uuid"] not in forbidden) for gpu in FOUR])
+    assert [gpu.uuid for gpu in files] == [A, B, C, D]
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = devices.foreseen_gpus(environ, root)
+    found = devices.foreseen_gpus(files, environ, f"{tmp_path}/")
     assert [gpu.uuid for gpu in found] == expected
-    assert all(gpu.name.startswith("Fake") and not gpu.memory for gpu in found)
 
 
 def test_nothing_is_foreseen_of_sliced_gpus_and_unused_ones(tmp_path):
-    root = driver_files(tmp_path, (A, "Fake", True), ("GPU-????????-????", "Fake", True))
-    assert not devices.foreseen_gpus({}, root)
-    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information").unlink()
-    assert [gpu.uuid for gpu in devices.foreseen_gpus({}, root)] == [A]
+    files = driver_files(tmp_path, (A, True), ("GPU-????????-????", True))
+    assert not devices.foreseen_gpus(files, {}, f"{tmp_path}/")
+    assert [gpu.uuid for gpu in devices.foreseen_gpus(files[:1], {}, f"{tmp_path}/")] == [A]
     (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
-    assert not devices.foreseen_gpus({}, root)
+    assert not devices.foreseen_gpus(files[:1], {}, f"{tmp_path}/")
 
 
-def test_the_first_rank_of_a_node_asks_for_the_others():
+def test_gpus_that_the_driver_leaves_out(tmp_path):
+    assert len(driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "No"})) == 2
+    assert not driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "Yes"})
+
+
+def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
     one, two = views(("n1", [0, 1]), ("n1", [0, 1]))
-    left = tuple(Gpu(gpu.uuid, gpu.name, 0) for gpu in two.gpus)
-    two = dataclasses.replace(two, gpus=left)
-    assert devices.complete([two, one]) == [dataclasses.replace(two, gpus=one.gpus), one]
-    # one of the same kind has the same memory; which cores are near it is not known
-    alike = dataclasses.replace(one, gpus=one.gpus[:1])
-    _, filled = devices.complete([alike, two])
-    assert filled.gpus == (one.gpus[0], dataclasses.replace(left[1], memory=one.gpus[0].memory))
+    one = dataclasses.replace(one, shown=one.gpus)
+    left = tuple(Gpu(gpu.uuid, "", 0) for gpu in two.gpus)
+    foreseen = dataclasses.replace(two, gpus=left, shown=None)
+    assert [view.gpus for view in devices.complete([foreseen, one])] == [two.gpus, one.gpus]
+    # the first may use one only, and NVML may show fewer than the driver's files
+    alone = dataclasses.replace(one, gpus=one.gpus[1:])
+    assert devices.complete([alone, foreseen])[1].gpus == two.gpus
+    fewer = dataclasses.replace(one, shown=one.gpus[:1])
+    assert devices.complete([fewer, foreseen])[1].gpus == two.gpus[:1]
+    # a container of another name
     elsewhere = dataclasses.replace(one, host="n2")
-    with pytest.raises(DeviceError, match=r"rank 1 sees .* on n1, .* HPCDASK_PRESTART=0"):
-        devices.complete([elsewhere, two])
-    assert devices.complete([]) == []
+    assert devices.complete([elsewhere, foreseen])[1].gpus == two.gpus
+    blind = dataclasses.replace(one, gpus=(), shown=())
+    assert [view.gpus for view in devices.complete([blind, foreseen])] == [(), ()]
+    (other,) = views(("n3", [0]))
+    other = dataclasses.replace(other, shown=other.gpus)
+    with pytest.raises(DeviceError, match=r"rank 1 sees GPUs on n1 .* HPCDASK_PRESTART=0"):
+        devices.complete([other, foreseen])
 
 
 # The process that asks, while the rank imports
@@ -568,8 +578,9 @@ scout.SCOUT_DEADLINE_S, devices.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
     found = scout.Scout.start(lambda: None)
-    gpus, fabric = found.report()
+    gpus, shown, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
+    assert len(shown) == len(fabric.gpus)
 except errors.DeviceError as error:
     print(error)
 found.dismiss()
@@ -687,10 +698,10 @@ def test_a_report_of_what_went_wrong():
     assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
-    assert "has died" in scouted("scout.visible_gpus = lambda environ: os.kill(os.getpid(), 9)")
+    assert "has died" in scouted("scout.look_at_gpus = lambda environ: os.kill(os.getpid(), 9)")
 
 
 def test_a_driver_that_hangs():
-    hangs = "scout.visible_gpus, scout.SCOUT_DEADLINE_S = lambda environ: time.sleep(600), 0.2"
+    hangs = "scout.look_at_gpus, scout.SCOUT_DEADLINE_S = lambda environ: time.sleep(600), 0.2"
     program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
     assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import dask
@@ -15,6 +16,9 @@ import pytest
 from distributed.core import Status
 
 from hpcdask import devices, member, nanny, scout
+from hpcdask.devices import Gpu
+from hpcdask.fabric import Fabric
+from hpcdask.leader import Leader
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
@@ -145,8 +149,10 @@ assert end(process) == 3
     )
 
 
-@pytest.mark.parametrize("sure", [True, False])
-def test_its_context_does_not_wait_for_nvml_where_its_device_is_foreseen(tmp_path, sure):
+@pytest.mark.parametrize(
+    ("sure", "fault"), [(True, "pass"), (True, "raise ValueError('error 12345')"), (False, "pass")]
+)
+def test_its_context_does_not_wait_for_nvml_where_its_device_is_foreseen(tmp_path, sure, fault):
     """Where NVML sees it otherwise it ends, and lets the device go."""
     run(
         tmp_path,
@@ -155,15 +161,17 @@ class Driver:
     def cuInit(self, flags):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
         open(folder + "/started", "w").close()
-prestart.hooks.install = lambda: None
+prestart.hooks.install = prestart._prepare_imports = lambda: None
 prestart.ctypes = types.SimpleNamespace(CDLL={{"libcuda.so.1": Driver()}}.get)
 def make():
     assert os.path.exists(folder + "/started") and os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
     open(folder + "/context", "w").close()
+    {fault}
 prestart.make_context = make
 def look():
     while not os.path.exists(folder + "/context"):
         time.sleep(0.01)
+    time.sleep(0.5)  # it is waited for, also where the context fails
     return "{A}" if {sure} else None
 def ready(line):
     prestart.prestart(look, line, "{A}")
@@ -210,7 +218,8 @@ from hpcdask.ranks import Rank
 def start_scout():
     scout.has_nvidia_driver = lambda: True
     scout.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
-    found = {"gpus": [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}], "fabric": {}}
+    gpus = [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}]
+    found = {"gpus": gpus, "shown": gpus, "fabric": {}}
     scout._ask = lambda environ: found
     scout.Gpu.from_json = scout.Fabric.from_json = lambda found: found
     scout.os.sched_getaffinity = lambda pid: {0, 1}
@@ -226,7 +235,8 @@ def test_the_scout_becomes_the_worker_or_is_dismissed(tmp_path):
         + """
 found = start_scout()
 template.start(folder, found.release_in_child)
-gpus, _ = found.report()
+gpus, shown, _ = found.report()
+assert gpus == shown
 assert [gpu["uuid"] for gpu in gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
 pid, line = found.give()
 template.offer(pid, line)
@@ -348,7 +358,7 @@ def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
     assert scout._choose(at, uuids) == expected
 
 
-WHOLE = [devices.DriverFile(A, "H200", accessible=True), devices.DriverFile(B, "H200", True)]
+WHOLE = [devices.DriverFile(A, accessible=True), devices.DriverFile(B, accessible=True)]
 
 
 @pytest.mark.parametrize(
@@ -358,11 +368,12 @@ WHOLE = [devices.DriverFile(A, "H200", accessible=True), devices.DriverFile(B, "
         (rank(0, 2), WHOLE, None, [A, B], ("asked", A, A)),
         (rank(1, 2), WHOLE, None, [A, B], ("left", B, B)),
         (rank(1, 2), WHOLE, "0,1", [A, B], ("left", B, B)),
-        # some of the node's: it may be the only one that sees them
+        # some of the node's, or all that a container shows: it may be the only one that sees them
         (rank(1, 2), WHOLE, "1", [B], ("asked", B, B)),
         (rank(1, 2), [WHOLE[0]._replace(accessible=False), WHOLE[1]], "0", [B], ("asked", B, B)),
+        (rank(1, 2), WHOLE[1:], None, [B], ("asked", B, B)),
         # NVML sees others
-        (rank(1, 2), WHOLE, "1", [A], ("asked", B, None)),
+        (rank(1, 2), WHOLE, "1", [A], ("asked", B, "ended")),
         # the files do not tell
         (rank(1, 2), [], None, [A, B], ("asked", None, B)),
         (rank(1, 2), [WHOLE[0], WHOLE[1]._replace(uuid="GPU-?")], None, [A, B], ("asked", None, B)),
@@ -372,45 +383,92 @@ WHOLE = [devices.DriverFile(A, "H200", accessible=True), devices.DriverFile(B, "
     ],
 )
 def test_who_asks_nvml(monkeypatch, at, files, visible, seen, expected):
-    """N ranks that ask for N GPUs each take longer than their contexts."""
+    """The first rank of a node, and those that see something else."""
+    told, held, report = serve(monkeypatch, at, files, visible, seen)
+    if at is None:  # MPI must be asked: it only looks
+        expected = ("asked",)
+    assert tuple(told) == expected
+    if told[0] == "left":
+        assert [gpu["uuid"] for gpu in report["gpus"]] == report["fabric"]["gpus"] == seen
+    assert (report["shown"] is None) == (told[0] == "left")
+    assert report["prestarts"] == (None if told[-1] in ("asked", "ended") else told[-1])
+    assert bool(held) == (told[1:] in ([], [None, None]))
+
+
+def test_the_parts_of_a_job_ask_nvml_each(monkeypatch):
+    """They do not meet: nobody would tell them."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hpcdask.worker"])
+    told, _, _ = serve(monkeypatch, rank(1, 2), WHOLE, None, [A, B], module="hpcdask.worker")
+    assert told == ["asked", B, B]
+
+
+def test_a_node_that_cannot_be_looked_at(monkeypatch):
+    broken = mock.Mock(side_effect=OSError("no /sys"))
+    monkeypatch.setattr(scout.fabric, "look", broken)
+    told, _, report = serve(monkeypatch, rank(1, 2), WHOLE, None, [A, B])
+    assert told == ["left", B, "ended"]
+    assert report["error"] == "this node cannot be looked at: OSError: no /sys"
+
+
+def serve(
+    monkeypatch, at, files, visible, seen, module="hpcdask.run"
+) -> tuple[list[object], list[object], dict[str, Any]]:
+    """What a scout does and reports: whom it asks, what it foresees, and what it finds then."""
     monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for module in (scout, devices):
-        monkeypatch.setattr(module, "driver_files", lambda root="/": files)
+    monkeypatch.setattr(scout, "driver_files", lambda: files)
     monkeypatch.setattr(scout, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(scout.ranks, "detect", lambda: at)
-    told: list[object] = []
+    told: list[object] = ["left"]
+    held: list[object] = []
 
     def ask(environ):
         assert environ.get("CUDA_VISIBLE_DEVICES") == visible
-        told.append("asked")
-        return {"gpus": [{"uuid": uuid} for uuid in seen]}
+        told[0] = "asked"
+        gpus = [{"uuid": uuid} for uuid in seen]
+        return {"gpus": gpus, "shown": gpus}
+
+    def end(code):
+        raise SystemExit(code)
 
     def prestart(look, line, foreseen):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", foreseen or "")  # as it does
-        told.extend([foreseen, look()])
+        told.append(foreseen)
+        try:
+            told.append(look())
+        except SystemExit:
+            told.append("ended")
 
-    held: list[object] = []
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(scout, "_ask", ask)
     monkeypatch.setattr(scout, "_hold_open", lambda rank, uuids: held.append(uuids) or [])
     read_end, write_end = os.pipe()
     scout._serve(write_end, mock.Mock(), prestart)
     with open(read_end) as pipe:
-        report = json.load(pipe)
-    if at is None:  # MPI must be asked: it only looks
-        assert told == ["asked"]
-        assert held
-        return
-    if told[0] != "asked":
-        told.insert(0, "left")
-        assert [gpu["uuid"] for gpu in report["gpus"]] == report["fabric"]["gpus"] == seen
-        assert not any(gpu["memory"] for gpu in report["gpus"])
-    assert tuple(told) == expected
-    assert report["prestarts"] == expected[2]
-    assert bool(held) == (expected[1:] == (None, None))
+        return told, held, json.load(pipe)
+
+
+def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
+    """From the report of a scout to the view that the plan is made of."""
+    gpus = [Gpu(uuid, "H200", 141 << 30, (0, 1)) for uuid in (A, B)]
+    left = [Gpu(uuid, "", 0) for uuid in (A, B)]
+    monkeypatch.setattr(member, "check_extras", mock.Mock())
+
+    def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> Member:
+        found = mock.Mock()
+        found.report.return_value = scout.Sighting(gpus, shown, Fabric())
+        return Member(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
+
+    one, two = member_of(0, gpus, gpus), member_of(1, left, None)
+    meeting = mock.Mock(
+        member=one, rendezvous=None, hellos={1: json.loads(json.dumps(two.hello()))}
+    )
+    views = asyncio.run(Leader._meet(meeting))
+    assert {index: list(view.gpus) for index, view in views.items()} == {0: gpus, 1: gpus}
 
 
 # What the rank does with it
