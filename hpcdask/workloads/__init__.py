@@ -35,6 +35,7 @@ __all__ = [
 Device = Literal["cuda", "cpu"]
 Form = Literal["tuned", "stock"]
 
+#: Enough for workers that are not all as fast.
 SLABS_PER_SLOT = 4
 MIN_SLAB_NBYTES = 1 << 20
 
@@ -128,12 +129,13 @@ def slab_rows(
     n_slots: int,
     max_nbytes: int,
     multiple: int = 1,
+    per_slot: int = SLABS_PER_SLOT,
 ) -> tuple[int, ...]:
     """Cut rows into slabs of full width: few, even, and enough for every worker thread.
 
     The number of slabs is the smallest that keeps each within ``max_nbytes`` and gives every slot
-    four of them, as long as they stay above 1 MiB; it is then raised to a multiple of the slots so
-    that all finish together.
+    ``per_slot`` of them, as long as they stay above 1 MiB; it is then raised to a multiple of the
+    slots so that all finish together.
 
     Parameters
     ----------
@@ -147,6 +149,8 @@ def slab_rows(
         Bound of a slab, in bytes. One ``multiple`` of rows is the least, whatever the bound.
     multiple
         Every slab but the last has a multiple of this many rows.
+    per_slot
+        Slabs for each slot, where there are rows enough.
 
     Returns
     -------
@@ -159,7 +163,7 @@ def slab_rows(
     n_units = math.ceil(n_rows / multiple)
     rows_that_fit = max(multiple, max_nbytes // row_nbytes // multiple * multiple)
     needed = math.ceil(n_rows / rows_that_fit)
-    n_slabs = max(needed, min(SLABS_PER_SLOT * n_slots, nbytes // MIN_SLAB_NBYTES), 1)
+    n_slabs = max(needed, min(per_slot * n_slots, nbytes // MIN_SLAB_NBYTES), 1)
     if n_slabs > n_slots:
         n_slabs = math.ceil(n_slabs / n_slots) * n_slots
     n_slabs = min(n_slabs, n_units)

@@ -41,7 +41,7 @@ from dask._task_spec import List, TaskRef
 from dask.core import flatten
 from numpy.typing import DTypeLike
 
-from hpcdask.workloads import Device, WorkloadError, client_cupy, slab_rows
+from hpcdask.workloads import SLABS_PER_SLOT, Device, WorkloadError, client_cupy, slab_rows
 from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.tall import (
     Prepare,
@@ -65,6 +65,8 @@ STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 # Partial sums are (n + l) x l float64, 3.2 MB at the reference size.
 SPLIT_EVERY = 8
+#: A GPU multiplies 4 GB in the time of ten Dask tasks, so little data is in as few as can be.
+CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Blocks are tuples, of which dask needs to know no more than that they are not CuPy arrays
 FREE_FORM: dict[str, Any] = {
     "align_arrays": False,
@@ -132,7 +134,13 @@ def chunk_rows(
         Bound of a chunk, in bytes.
     """
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
-    return slab_rows(shape[0], shape[1] * itemsize, n_slots=n_slots, max_nbytes=limit)
+    return slab_rows(
+        shape[0],
+        shape[1] * itemsize,
+        n_slots=n_slots,
+        max_nbytes=limit,
+        per_slot=CHUNKS_PER_SLOT[device],
+    )
 
 
 def svd_rows(

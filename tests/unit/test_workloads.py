@@ -77,8 +77,16 @@ def test_the_reference_sizes_give_every_worker_the_same_number_of_chunks():
     shape = svd_workload.shape_for(200 * 10**9)
     assert shape == (10_000_000, 20_000)
     assert len(svd_workload.chunk_rows(shape, device="cuda", n_slots=8)) == 56
-    # Little data: at least four chunks for every worker.
+    # Little data: at least four chunks for every worker,
     assert len(array_workload.chunk_rows(20_000, device="cuda", n_slots=8)) == 32
+    # but one where Dask tasks take longer than the products
+    exact = svd_workload.exact_shape_for(1600 * 10**6)
+    assert exact == (10_000_000, 20)
+    rows = svd_workload.chunk_rows(exact, device="cuda", n_slots=8, itemsize=8)
+    assert len(rows) == 8
+    x = da.zeros(exact, chunks=(rows, 20))
+    assert count_tasks(*svd_workload.svd_exact(x, device="cuda")[1:]) == 8 + 2 * (8 + 1) + RESULTS
+    assert len(svd_workload.chunk_rows(exact, device="cpu", n_slots=8, itemsize=8)) == 32
 
 
 # --- array ----------------------------------------------------------------------------------------
