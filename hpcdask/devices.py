@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .errors import DeviceError, MissingExtra
 from .ranks import QUEUE_JOBS, is_launcher, launcher_pid
@@ -67,7 +67,7 @@ class View:
     memory
         Bytes of host memory that the job may use on this node.
     shown
-        All GPUs that NVML shows of the node; None where it was not asked, see `complete`.
+        The node's GPUs about which NVML was asked; None where it was not, see `complete`.
     """
 
     rank: int
@@ -113,8 +113,14 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     return look_at_gpus(environ)[0]
 
 
-def look_at_gpus(environ: Mapping[str, str] | None = None) -> tuple[list[Gpu], list[Gpu]]:
-    """`visible_gpus`, and all that NVML shows; nothing where no GPU is to be visible."""
+def look_at_gpus(
+    environ: Mapping[str, str] | None = None, *, every: bool = False
+) -> tuple[list[Gpu], list[Gpu]]:
+    """`visible_gpus`, and what NVML was asked about: all of the node with `every`, else the same.
+
+    Of the other GPUs no more is asked than their UUIDs: where each of N processes on a node has one
+    of N GPUs, as jobs may, the rest takes longer than a CUDA context.
+    """
     environ = os.environ if environ is None else environ
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.strip() in NONE_VISIBLE:
@@ -132,12 +138,14 @@ def look_at_gpus(environ: Mapping[str, str] | None = None) -> tuple[list[Gpu], l
     with _nvml(pynvml) as there:
         if not there:
             return [], []
-        handles = list(_handles(pynvml))
+        cards = list(_cards(pynvml))
         if environ.get("CUDA_DEVICE_ORDER", "") != "FASTEST_FIRST":
-            handles.sort(key=lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
-        full = [list(_slices(pynvml, handle)) for handle in handles]
-        shown = [gpu for gpus in full for gpu in gpus]
-        return (shown if wanted is None else _select(wanted, full)), shown
+            cards.sort(key=lambda card: _text(pynvml.nvmlDeviceGetPciInfo(card).busId))
+        full = [list(_parts(pynvml, card)) for card in cards]
+        shown = [part for parts in full for part in parts]
+        visible = shown if wanted is None else _select(wanted, full)
+        known = {part.uuid: _describe(pynvml, part) for part in (shown if every else visible)}
+        return [known[part.uuid] for part in visible], list(known.values())
 
 
 def foreseen_gpus(
@@ -157,14 +165,15 @@ def foreseen_gpus(
         Folder that stands for ``/``, with a slash at its end.
     """
     environ = os.environ if environ is None else environ
-    gpus = [[Gpu(gpu.uuid, "", 0)] for gpu in files if gpu.accessible]
+    usable = [gpu for gpu in files if gpu.accessible]
     sliced = glob.glob(f"{glob.escape(root)}proc/driver/nvidia/capabilities/gpu*/mig/gi*")
-    if sliced or any("?" in gpu.uuid for (gpu,) in gpus):
+    if sliced or any("?" in gpu.uuid for gpu in usable):
         return []
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return [gpu for (gpu,) in gpus]
-    return [] if wanted.strip() in NONE_VISIBLE else _select(wanted, gpus)
+    if wanted is not None:
+        gone = wanted.strip() in NONE_VISIBLE
+        usable = [] if gone else _select(wanted, [[gpu] for gpu in usable])
+    return [Gpu(gpu.uuid, "", 0) for gpu in usable]
 
 
 class DriverFile(NamedTuple):
@@ -199,14 +208,22 @@ def driver_files(root: str = "/") -> list[DriverFile]:
     return found
 
 
-def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
+class _HasUuid(Protocol):
+    @property
+    def uuid(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasUuid)
+
+
+def _select(wanted: str, full: Sequence[Sequence[Named]]) -> list[Named]:
     """CUDA's rule: take entries until the first that does not exist."""
-    chosen: list[Gpu] = []
+    chosen: list[Named] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if re.fullmatch(r"\d+", entry):
-            found = full[int(entry)] if int(entry) < len(full) else []
+            found = full[int(entry)] if int(entry) < len(full) else ()
         elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
-            found = full[int(match[1])][int(match[2]) :][:1] if int(match[1]) < len(full) else []
+            found = full[int(match[1])][int(match[2]) :][:1] if int(match[1]) < len(full) else ()
         else:
             found = [gpu for gpus in full for gpu in gpus if gpu.uuid.startswith(entry)]
         if not found:
@@ -215,7 +232,15 @@ def _select(wanted: str, full: list[list[Gpu]]) -> list[Gpu]:
     return chosen
 
 
-def _handles(pynvml: Any) -> Iterator[Any]:
+class _Part(NamedTuple):
+    """A GPU that is not sliced, or a MIG slice: its UUID, its handle, and that of the whole GPU."""
+
+    uuid: str
+    handle: Any
+    card: Any
+
+
+def _cards(pynvml: Any) -> Iterator[Any]:
     """The GPUs that may be used: NVML counts those too that a cgroup keeps from this process."""
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
@@ -229,29 +254,27 @@ def _handles(pynvml: Any) -> Iterator[Any]:
             ) from None
 
 
-def _slices(pynvml: Any, handle: Any) -> Iterator[Gpu]:
+def _parts(pynvml: Any, card: Any) -> Iterator[_Part]:
     """The MIG slices of a GPU, or the GPU itself where it is not sliced."""
-    name = _text(pynvml.nvmlDeviceGetName(handle))
-    cores = _near_cores(pynvml, handle)
     try:
-        sliced = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        sliced = pynvml.nvmlDeviceGetMigMode(card)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except pynvml.NVMLError:
         sliced = False
     if not sliced:
-        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        yield Gpu(_text(pynvml.nvmlDeviceGetUUID(handle)), name, memory, cores)
+        yield _Part(_text(pynvml.nvmlDeviceGetUUID(card)), card, card)
         return
-    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
         try:
-            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)
         except pynvml.NVMLError:
             continue
-        yield Gpu(
-            _text(pynvml.nvmlDeviceGetUUID(part)),
-            _text(pynvml.nvmlDeviceGetName(part)),
-            int(pynvml.nvmlDeviceGetMemoryInfo(part).total),
-            cores,
-        )
+        yield _Part(_text(pynvml.nvmlDeviceGetUUID(part)), part, card)
+
+
+def _describe(pynvml: Any, part: _Part) -> Gpu:
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(part.handle).total)
+    name = _text(pynvml.nvmlDeviceGetName(part.handle))
+    return Gpu(part.uuid, name, memory, _near_cores(pynvml, part.card))
 
 
 def _near_cores(pynvml: Any, handle: Any) -> tuple[int, ...]:

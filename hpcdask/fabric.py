@@ -11,7 +11,7 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -131,7 +131,13 @@ class Fabric:
         )
 
 
-def look(root: str = "/", environ: Mapping[str, str] | None = None, *, gpus: bool = True) -> Fabric:
+def look(
+    root: str = "/",
+    environ: Mapping[str, str] | None = None,
+    *,
+    gpus: bool = True,
+    own: Collection[str] | None = None,
+) -> Fabric:
     """Look at everything. Missing hardware and packages are an answer, not an error.
 
     Parameters
@@ -142,8 +148,10 @@ def look(root: str = "/", environ: Mapping[str, str] | None = None, *, gpus: boo
         Environment of the worker; default: this process's.
     gpus
         Whether to ask NVML and look for GPUs that are hidden.
+    own
+        As of `nvlink_pairs`.
     """
-    pairs = nvlink_pairs() if gpus else Pairs((), (), ())
+    pairs = nvlink_pairs(own) if gpus else Pairs((), (), ())
     return Fabric(
         interfaces=interfaces(root),
         infiniband=infiniband(root),
@@ -222,10 +230,15 @@ class Pairs(NamedTuple):
     unknown: tuple[tuple[str, str], ...]
 
 
-def nvlink_pairs() -> Pairs:
+def nvlink_pairs(own: Collection[str] | None = None) -> Pairs:
     """Ask NVML which of the GPUs that it shows reach each other's memory over NVLink.
 
     A pair is unknown where the driver or NVML's package does not answer.
+
+    Parameters
+    ----------
+    own
+        UUIDs of the GPUs whose pairs matter. Default: all.
     """
     nothing = Pairs((), (), ())
     try:
@@ -240,6 +253,8 @@ def nvlink_pairs() -> Pairs:
         joined, unknown = [], []
         for index, first in enumerate(uuids):
             for second in uuids[index + 1 :]:
+                if own is not None and first not in own and second not in own:
+                    continue
                 answer = _nvlink(pynvml, handles[first], handles[second])
                 if answer is None:
                     unknown.append((first, second))

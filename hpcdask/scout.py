@@ -177,11 +177,15 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
     files = driver_files() if may else []
     gpus = foreseen_gpus(files, environ)
     foreseen = _choose(rank, [gpu.uuid for gpu in gpus])
-    leaves = foreseen is not None and _leaves_nvml_to_the_first(rank, len(gpus) == len(files) > 1)
+    shared = "hpcdask.run" in sys.orig_argv and rank is not None and rank.local_size > 1
+    first = rank is not None and rank.local_index == 0
+    leaves = shared and not first and foreseen is not None and len(gpus) == len(files) > 1
     held: list[str] = []
 
     def look() -> str | None:
-        found = _foresee(environ, gpus) if leaves else _ask(environ)
+        # NVML takes the driver's locks, as CUDA does: N ranks that ask for N GPUs each keep their
+        # contexts waiting. The ranks of a run meet, those of a job do not.
+        found = _foresee(environ, gpus) if leaves else _ask(environ, every=shared and first)
         mark("GPUs found")
         uuids = [gpu["uuid"] for gpu in found.get("gpus", ())]
         uuid = _choose(rank, uuids) if may else None
@@ -202,22 +206,21 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
         time.sleep(HOLD_S)
 
 
-def _leaves_nvml_to_the_first(rank: ranks.Rank | None, sees_all: bool) -> bool:
-    """Whether the first rank of the node tells rank 0 what NVML knows, for this one too.
+def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
+    """What there is, or the error that keeps from seeing it, for JSON.
 
-    NVML and CUDA take the same locks of the driver, and N ranks that ask for N GPUs each take them
-    for longer than their contexts. A job's ranks do not meet.
+    Parameters
+    ----------
+    environ
+        Of the rank.
+    every
+        Ask about the node's other GPUs too, for the ranks that leave it to this one.
     """
-    meets = "hpcdask.run" in sys.orig_argv
-    return meets and sees_all and rank is not None and rank.local_index > 0
-
-
-def _ask(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What there is, or the error that keeps from seeing it, for JSON."""
     try:
         with _one_start():
-            gpus, shown = look_at_gpus(environ)
-            seen = fabric.look(environ=environ, gpus=bool(gpus))
+            gpus, shown = look_at_gpus(environ, every=every)
+            own = {gpu.uuid for gpu in shown}
+            seen = fabric.look(environ=environ, gpus=bool(gpus), own=own)
     except UsageError as error:
         return {"error": str(error)}
     except Exception as error:  # NVML's, of a GPU that is broken

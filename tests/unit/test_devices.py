@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -559,7 +560,7 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
 
 def test_nvml_is_started_once_for_all_that_ask(nvml):
     nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
-    found = scout._ask(os.environ)
+    found = scout._ask(os.environ, every=False)
     assert [gpu["uuid"] for gpu in found["gpus"]] == [A, B]
     assert found["fabric"]["nvlink"] == ((A, B),)
     import pynvml
@@ -567,6 +568,35 @@ def test_nvml_is_started_once_for_all_that_ask(nvml):
     assert pynvml.starts == 1
     with pytest.raises(pynvml.NVMLError_Uninitialized):  # and ended
         pynvml.nvmlDeviceGetCount()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, every):
+    """But by the first rank of a node, for others."""
+    nvml([{**gpu, "nvlink": [A, B, C, D]} for gpu in FOUR])
+    import pynvml
+
+    asked: set[tuple[str, ...]] = set()
+    names = ("MemoryInfo", "Name", "CpuAffinity")
+    for name in (*names, "P2PStatus"):
+        call = getattr(pynvml, f"nvmlDeviceGet{name}")
+
+        def note(handle, *more, call=call, name=name):
+            others = [more[0]["uuid"]] if name == "P2PStatus" else []
+            asked.add((name, handle["uuid"], *others))
+            return call(handle, *more)
+
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", note)
+    found = scout._ask({"CUDA_VISIBLE_DEVICES": "2"}, every=every)
+    assert [gpu["uuid"] for gpu in found["gpus"]] == [C]
+    assert [gpu["uuid"] for gpu in found["shown"]] == ([A, B, C, D] if every else [C])
+    assert found["fabric"]["gpus"] == (A, B, C, D)
+    pairs = itertools.combinations((A, B, C, D), 2)
+    assert asked == {
+        *itertools.product(names, (A, B, C, D) if every else (C,)),
+        *(("P2PStatus", *pair) for pair in pairs if every or C in pair),
+    }
+    assert len(found["fabric"]["nvlink"]) == (6 if every else 3)
 
 
 def scouted(change: str = "", **environ: str) -> str:
@@ -580,7 +610,7 @@ try:
     found = scout.Scout.start(lambda: None)
     gpus, shown, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
-    assert len(shown) == len(fabric.gpus)
+    assert shown == gpus
 except errors.DeviceError as error:
     print(error)
 found.dismiss()
@@ -698,10 +728,10 @@ def test_a_report_of_what_went_wrong():
     assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
-    assert "has died" in scouted("scout.look_at_gpus = lambda environ: os.kill(os.getpid(), 9)")
+    assert "has died" in scouted("scout.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)")
 
 
 def test_a_driver_that_hangs():
-    hangs = "scout.look_at_gpus, scout.SCOUT_DEADLINE_S = lambda environ: time.sleep(600), 0.2"
+    hangs = "scout.look_at_gpus, scout.SCOUT_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
     program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
     assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)

@@ -220,7 +220,7 @@ def start_scout():
     scout.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
     gpus = [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}]
     found = {"gpus": gpus, "shown": gpus, "fabric": {}}
-    scout._ask = lambda environ: found
+    scout._ask = lambda environ, every: found
     scout.Gpu.from_json = scout.Fabric.from_json = lambda found: found
     scout.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
@@ -365,7 +365,8 @@ WHOLE = [devices.DriverFile(A, accessible=True), devices.DriverFile(B, accessibl
     ("at", "files", "visible", "seen", "expected"),
     [
         # the node's first asks NVML for all
-        (rank(0, 2), WHOLE, None, [A, B], ("asked", A, A)),
+        (rank(0, 2), WHOLE, None, [A, B], ("asked for all", A, A)),
+        (rank(), WHOLE, "1", [B], ("asked", B, B)),
         (rank(1, 2), WHOLE, None, [A, B], ("left", B, B)),
         (rank(1, 2), WHOLE, "0,1", [A, B], ("left", B, B)),
         # some of the node's, or all that a container shows: it may be the only one that sees them
@@ -391,7 +392,8 @@ def test_who_asks_nvml(monkeypatch, at, files, visible, seen, expected):
     if told[0] == "left":
         assert [gpu["uuid"] for gpu in report["gpus"]] == report["fabric"]["gpus"] == seen
     assert (report["shown"] is None) == (told[0] == "left")
-    assert report["prestarts"] == (None if told[-1] in ("asked", "ended") else told[-1])
+    assert report["prestarts"] in (told[-1], None)
+    assert bool(report["prestarts"]) == (told[-1] in (A, B))
     assert bool(held) == (told[1:] in ([], [None, None]))
 
 
@@ -426,9 +428,9 @@ def serve(
     told: list[object] = ["left"]
     held: list[object] = []
 
-    def ask(environ):
+    def ask(environ, every):
         assert environ.get("CUDA_VISIBLE_DEVICES") == visible
-        told[0] = "asked"
+        told[0] = "asked for all" if every else "asked"
         gpus = [{"uuid": uuid} for uuid in seen]
         return {"gpus": gpus, "shown": gpus}
 
