@@ -52,7 +52,7 @@ class Sighting(NamedTuple):
     gpus
         The GPUs that the rank may use.
     shown
-        All that NVML shows, or None where this is left to the first rank of the node.
+        Those that NVML was asked about, or None where this is left to the first rank of the node.
     fabric
         What joins them.
     """
