@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import socket
 import time
@@ -14,6 +16,20 @@ from .errors import DeviceError, MissingExtra
 RELEASE_S = 3.0
 #: The event of which `hpcdask.bootstrap.mark` keeps the time.
 CONTEXT_MADE = "CUDA context made"
+
+
+def start_cuda() -> bool:
+    """Start CUDA on the visible devices, without a context, and before anything is imported for it.
+
+    Returns
+    -------
+    bool
+        Whether there is a driver; who needs it says what is wrong.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+        return True
+    return False
 
 
 def make_context() -> None:

@@ -119,7 +119,7 @@ def look_at_gpus(
     """`visible_gpus`, and what NVML was asked about: all of the node with `every`, else the same.
 
     Of the other GPUs no more is asked than their UUIDs: where each of N processes on a node has one
-    of N GPUs, as jobs may, the rest takes longer than a CUDA context.
+    of N GPUs, as jobs may, the rest would keep the CUDA contexts of all waiting.
     """
     environ = os.environ if environ is None else environ
     wanted = environ.get("CUDA_VISIBLE_DEVICES")

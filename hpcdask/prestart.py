@@ -9,7 +9,6 @@ the template.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ from collections.abc import Callable
 
 from . import hooks, ranks, template
 from .bootstrap import detach_standard_streams, mark
-from .context import CONTEXT_MADE, make_context
+from .context import CONTEXT_MADE, make_context, start_cuda
 from .scout import has_peers, words
 
 #: What the template and the worker import besides, where it is there.
@@ -71,9 +70,8 @@ def _prepare_device(look: Callable[[], str | None], foreseen: str | None, found:
     if foreseen is not None:
         looking = threading.Thread(target=_note, args=(look, found), name="look")
         looking.start()
-        with contextlib.suppress(OSError):  # no driver: the worker says so
-            ctypes.CDLL("libcuda.so.1").cuInit(0)  # before what has to be imported for the rest
-            mark("CUDA started")
+        start_cuda()
+        mark("CUDA started")
         _make_context()
         looking.join()
     elif _note(look, found):

@@ -9,7 +9,6 @@ probably take, until they are there: a process that starts CUDA on a GPU where n
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import glob
 import json
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 from . import fabric, ranks
 from .bootstrap import mark
+from .context import start_cuda
 from .devices import Gpu, driver_files, foreseen_gpus, has_nvidia_driver, look_at_gpus
 from .errors import DeviceError, UsageError
 from .fabric import Fabric
@@ -237,7 +237,8 @@ def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
     try:
         seen = fabric.look(environ=environ, gpus=False)
     except Exception as error:
-        return {"error": f"this node cannot be looked at: {type(error).__name__}: {error}"}
+        what = f"{type(error).__name__}: {error}"
+        return {"error": f"{what}: mend /sys and /proc on this node, or leave it out of the run"}
     found = {**dataclasses.asdict(seen), "gpus": [gpu.uuid for gpu in gpus]}
     return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "shown": None, "fabric": found}
 
@@ -303,7 +304,5 @@ def _hold_open(rank: ranks.Rank | None, uuids: Sequence[str]) -> Sequence[str]:
     """Start CUDA on the GPUs that the rank's workers will probably take, without a context."""
     if probable := _probable(rank, uuids):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(probable)
-        with contextlib.suppress(OSError):  # no driver: whoever needs it says so
-            ctypes.CDLL("libcuda.so.1").cuInit(0)
-            return probable
+        return probable if start_cuda() else []
     return []

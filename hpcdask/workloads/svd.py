@@ -65,7 +65,7 @@ STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 # Partial sums are (n + l) x l float64, 3.2 MB at the reference size.
 SPLIT_EVERY = 8
-#: A GPU multiplies 4 GB in the time of ten Dask tasks, so little data is in as few as can be.
+#: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Blocks are tuples, of which dask needs to know no more than that they are not CuPy arrays
 FREE_FORM: dict[str, Any] = {

@@ -603,7 +603,7 @@ def scouted(change: str = "", **environ: str) -> str:
     """What a scout's report gives in a process of its own, after a change of the scout."""
     program = f"""
 import os, time
-from hpcdask import devices, errors, scout
+from hpcdask import context, devices, errors, scout
 scout.SCOUT_DEADLINE_S, devices.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
@@ -663,7 +663,7 @@ class Driver:
             print(os.environ["CUDA_VISIBLE_DEVICES"], flags, file=file)
         os.rename({str(held)!r} + ".part", {str(held)!r})
 
-scout.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
+context.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
 report = scout.Scout.report
 def wait_until_held(self):
     try:
