@@ -89,9 +89,11 @@ def client_only(credentials: Credentials) -> Credentials:
 
 def to_security(credentials: Mapping[str, str] | None) -> Security:
     """distributed's Security from credentials in memory or paths of PEM files."""
-    from distributed import Security
+    from .tls import ClusterSecurity
 
-    return Security(require_encryption=True, **credentials) if credentials else Security()
+    if not credentials:
+        return ClusterSecurity()
+    return ClusterSecurity(require_encryption=True, **credentials)
 
 
 def save_credentials(credentials: Credentials, folder: str) -> None:

@@ -32,6 +32,7 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scheduler import add_lazy_dashboard
+from hpcdask.tls import ClusterSecurity
 
 from . import options
 from .display import JobTable, html
@@ -191,7 +192,7 @@ class JobCluster(Scaling):
             self._say("warning: security=False: anybody who reaches the scheduler can run code")
             return {}
         if isinstance(asked, Security):
-            self.security = asked
+            self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
             fields = keys.FILES.values()
             given = {field: getattr(asked, field) for field in fields if getattr(asked, field)}
             return {field: _text(value) for field, value in given.items()}
