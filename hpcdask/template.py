@@ -189,7 +189,7 @@ def _start_resource_tracker() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     program = f"from multiprocessing.resource_tracker import main;main({read_end})"
     os.set_inheritable(read_end, True)
-    pid = os.posix_spawn(
+    os.posix_spawn(
         sys.executable,
         [sys.executable, "-S", "-c", program],  # it needs the standard library only
         os.environ,
@@ -199,7 +199,9 @@ def _start_resource_tracker() -> None:
     os.close(read_end)
     os.close(null)
     tracker: Any = resource_tracker._resource_tracker
-    tracker._fd, tracker._pid = write_end, pid
+    # As in a process that has it from its parent: Python 3.13.5 would wait at its end for that of a
+    # tracker of its own, which lives as long as the template and workers
+    tracker._fd, tracker._pid = write_end, None
 
 
 def prepare_forks() -> None:
