@@ -234,9 +234,36 @@ def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
 
 def _part(block: Any, first: int, matrix: Any, rows: Rows) -> Part:
     xp = array_module(rows.device)
-    q, r = xp.linalg.qr(rows.times(block, matrix))
+    q, r = _qr(rows.times(block, matrix), xp)
     c = None if matrix is None else to_host(rows.transposed_times(block, q))
     return Part(first, to_host(r), c, to_host(_column_sums(q, xp)))
+
+
+#: Rows of which NumPy makes one QR.
+SLAB_ROWS = 16_384
+
+
+def _qr(y: Any, xp: Any) -> tuple[Any, Any]:
+    """QR of a tall chunk.
+
+    NumPy's takes twice the memory of what it decomposes, since version 2.5 four times, so it gets a
+    slab at a time, and then the slabs' R.
+    """
+    rows, columns = y.shape
+    count = rows // max(SLAB_ROWS, 4 * columns)
+    if xp is not np or count < 2:
+        q, r = xp.linalg.qr(y)
+        return q, r
+    q = np.empty_like(y)
+    slabs = np.array_split(q, count)  # views
+    above = []
+    for slab, part in zip(slabs, np.array_split(y, count), strict=True):
+        slab[:], r = np.linalg.qr(part)
+        above.append(r)
+    turns, r = np.linalg.qr(np.concatenate(above))
+    for slab, turn in zip(slabs, np.split(turns, count), strict=True):
+        slab[:] = slab @ turn
+    return q, r
 
 
 def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
@@ -365,5 +392,5 @@ def left(block: Any, start: Any, solution: Any, *, rows: Rows) -> Floats:
     right = None if found.right is None else xp.asarray(found.right, np.float64)
     y = rows.times(block, right)
     if found.of_chunks:
-        y = xp.linalg.qr(y)[0] @ xp.asarray(found.of_chunks[int(only(start)[0])])
+        y = _qr(y, xp)[0] @ xp.asarray(found.of_chunks[int(only(start)[0])])
     return to_host(y)

@@ -654,3 +654,13 @@ def test_the_count_is_what_the_scheduler_runs(cluster, what, expected):
     scheduler.remove_plugin("counter")
     assert counter.n == count_tasks(*collections)
     assert counter.n == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (40, 2), (41, 5), (100, 30), (64, 1)])
+def test_a_qr_by_slabs(monkeypatch, shape):
+    monkeypatch.setattr(tall, "SLAB_ROWS", 8)
+    y = np.random.default_rng(5).standard_normal(shape)
+    q, r = tall._qr(y, np)
+    np.testing.assert_allclose(q @ r, y, atol=1e-13)
+    np.testing.assert_allclose(q.T @ q, np.eye(shape[1]), atol=1e-13)
+    assert (np.triu(r) == r).all()
