@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from distributed.comm import connect
+from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
 from . import devices, memory, security, sharing
@@ -152,7 +152,8 @@ class JobPart(Member):
             task.cancel()
             raise _Signalled
         if self.gone.done():
-            task.cancel()
+            # A nanny that fails to start for it closes by itself, which must not be cut off
+            task.add_done_callback(lambda _: task.cancelled() or task.exception())
             raise self._loss()
         return task.result()
 
@@ -278,8 +279,9 @@ class JobPart(Member):
             with contextlib.suppress(OSError):
                 await self.line.read()
             self.line = None
-            with contextlib.suppress(ClusterError):
-                self.line = await self._connect(RECONNECT_DEADLINE_S)
+            if not await _refuses(self.asked.scheduler):
+                with contextlib.suppress(ClusterError):
+                    self.line = await self._connect(RECONNECT_DEADLINE_S)
 
     async def _end_by_signal(self) -> int:
         number = self.signalled.result()
@@ -312,6 +314,18 @@ class JobPart(Member):
         except Exception as error:  # whatever the scheduler answers, this job ends
             say(f"the scheduler does not take over what the workers hold: {root_cause(error)}")
         return there
+
+
+async def _refuses(address: str) -> bool:
+    """Whether nobody listens there: a scheduler that has ended does not come back to its port."""
+    host, port = parse_host_port(address.rpartition("://")[2])
+    try:
+        async with asyncio.timeout(RECONNECT_DEADLINE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:  # TimeoutError is one
+        return isinstance(error, ConnectionRefusedError)
+    writer.close()
+    return False
 
 
 async def _retire(scheduler: Any, names: set[str]) -> None:

@@ -145,7 +145,11 @@ class BoundWorker(PeerWorker):
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
         quiet("CRITICAL")
-        return await super().close(*args, **kwargs)
+        try:
+            return await super().close(*args, **kwargs)
+        except CommClosedError:
+            # Its nanny ended while it was told, and distributed's worker stays half closed then
+            os._exit(1)
 
 
 class BoundNanny(Nanny):
