@@ -1,4 +1,4 @@
-"""Pages in a real browser, for tests: Chromium without a window, Debian's package of that name."""
+"""Pages in a real browser, for tests: Chromium or Chrome, without a window."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launching import unavailable
+
+#: Not chromium-browser: Ubuntu's is a snap, which cannot read other folders.
+BROWSERS = ("chromium", "google-chrome")
 
 WATCH = """<script>
 const errors = [];
@@ -30,9 +33,9 @@ addEventListener('load', () => {
 
 def run(folder: Path, *options: str) -> str:
     """Start Chromium with these options, and return what it wrote."""
-    browser = shutil.which("chromium")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        unavailable("no chromium on this machine: apt-get install chromium")
+        unavailable("no chromium on this machine: apt-get install chromium, or google-chrome")
     done = subprocess.run(
         [
             *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),

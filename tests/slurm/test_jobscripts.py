@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -15,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import hpcdask
-from launching import describe, end, leftovers, openmpi_launcher, unavailable, wait_for
+from launching import describe, end, leftovers, openmpi_launcher, wait_for, walk
 from slurm_site import SlurmSite
+from torque import TORQUE, with_torque
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SCRIPTS = Path(__file__).parents[2] / "jobscripts"
-PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "torque/usr"
 #: What sbatch's options make of a script's own.
 SMALL = ("--nodes=1", "--gres=gpu:2", "--cpus-per-task=1")
 TWO_RANKS = (*SMALL, "--ntasks-per-node=2")
@@ -76,14 +74,8 @@ class Folder:
 
     def qsub(self, *arguments: str | Path) -> int:
         """Submit with the qsub that SLURM brings."""
-        if not (PRIVATE / "bin/qsub").exists():
-            unavailable(f"PBS's commands are not in {PRIVATE}: run tests/tools/install-queues.sh")
-        perl = [PRIVATE / "lib/x86_64-linux-gnu/perl5/5.36", PRIVATE / "share/perl5"]
-        libraries = f"{PRIVATE}/lib/x86_64-linux-gnu:{self.env['LD_LIBRARY_PATH']}"
-        wrapper = {"PERL5LIB": os.pathsep.join(map(str, perl)), "LD_LIBRARY_PATH": libraries}
-        done = self.site.run(
-            PRIVATE / "bin/qsub", *arguments, env={**self.env, **wrapper}, cwd=self.path
-        )
+        env = with_torque({**self.site.env, **self.env})
+        done = self.site.run(TORQUE / "bin/qsub", *arguments, env=env, cwd=self.path)
         return int(done.stdout)
 
     def output(self, job: int) -> str:
@@ -113,9 +105,9 @@ class Folder:
         """Processes, and files other than the jobs' output."""
         scratch = {"dask-scratch-space", "global.lock", "purge.lock"}  # distributed's own, for ever
         files = [
-            *(path for path in self.tmp.rglob("*") if path.name not in scratch),
+            *(path for path in walk(self.tmp) if path.name not in scratch),
             *self.path.glob("*json*"),
-            *self.path.rglob("*.pem"),
+            *(path for path in walk(self.path) if path.suffix == ".pem"),
         ]
         return [*describe(leftovers(self.marker)).splitlines(), *map(str, files)]
 

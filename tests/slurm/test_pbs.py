@@ -6,8 +6,6 @@ PBS itself answers.
 """
 
 import asyncio
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,27 +16,19 @@ from hpcdask import PBSCUDACluster
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.reconcile import State
-from launching import unavailable, wait_for
+from launching import wait_for
 from slurm_site import SlurmSite
+from torque import with_torque
 
 pytestmark = pytest.mark.slurm
 
-PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "torque/usr"
 SAY = 'echo "$HPCDASK_JOB_ID ${CUDA_VISIBLE_DEVICES:-none}" >said; '
 
 
 @pytest.fixture
 def queue(slurm: SlurmSite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PbsQueue:
     """The door, as a user of the site in an empty folder."""
-    if not (PRIVATE / "bin/qsub").exists():
-        unavailable(f"PBS's commands are not in {PRIVATE}: run tests/tools/install-queues.sh")
-    perl = [PRIVATE / "lib/x86_64-linux-gnu/perl5/5.36", PRIVATE / "share/perl5"]
-    for name, value in {
-        **slurm.env,
-        "PATH": f"{PRIVATE}/bin{os.pathsep}{slurm.env['PATH']}",
-        "PERL5LIB": os.pathsep.join(map(str, perl)),
-        "LD_LIBRARY_PATH": f"{PRIVATE}/lib/x86_64-linux-gnu",
-    }.items():
+    for name, value in with_torque(slurm.env).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     return PbsQueue()

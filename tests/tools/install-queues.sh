@@ -5,9 +5,8 @@
 # Where they cannot be had, the tests that need them skip, or fail with CI=true, and say why.
 set -eu
 folder=${1:-${HPCDASK_QUEUES:-$PWD/.queues}}
-torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libslurm38 libswitch-perl"
-sge="gridengine-master gridengine-exec gridengine-client gridengine-common libjemalloc2 libmunge2
-libhwloc15 libtirpc3"
+torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libswitch-perl"
+sge="gridengine-master gridengine-exec gridengine-client gridengine-common"
 [ ! -e "$folder/complete" ] || exit 0
 
 give_up() { echo "The commands of PBS and Grid Engine are not installed ($1)"; exit 0; }
@@ -16,9 +15,18 @@ packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT
 
 echo "Unpacking the commands of PBS and Grid Engine into $folder"
+# Libraries have other names in each release
+libraries() { apt-cache depends "$1" | sed -nE "s/^ *Depends: (lib($2)[0-9a-z]*)\$/\1/p"; }
+find_libraries() {
+    torque="$torque $(libraries libslurm-perl slurm)"
+    sge="$sge $(libraries gridengine-exec 'jemalloc|munge|hwloc|tirpc')"
+}
 # Root's apt-get would download as a user who cannot write here; others need no such word
 # shellcheck disable=SC2086
-download() { (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge); }
+download() {
+    find_libraries
+    (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge)
+}
 update() { if [ "$(id -u)" = 0 ]; then apt-get -qq update; else sudo -n apt-get -qq update; fi; }
 { download || { update && download; }; } >"$packages/log" 2>&1 </dev/null || {
     tail -n 20 "$packages/log"

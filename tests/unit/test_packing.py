@@ -31,6 +31,7 @@ from hpcdask.workloads.packing import (
     unpack,
     unpack_array,
 )
+from launching import unavailable
 
 FEW = settings(max_examples=20, deadline=None)
 INTEGERS = [np.bool_, np.uint8, np.int8, np.int16, np.uint32, np.int64, np.uint64]
@@ -343,7 +344,7 @@ def array(x):
 def emulated(tmp_path_factory):
     """A stand-in for CuPy that compiles kernels with g++ and runs them on this CPU."""
     if not shutil.which("g++"):
-        pytest.skip("no g++")
+        unavailable("no g++ on this machine: apt-get install g++")
     folder = tmp_path_factory.mktemp("kernels")
 
     @functools.cache
