@@ -47,6 +47,9 @@ class _Census(SchedulerPlugin):
             ]
         )
 
+    async def before_close(self) -> None:
+        quiet("ERROR")  # a client may close it, while workers that are told so still say something
+
     def log_event(self, topic: str, msg: Any) -> None:
         if topic == TOPIC:
             self._channel.send(warm=msg)

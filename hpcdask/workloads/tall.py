@@ -209,9 +209,9 @@ def products(
         parts = [_part(block, first, matrix, rows)] if block.shape[0] else []
         return None, None, None, parts
     xp = array_module(rows.device)
-    z, gram, y_sums = rows.products(
-        block, None if matrix is None else xp.asarray(matrix, rows.work)
-    )
+    matrix = None if matrix is None else xp.asarray(matrix, rows.work)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite gets an error below
+        z, gram, y_sums = rows.products(block, matrix)
     if not bool(xp.isfinite(gram).all()):
         _name_what_is_not_finite(block, first, rows)
     return z, gram, y_sums, []

@@ -409,6 +409,15 @@ def test_svd_says_where_x_is_not_finite(value, svd):
         )
 
 
+def test_infinite_values_of_both_signs_are_named_without_a_warning():
+    """Their products are not a number, of which NumPy warns."""
+    matrix = np.ones((30, 4))
+    matrix[17] = [np.inf, -np.inf, np.inf, -np.inf]
+    x = da.from_array(matrix, chunks=(10, 4))
+    with pytest.raises(WorkloadError, match=r"x is inf at row 17, column 0.*4 places"):
+        dask.compute(*svd_workload.svd_rows(x, 2, device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("x", "match"),
     [
