@@ -108,7 +108,22 @@ class TaskTooLong(ClusterError):
 
 
 class QueueError(HpcdaskError):
-    """A command of a queueing system hangs, fails, or answers something unknown."""
+    """A command of a queueing system hangs, fails, or answers something unknown.
+
+    Attributes
+    ----------
+    for_now
+        Whether the same may go well later: a limit of the site is reached, or the system is too
+        busy.
+    """
+
+    for_now = False
+
+
+class NoAnswer(QueueError):
+    """A command of a queueing system hangs, or its answer was lost; it may have done its work."""
+
+    for_now = True
 
 
 class Refused(QueueError):
@@ -116,9 +131,6 @@ class Refused(QueueError):
 
     Attributes
     ----------
-    for_now
-        Whether it may take the same job later: a limit of the site is reached, or the system is too
-        busy.
     fewer
         Whether it may take fewer of them now. Default: `for_now`.
     """

@@ -228,7 +228,7 @@ class JobCluster(Scaling):
     async def _close(self) -> None:
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
-        await self._ending
+        await asyncio.shield(self._ending)  # who waits may give up, and close again
 
     async def _end(self) -> None:
         self.status = Status.closing
@@ -269,7 +269,7 @@ class JobCluster(Scaling):
         try:
             result: Awaitable[None] | None = super().close(timeout)
         finally:
-            if not self.asynchronous:
+            if not self.asynchronous and self.status == Status.closed:
                 self._loop_runner.stop()
         return result
 
@@ -289,12 +289,14 @@ class JobCluster(Scaling):
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
-        while not waiting.done():
-            if self.keeper is not None and self.keeper.failure is not None:
-                waiting.cancel()
-                raise self.keeper.failure
-            await asyncio.wait([waiting], timeout=0.1)
-        await waiting
+        try:
+            while not waiting.done():
+                if self.keeper is not None and self.keeper.failure is not None:
+                    raise self.keeper.failure
+                await asyncio.wait([waiting], timeout=0.1)
+            await waiting
+        finally:
+            waiting.cancel()
 
     # What it shows
 

@@ -16,7 +16,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.batching import BATCH_INTERVAL_S
-from hpcdask.errors import HpcdaskError, JobsFailed, QueueError, Refused
+from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import OVER, Failure, History, Job, Seen, State, observe, plan, record
@@ -153,7 +153,8 @@ class Keeper:
         async with self._settled:  # a scale() that waits for more jobs
             self._settled.notify_all()
         if self._submitter.unanswered:
-            await self._submitter.adopt(self.ledger.jobs)
+            with contextlib.suppress(QueueError):
+                await self._submitter.adopt(self.ledger.jobs)
         tasks = [task for task in (self._loop, self._query) if task is not None]
         for task in tasks:
             task.cancel()
@@ -241,13 +242,13 @@ class Keeper:
         if late := set(workers) - set(ledger.jobs):  # of a submission that got no answer
             self._add(late)
         for job_id, before in list(ledger.jobs.items()):
-            names = workers.get(job_id, [])
+            states = workers.get(job_id, [])
             after = observe(
                 before,
                 seen.get(job_id),
                 asked=job_id in asked,
-                workers=names,
-                held=retire.held(ledger.scheduler, names) if names else 0,
+                workers=[str(ws.name) for ws in states],
+                held=sum(ws.nbytes for ws in states),
                 now=now,
                 policy=ledger.policy,
             )
@@ -310,8 +311,7 @@ class Keeper:
         """How many jobs the submission under way still has to bring."""
         if self.ledger.closing or self.failure is not None:
             return 0
-        there = sum(not job.expiring for job in self.ledger.counting())
-        return max(0, self.ledger.wanted - there)
+        return max(0, self.ledger.wanted - len(self.ledger.counting()))
 
     async def _submit(self, count: int) -> None:
         ledger = self.ledger
@@ -319,7 +319,7 @@ class Keeper:
             await self._submitter.submit(count, ledger.jobs)
             ledger.calm("limit")
         except QueueError as error:
-            if isinstance(error, Refused) and error.for_now:
+            if error.for_now:
                 there = f"{len(ledger.counting())} of {ledger.wanted} jobs are there"
                 ledger.warn("limit", f"{error}. {there}; trying again later")
             else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distributed import Scheduler
+from distributed.scheduler import WorkerState
 
 from hpcdask.reconcile import OVER, WAITING, Job, Policy, parse_worker_name, worker_names
 
@@ -64,11 +65,11 @@ class Ledger:
         self.jobs[job_id] = dataclasses.replace(self.jobs[job_id], **facts)
 
     def counting(self) -> list[Job]:
-        """Jobs that are there or asked for, and are to stay."""
+        """Jobs that are there or asked for, and are to stay; others come for those that expire."""
         return [
             job
             for job in self.jobs.values()
-            if job.state not in OVER and not job.cancelled and not job.leaving
+            if job.state not in OVER and not (job.cancelled or job.leaving or job.expiring)
         ]
 
     def live(self) -> list[str]:
@@ -76,7 +77,7 @@ class Ledger:
         return [job.id for job in self.jobs.values() if job.state not in OVER]
 
     def names(self) -> list[str]:
-        """A name for each worker that is there or asked for."""
+        """A name for each worker that is there or asked for, and is to stay."""
         names = [name for job in self.counting() for name in worker_names(self.cluster, job)]
         missing = self.wanted * self.size - len(names)
         return names + [f"{self.cluster}-unsubmitted-{number}" for number in range(missing)]
@@ -86,12 +87,12 @@ class Ledger:
         parsed = parse_worker_name(self.cluster, name)
         return None if parsed is None else parsed[0]
 
-    def connected(self) -> dict[str, list[str]]:
-        """Ids of jobs -> names of their workers that the scheduler has."""
-        found: dict[str, list[str]] = {}
+    def connected(self) -> dict[str, list[WorkerState]]:
+        """Ids of jobs -> their workers that the scheduler has."""
+        found: dict[str, list[WorkerState]] = {}
         for state in self.scheduler.workers.values():
             if job_id := self.job_of(str(state.name)):
-                found.setdefault(job_id, []).append(str(state.name))
+                found.setdefault(job_id, []).append(state)
         return found
 
     def strike(self, names: Collection[str]) -> list[Job]:

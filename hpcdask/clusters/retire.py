@@ -184,11 +184,6 @@ def fail_waiting(scheduler: Scheduler, error: Exception) -> int:
     return failed
 
 
-def held(scheduler: Scheduler, names: Collection[str]) -> int:
-    """Return the bytes of results that these workers hold."""
-    return sum(ws.nbytes for ws in _workers(scheduler, names))
-
-
 def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
     """Return the groups of workers that may be closed, the one that holds least first.
 

@@ -30,6 +30,12 @@ class JobAdaptive(Adaptive):
 
     cluster: Scaling
 
+    async def workers_to_close(self, target: int) -> list[str]:
+        """Of those that stay: the others go by themselves, or are not the cluster's."""
+        staying = self.observed & self.plan
+        names = [name for name in await super().workers_to_close(target) if name in staying]
+        return names[: max(0, len(staying) - target)]
+
     async def scale_down(self, workers: Collection[str]) -> None:  # type: ignore[override]
         """End the jobs of these workers without losing what they hold."""
         if workers:
@@ -79,7 +85,8 @@ class Scaling(Cluster):
         UsageError
             There is no such queueing system on this machine.
         Refused, QueueError
-            The queue does not take the jobs, or does not answer.
+            The queue does not take the jobs, or answers something unknown. Limits of the site, and
+            a queue that does not answer, are a warning, and tried again later.
         """
         size = self.options.workers
         workers = max(
@@ -189,4 +196,4 @@ class Scaling(Cluster):
     def observed(self) -> set[str]:
         """Names of the workers that are connected."""
         jobs = self.keeper.ledger.connected().values() if self.keeper else ()
-        return {name for names in jobs for name in names}
+        return {str(state.name) for states in jobs for state in states}

@@ -34,7 +34,7 @@ class Submitter:
     Attributes
     ----------
     retry_at
-        Unix time before which a limit of the site is not tried again.
+        Unix time before which a queue that is at a limit, or silent, is not tried again.
     unanswered
         Whether the queue may have jobs, now or later, whose ids it did not tell.
     """
@@ -59,6 +59,8 @@ class Submitter:
     async def submit(self, count: int, known: Collection[str]) -> None:
         """Submit this many jobs, or fewer if fewer are missing by then.
 
+        Before that, look for those of earlier submissions that got no answer.
+
         Parameters
         ----------
         count
@@ -70,12 +72,16 @@ class Submitter:
         ------
         Refused
             The queue does not take them; ``for_now`` when some were left for `retry_at`.
+        NoAnswer
+            Not all jobs are there, and the others are left for `retry_at`. Those that the queue
+            took all the same were added.
         QueueError
-            The queue does not answer, and not all jobs are there. Those that it took all the same
-            were added.
+            Its answer is unknown, and so is whether the jobs are there.
         """
         before = set(known)
         try:
+            if self.unanswered:
+                await self.adopt(known)
             largest = max(1, await self.queue.limit())
             while (count := min(count, self.missing())) > 0:
                 before, some = set(known), min(count, largest)
@@ -88,15 +94,16 @@ class Submitter:
                     continue
                 count -= some
             self._retry_s = RETRY_S[0]
-        except Refused as error:
+        except QueueError as error:
+            if not isinstance(error, Refused):
+                self.unanswered = True
+                with contextlib.suppress(QueueError):
+                    if await self.adopt(before) >= count:
+                        return
             if error.for_now:
                 self.retry_at = time.time() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, RETRY_S[1])
             raise
-        except QueueError:
-            self.unanswered = True
-            if await self.adopt(before) < count:
-                raise
 
     async def _submit(self, count: int) -> None:
         """One command."""
@@ -107,12 +114,13 @@ class Submitter:
         await asyncio.to_thread(submission.record, ids)
 
     async def adopt(self, known: Collection[str]) -> int:
-        """Add the jobs that a submission made though its command gave no answer; how many."""
-        found: list[str] = []
-        with contextlib.suppress(QueueError):
-            tagged = await self.queue.tagged()
-            mine = [job_id for job_id, tag in tagged.items() if tag == self.tag]
-            if found := [job_id for job_id in mine if job_id not in known]:
-                self.folder.new_submission().record(found)
-                self.add(found)
+        """Add the jobs that a submission made though its command gave no answer; how many.
+
+        Raises QueueError when the queue does not say.
+        """
+        tagged = await self.queue.tagged()
+        mine = [job_id for job_id, tag in tagged.items() if tag == self.tag]
+        if found := [job_id for job_id in mine if job_id not in known]:
+            self.folder.new_submission().record(found)
+            self.add(found)
         return len(found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError, UsageError
+from hpcdask.errors import NoAnswer, QueueError, UsageError
 from hpcdask.reconcile import Seen
 
 #: Seconds after which a command of the queueing system counts as hanging.
@@ -126,8 +126,10 @@ class Queue(ABC):
         Refused
             The queue does not want it: ``for_now`` when a limit of the site is reached or the queue
             is too busy, so that it may be tried later or with fewer.
+        NoAnswer
+            The command hangs, or says that its answer was lost.
         QueueError
-            The command hangs, or its answer is not understood.
+            Its answer is not understood.
         """
 
     @abstractmethod
@@ -180,8 +182,10 @@ class Queue(ABC):
 
         Raises
         ------
+        NoAnswer
+            It hangs.
         QueueError
-            It hangs, or cannot be started.
+            It cannot be started.
         """
         return await asyncio.to_thread(self._run, command, input, env)
 
@@ -212,7 +216,7 @@ class Queue(ABC):
             except ProcessLookupError:
                 pass
             said = _last_words(process)
-            raise QueueError(
+            raise NoAnswer(
                 f"{command[0]} did not answer within {self.timeout_s:g} s"
                 f"{f' (it said: {said})' if said else ''}: {self.title} is "
                 f"overloaded or down. See whether it answers in a terminal"

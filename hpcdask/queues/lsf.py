@@ -19,8 +19,10 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import double_quoted, one_line, render
 from hpcdask.reconcile import Seen, State
 
+#: Not those of a queue's hard limits on time and memory, which do not pass.
 LIMITS = re.compile(
-    r"threshold|exceed|[Ll]imit|index too large|too many|not responding|is down|busy|try later"
+    r"threshold|[Jj]ob (slot )?limit|[Nn]umber of jobs|index too large|too many|not responding"
+    r"|is down|busy|try later"
 )
 #: What the reader of options, or of the names of files, takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$%`]""")

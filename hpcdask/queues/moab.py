@@ -17,7 +17,11 @@ from hpcdask.queues.base import Request
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.reconcile import Seen, State
 
-LIMITS = re.compile(r"exceed|limit|policy|too many|cannot connect|timed out|unavailable", re.I)
+#: Not those on the time and memory of one job, which do not pass.
+LIMITS = re.compile(
+    r"number of (\w+ )?jobs|jobs? limit|max\w*job|too many|cannot connect|timed out|unavailable",
+    re.I,
+)
 GONE = re.compile(r"invalid job|cannot locate|not found|unknown|already|completed", re.I)
 SELECT = re.compile(r"#PBS -l select=1:ncpus=(\d+)((?::ngpus=\d+)?)(?::mem=(\w+))?")
 TAG = re.compile(r"\.hpcdask_([\w-]+)$")

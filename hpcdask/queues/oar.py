@@ -21,7 +21,8 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import one_line, render
 from hpcdask.reconcile import Seen, State
 
-LIMITS = re.compile(r"[Tt]oo many|[Mm]aximum|[Ll]imit|quota|exceed|[Cc]annot connect|connection")
+#: Not those on the time of one job, which do not pass.
+LIMITS = re.compile(r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I)
 TAG = "# HPCDASK_TAG="
 WAITS = ("Waiting", "Hold", "toLaunch", "toAckReservation")
 RUNS = ("Launching", "Running", "Suspended", "Resuming", "Finishing", "toError")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from hpcdask.errors import QueueError, Refused
+from hpcdask.errors import NoAnswer, QueueError, Refused
 
 #: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
 LIMITS = re.compile(
@@ -47,7 +47,7 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
     """
     text = words(done)
     if LOST_ANSWER.search(text):
-        return QueueError(
+        return NoAnswer(
             f"sbatch got no answer for {script}: {text}. See with squeue whether the job is there"
         )
     limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
@@ -61,7 +61,10 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
 
 def failed(done: subprocess.CompletedProcess[str]) -> QueueError:
     """Return the error of any other command that failed."""
-    return QueueError(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
+    text = words(done)
+    passes = LOST_ANSWER.search(text) or TOO_BUSY.search(text)
+    kind = NoAnswer if passes else QueueError
+    return kind(f"{done.args[0]} failed: {text}. See whether it works in a terminal")
 
 
 def words(done: subprocess.CompletedProcess[str]) -> str:

@@ -24,6 +24,7 @@ ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
 STATES = {
     "PENDING": State.PENDING,
+    "RESV_DEL_HOLD": State.PENDING,  # held, as its reservation is gone
     "REQUEUED": State.REQUEUED,
     "REQUEUE_FED": State.REQUEUED,
     "REQUEUE_HOLD": State.REQUEUED,

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +23,8 @@ from distributed import Client
 from distributed.core import Status
 
 import hpcdask
-from hpcdask.errors import JobsFailed, Refused, UsageError
+from hpcdask.clusters import submitter
+from hpcdask.errors import JobsFailed, NoAnswer, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
@@ -258,6 +260,78 @@ def test_jobs_are_watched_while_others_are_submitted(folder: Path):
     asyncio.run(work())
 
 
+def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as by Ctrl-C: nothing could end the jobs then before the notebook's end."""
+    end_jobs = LocalQueue.cancel
+    let_go = threading.Event()
+
+    async def cancel(self, ids) -> None:
+        await asyncio.to_thread(let_go.wait, 20)
+        await end_jobs(self, ids)
+
+    monkeypatch.setattr(LocalQueue, "cancel", cancel)
+    with make(folder) as cluster:
+        cluster.scale(1)
+        with pytest.raises(TimeoutError):
+            cluster.close(timeout=0.3)
+        assert keys(folder)
+        let_go.set()
+        cluster.close()
+        assert cluster.status == Status.closed
+        assert states(cluster) == [State.CANCELLED]
+        assert not keys(folder)
+
+    async def work() -> None:
+        let_go.clear()
+        async with make(folder, asynchronous=True) as cluster:
+            await cluster.scale(1)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(cluster.close(), 0.3)
+            let_go.set()
+            await cluster.close()
+            assert cluster.status == Status.closed
+            assert states(cluster) == [State.CANCELLED]
+
+    asyncio.run(work())
+
+
+def test_waits_for_workers_that_were_given_up_leave_nothing(folder: Path):
+    async def work() -> None:
+        async with make(folder, asynchronous=True) as cluster:
+            for _ in range(5):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(cluster.wait_for_workers(1), 0.05)
+            await asyncio.sleep(0)  # what is cancelled ends
+            await asyncio.sleep(0)
+            names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+            assert not [name for name in names if "_wait_for_workers" in name]
+
+    asyncio.run(work())
+
+
+def test_a_queue_that_does_not_answer_is_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One bad minute of a long run ended the cluster, and failed what waited for workers."""
+    take = LocalQueue.submit
+    answers = iter([False, False, True])
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        if next(answers):
+            return await take(self, script, count)
+        raise NoAnswer("sbatch did not answer")
+
+    monkeypatch.setattr(LocalQueue, "submit", submit)
+    monkeypatch.setattr(submitter, "RETRY_S", (0.2, 1.0))
+    with make(folder) as cluster, cluster.get_client() as client:
+        monkeypatch.setattr(cluster.keeper._submitter, "_retry_s", 0.2)
+        cluster.adapt(minimum=0, maximum=1, interval="100ms")
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        assert cluster.failure is None
+    said = capsys.readouterr().err
+    assert said.count("sbatch did not answer. 0 of 1 jobs are there; trying again later") == 1
+
+
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
     async with cluster:
         pass
@@ -296,10 +370,15 @@ def test_moab_finds_the_tag_of_a_cluster_of_any_name(folder: Path):
 
 
 @pytest.mark.slow
-def test_work_longer_than_the_walltime(folder: Path):
+@pytest.mark.parametrize("how", ["scale", "adapt"])
+def test_work_longer_than_the_walltime(folder: Path, how: str):
     """Of many Dask tasks, it goes on."""
     limit = 24  # time for a new job to come and take over, on a busy machine too
-    with make(folder, walltime=f"{limit}s", n_workers=2) as cluster, cluster.get_client() as client:
+    with make(folder, walltime=f"{limit}s") as cluster, cluster.get_client() as client:
+        if how == "scale":
+            cluster.scale(2)
+        else:
+            cluster.adapt(minimum=2, maximum=2, interval="100ms")
         client.wait_for_workers(2, timeout=30)
         start = time.monotonic()
         first = client.map(lambda number: (number, os.urandom(4)), range(8), pure=False)
@@ -310,6 +389,7 @@ def test_work_longer_than_the_walltime(folder: Path):
         # results moved from job to job before the limit, whose processes may end after it
         assert client.gather(first) == known
         assert cluster.failure is None
+        assert len(cluster.jobs()) <= 6  # none is cancelled that came to take over
 
 
 @pytest.mark.slow

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from distributed.deploy.adaptive import Adaptive
+
+from hpcdask.clusters import scaling
 from hpcdask.clusters.ledger import Ledger
 from hpcdask.reconcile import Job, Policy, State, worker_names
 
@@ -68,3 +73,35 @@ def test_names_of_jobs_that_are_gone_do_not_count():
     ledger = make(State.CANCELLED, State.PENDING, wanted=1)
     assert strike(ledger, *names(ledger, 0)) == []
     assert ledger.wanted == 1
+
+
+def test_jobs_near_their_walltime_do_not_count():
+    """Dask took those that came for them for too many, cancelled them, and asked for others."""
+    ledger = make(State.RUNNING, State.RUNNING, State.PENDING, State.PENDING, wanted=2)
+    for old in ("0", "1"):
+        ledger.mark(old, expiring=True)
+    assert sorted(ledger.names()) == sorted(names(ledger, 2, 3))
+    assert strike(ledger, *names(ledger, 0)) == []
+    assert ledger.wanted == 2
+    assert strike(ledger, *names(ledger, 2)) == ["3"]
+    assert ledger.wanted == 1
+
+
+def test_workers_that_go_by_themselves_are_not_counted_as_too_many(monkeypatch):
+    """Dask counts all workers of the scheduler, and would close those that took over."""
+
+    class Adapting(scaling.JobAdaptive):
+        observed = frozenset({"old-1", "old-2", "new-1", "new-2"})
+        plan = frozenset({"new-1", "new-2", "new-3"})
+
+        def __del__(self) -> None:
+            """It was never started."""
+
+    async def too_many(self, target: int) -> list[str]:
+        return ["old-1", "new-2", "a stranger's", "new-1"][: 5 - target]
+
+    monkeypatch.setattr(Adaptive, "workers_to_close", too_many)
+    adapting = object.__new__(Adapting)
+    assert asyncio.run(adapting.workers_to_close(2)) == []
+    assert asyncio.run(adapting.workers_to_close(1)) == ["new-2"]
+    assert asyncio.run(adapting.workers_to_close(0)) == ["new-2", "new-1"]

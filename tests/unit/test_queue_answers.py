@@ -6,6 +6,7 @@ system was running. PBS over SLURM and Grid Engine are tested with real commands
 
 import asyncio
 import json
+import re
 import shlex
 import subprocess
 import time
@@ -486,6 +487,10 @@ def test_tags_of_lsf():
 LSF_REFUSALS = {
     "User <ann>: Pending job threshold reached. Job not submitted": True,
     "Job array index too large. Job not submitted": True,
+    "User <ann>: User's job limit reached. Job not submitted": True,
+    "RUNLIMIT: Cannot exceed queue's hard limit(s). Job not submitted": False,
+    "MEMLIMIT: Cannot exceed queue's hard limit(s). Job not submitted": False,
+    "Bad CPU limit specification. Job not submitted": False,
     "gpuu: No such queue. Job not submitted": False,
     "Bad resource requirement syntax. Job not submitted": False,
 }
@@ -592,10 +597,11 @@ def test_refusals_of_oar(script: str):
     with pytest.raises(Refused, match="Too many jobs") as caught:
         do(queue.submit(script, 2))
     assert caught.value.for_now
-    site.answers = {"oarsub": (5, "", "[ERROR] Unknown queue nix\n")}
-    with pytest.raises(Refused, match="Unknown queue nix") as caught:
-        do(queue.submit(script, 2))
-    assert not caught.value.for_now
+    for said in ("[ERROR] Unknown queue nix", "[ADMISSION RULE] walltime exceeds the maximum"):
+        site.answers = {"oarsub": (5, "", f"{said}\n")}
+        with pytest.raises(Refused, match=re.escape(said)) as caught:
+            do(queue.submit(script, 2))
+        assert not caught.value.for_now
 
 
 def test_tags_of_oar():
@@ -797,6 +803,23 @@ def test_tags_of_moab():
     assert do(queue.tagged()) == {"61": TAG}
     Site(queue, {"showq": moab_job(State="Running", JobName="dask-worker")})
     assert do(queue.tagged()) == {}
+
+
+MOAB_REFUSALS = {
+    "qsub: Maximum number of jobs already in queue": True,
+    "ERROR: cannot connect to server": True,
+    "qsub: Job exceeds queue resource limits MSG=cannot satisfy queue max walltime": False,
+    "ERROR: invalid class specified": False,
+}
+
+
+@pytest.mark.parametrize("text", MOAB_REFUSALS)
+def test_refusals_of_moab(script: str, text: str):
+    queue = MoabQueue()
+    Site(queue, {"msub": (1, "", f"{text}\n")})
+    with pytest.raises(Refused) as caught:
+        do(queue.submit(script, 1))
+    assert caught.value.for_now is MOAB_REFUSALS[text]
 
 
 def test_moab_does_not_answer():

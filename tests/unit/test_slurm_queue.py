@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import refusals, squeue
 from hpcdask.queues.base import Request
 from hpcdask.queues.script import double_quoted, one_line, render
@@ -238,6 +238,10 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
             Seen("7_1", State.REQUEUED, reason="REQUEUE_HOLD", restarts=1, nodes="n1"),
         ),
         (
+            row("RESV_DEL_HOLD", start="N/A", end="N/A", nodes="", reason="Reservation r1 is gone"),
+            Seen("7_1", State.PENDING, reason="RESV_DEL_HOLD: Reservation r1 is gone"),
+        ),
+        (
             row("RUNNING"),
             Seen("7_1", State.STARTING, started=1000.0, ends=5000.0, nodes="n1"),
         ),
@@ -451,8 +455,22 @@ def test_a_refusal_tells_what_lists_the_valid_ones(line, advice):
 
 def test_a_lost_answer_is_no_refusal():
     error = refusal("Batch job submission failed: Socket timed out on send/recv operation")
-    assert not isinstance(error, Refused)
+    assert isinstance(error, NoAnswer)
     assert "See with squeue whether the job is there" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("scontrol: error: Unable to contact slurm controller", NoAnswer),
+        ("slurm_load_ctl_conf error: Socket timed out on send/recv operation", NoAnswer),
+        ("scontrol: unrecognized option", QueueError),
+    ],
+)
+def test_a_controller_that_is_away_for_a_moment(said, kind):
+    """scontrol is asked before sbatch; a cluster tries that again, too."""
+    error = refusals.failed(subprocess.CompletedProcess(["scontrol"], 1, "", said))
+    assert type(error) is kind
 
 
 def submitted(monkeypatch, answer: str) -> list[str]:

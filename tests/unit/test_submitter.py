@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.clusters.submitter import Submitter
-from hpcdask.errors import QueueError, Refused
+from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 
@@ -26,6 +26,7 @@ class Door(LocalQueue):
         self.error = error
         self.asked: list[int] = []
         self.lost: list[str] = []
+        self.silent = False
 
     async def limit(self) -> int:
         return self.largest
@@ -40,6 +41,8 @@ class Door(LocalQueue):
         return [f"{len(self.asked)}_{number}" for number in range(count)]
 
     async def tagged(self) -> dict[str, str]:
+        if self.silent:
+            raise NoAnswer("squeue did not answer")
         return dict.fromkeys(self.lost, TAG)
 
 
@@ -111,9 +114,41 @@ def test_a_controller_that_is_too_busy_is_asked_once(tmp_path: Path):
     assert submitter.retry_at > 0
 
 
+@pytest.mark.parametrize("error", [NoAnswer("sbatch did not answer"), QueueError("42 what?")])
 @pytest.mark.parametrize(("lost", "raised"), [(0, True), (64, False)])
-def test_jobs_of_a_command_without_an_answer_are_found(tmp_path: Path, lost: int, raised: bool):
-    door = Door(0, error=QueueError("sbatch did not answer"))
+def test_jobs_of_a_command_without_an_answer_are_found(
+    tmp_path: Path, lost: int, raised: bool, error: QueueError
+):
+    door = Door(0, error=error)
     door.lost = [f"7_{number}" for number in range(lost)]
-    added, _ = run(door, tmp_path, 64)
-    assert added == door.lost + ["QueueError"] * raised
+    added, submitter = run(door, tmp_path, 64)
+    assert added == door.lost + [type(error).__name__] * raised
+    # What is not understood would be sent again and again
+    assert bool(submitter.retry_at) == (raised and error.for_now)
+
+
+def test_jobs_that_were_late_are_not_submitted_again(tmp_path: Path):
+    folder = ClusterFolder.create("test", "local", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    jobs: list[str] = []
+    door = Door(100, error=NoAnswer("sbatch did not answer"))
+    submitter = Submitter(door, folder, TAG, jobs.extend, lambda: 4 - len(jobs))
+    with pytest.raises(NoAnswer):
+        asyncio.run(submitter.submit(4, jobs))
+    door.lost, door.error = ["7_0", "7_1", "7_2"], None
+    asyncio.run(submitter.submit(4, jobs))
+    assert jobs == ["7_0", "7_1", "7_2", "2_0"]
+    assert door.asked == [4, 1]
+    assert Submitter(door, folder, TAG, jobs.extend, lambda: 0).retry_at == 0
+
+
+def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_path: Path):
+    folder = ClusterFolder.create("test", "local", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    door = Door(100, error=NoAnswer("sbatch did not answer"))
+    submitter = Submitter(door, folder, TAG, lambda ids: None, lambda: 4)
+    for _ in range(3):
+        with pytest.raises(NoAnswer):
+            asyncio.run(submitter.submit(4, []))
+        door.silent = True
+    assert door.asked == [4]
