@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -26,6 +27,8 @@ __all__ = [
     "Form",
     "WorkloadError",
     "array_module",
+    "check_unmasked",
+    "check_whole",
     "client_cupy",
     "count_tasks",
     "slab_rows",
@@ -73,6 +76,32 @@ class Check:
     def as_dict(self) -> dict[str, Any]:
         """Return the check as a dict ready for JSON."""
         return {**asdict(self), "ok": self.ok}
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number of 0 or more, such as a seed, before anything is computed.
+
+    Raises
+    ------
+    WorkloadError
+        Naming it.
+    """
+    if not isinstance(value, Integral) or value < 0:
+        raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
+
+
+def check_unmasked(block: Any) -> None:
+    """Refuse a masked array, whose mask NumPy's functions would drop.
+
+    Raises
+    ------
+    WorkloadError
+        Saying how to fill it.
+    """
+    if isinstance(block, np.ma.MaskedArray):
+        raise WorkloadError(
+            "a chunk is a masked array: fill it first, x = da.ma.filled(x, fill_value)"
+        )
 
 
 def array_module(device: Device) -> Any:

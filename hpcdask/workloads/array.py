@@ -22,6 +22,7 @@ from hpcdask.workloads import (
     Device,
     WorkloadError,
     array_module,
+    check_whole,
     client_cupy,
     slab_rows,
 )
@@ -109,8 +110,9 @@ def tuned(
     Raises
     ------
     WorkloadError
-        Empty array, or a chunk with an odd number of rows before the last.
+        Empty array, a negative seed, or a chunk with an odd number of rows before the last.
     """
+    check_whole("seed", seed)
     if not rows or min(rows) < 1 or n_columns < 1:
         raise WorkloadError(f"an array of {sum(rows)} x {n_columns} has no elements")
     if any(r % 2 for r in rows[:-1]):

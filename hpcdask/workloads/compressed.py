@@ -30,7 +30,7 @@ import numpy as np
 from dask.sizeof import sizeof
 from numpy.typing import NDArray
 
-from hpcdask.workloads import WorkloadError, to_host
+from hpcdask.workloads import WorkloadError, check_unmasked, to_host
 
 __all__ = ["CompressedBlock", "compress", "compress_array", "decompress", "decompress_array"]
 
@@ -83,8 +83,9 @@ def compress(block: Any) -> CompressedBlock:
     Raises
     ------
     WorkloadError
-        Python objects, too many bytes, or no numcodecs where this runs.
+        Python objects, a masked array, too many bytes, or no numcodecs where this runs.
     """
+    check_unmasked(block)
     array = np.asarray(to_host(block), order="C")
     _validate(array.dtype, array.nbytes)
     return CompressedBlock(array.shape, array.dtype, bytes(_codec().encode(array)))

@@ -236,6 +236,11 @@ def _count(block: Any, *, max_missing: float, min_maf: float, device: Device) ->
 
 def _judge(xp: Any, tile: Any, max_missing: float, min_maf: float) -> tuple[Any, Any, Any, Any]:
     """Return what is missing; of each row, its frequency, whether it is common and known."""
+    if tile.dtype != np.uint8:  # others may have -1 for missing
+        raise WorkloadError(
+            f"genotypes are {tile.dtype}, not uint8: x = x.astype('uint8'), with {MISSING} for "
+            f"missing"
+        )
     if tile.size and int(tile.max()) > MISSING:
         raise WorkloadError(
             f"there is a genotype {int(tile.max())}: they are 0, 1, 2 copies of an allele, "

@@ -14,7 +14,7 @@ import dask.array as da
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcdask.workloads import WorkloadError, slab_rows
+from hpcdask.workloads import WorkloadError, check_whole, slab_rows
 from hpcdask.workloads.genotypes import MISSING
 from hpcdask.workloads.zarr import SPLIT_EVERY, find
 from hpcdask.workloads.zarr_reading import StoredArray, zarr_module
@@ -87,6 +87,7 @@ def write_genotypes(
         Shape, chunks or populations out of range, ``path`` exists or cannot be made; zarr is not
         installed. From workers: the store is not on a shared file system.
     """
+    check_whole("seed", seed)
     if min(*shape, *chunks) < 1:
         raise WorkloadError(f"shape {shape} and chunks {chunks} must be positive")
     if not 1 <= n_populations <= shape[1]:

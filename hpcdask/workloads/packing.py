@@ -24,7 +24,7 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import WorkloadError, array_module, packing_cpu
+from hpcdask.workloads import WorkloadError, array_module, check_unmasked, packing_cpu
 from hpcdask.workloads.packing_cpu import PER_BYTE, n_bytes, padded, validate_values
 
 __all__ = ["multiply", "multiply_transposed", "pack", "pack_array", "unpack", "unpack_array"]
@@ -52,9 +52,10 @@ def pack(values: Any) -> Any:
     Raises
     ------
     WorkloadError
-        No axis, not integers, or a value that is not 0 to 3.
+        No axis, not integers, a masked array, or a value that is not 0 to 3.
     """
     if not _on_gpu(values):
+        check_unmasked(values)
         values = np.asarray(values)
     if values.ndim < 1 or values.dtype.kind not in "bui":
         raise WorkloadError(

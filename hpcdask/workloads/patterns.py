@@ -43,6 +43,7 @@ from hpcdask.workloads import (
     Device,
     Form,
     WorkloadError,
+    check_whole,
     client_cupy,
     slab_rows,
 )
@@ -102,10 +103,11 @@ def build(
     Raises
     ------
     WorkloadError
-        An unknown name or form, an array that is too small, a chunk bound in which no row fits,
-        or ``"stock"`` on ``"cuda"`` where the client has no GPU.
+        An unknown name or form, an array that is too small, a negative seed, a chunk bound in which
+        no row fits, or ``"stock"`` on ``"cuda"`` where the client has no GPU.
     """
     _validate(name, n)
+    check_whole("seed", seed)
     if form == "stock":
         return _stock(name, _stock_normals(n, device, seed))
     if form != "tuned":

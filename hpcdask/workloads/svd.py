@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, Literal, cast
 
 import dask.array as da
@@ -41,7 +40,14 @@ from dask._task_spec import List, TaskRef
 from dask.core import flatten
 from numpy.typing import DTypeLike
 
-from hpcdask.workloads import SLABS_PER_SLOT, Device, WorkloadError, client_cupy, slab_rows
+from hpcdask.workloads import (
+    SLABS_PER_SLOT,
+    Device,
+    WorkloadError,
+    check_whole,
+    client_cupy,
+    slab_rows,
+)
 from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.tall import (
     Prepare,
@@ -175,8 +181,8 @@ def svd_rows(
         and resolves singular values down to 1e-6 σ₁; 2 resolves them down to eps σ₁.
     prepare
         Turns a tile of rows of ``x`` into floats of the same shape, row by row, whenever it is
-        read: for scaling that would not fit in memory. It has to be picklable, and gets NumPy or
-        CuPy arrays as ``device`` says.
+        read: for scaling that would not fit in memory. It has to be picklable, gets NumPy or CuPy
+        arrays as ``device`` says, and must not write into them.
     packed_columns
         ``x`` holds this many columns of 2-bit values as `hpcdask.workloads.packing.pack` makes
         them: shape (m, ceil(n / 4)), uint8.
@@ -201,8 +207,8 @@ def svd_rows(
     ------
     WorkloadError
         Not a matrix, not real, unknown chunk sizes, columns that are split, ``k`` out of range, or
-        a number that is not whole; before anything is computed. NaN or infinite values; in the
-        first pass.
+        a number that is not whole; before anything is computed. NaN or infinite values, masked
+        arrays, or values whose products overflow or underflow; in the first pass.
     """
     work = np.dtype(dtype)
     n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
@@ -214,8 +220,7 @@ def svd_rows(
         "seed": seed,
     }
     for name, value in whole.items():
-        if not isinstance(value, Integral) or (value < 0 and name != "k"):
-            raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
+        check_whole(name, value)
     if not 1 <= k <= min(m, n):
         raise WorkloadError(
             f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
@@ -225,9 +230,11 @@ def svd_rows(
         raise WorkloadError(f"passes={passes} is not accepted: 1 or 2")
     if work not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
-    width = min(k + oversample, m, n)
+    width = min(k + oversample, n)
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
-    return _decompose(x, rows, k, width, seed, n_power_iter=n_power_iter, passes=passes)
+    # As many random directions as columns would be a badly conditioned square, for nothing
+    drawn = seed if width < n else None
+    return _decompose(x, rows, k, width, drawn, n_power_iter=n_power_iter, passes=passes)
 
 
 def svd_exact(x: da.Array, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:
@@ -313,7 +320,7 @@ def _decompose(
     sums = _sums(x, basis, how, "0")
     for number in range(n_power_iter + passes - 1):
         if number < n_power_iter:
-            basis = (_ended(orthonormal, sums, (), 2),)
+            basis = (_ended(orthonormal, sums, (), 2, rows=rows),)
         else:
             basis = (_ended(precondition, sums, basis, 2, **how),)
         sums = _sums(x, basis, how, str(number + 1))

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcdask.workloads import Device, WorkloadError, array_module, integer_gpu, to_host
+from hpcdask.workloads import (
+    Device,
+    WorkloadError,
+    array_module,
+    check_unmasked,
+    integer_gpu,
+    to_host,
+)
 from hpcdask.workloads.packing import multiply, multiply_transposed, unpack
 
 __all__ = [
@@ -110,6 +117,11 @@ class Rows:
                 into = floats if self.device == "cpu" and self.prepare is None else None
                 tile = unpack(tile, self.n, out=into)
             if self.prepare is not None:
+                if isinstance(
+                    tile, np.ndarray
+                ):  # else it could rewrite the chunk; CuPy cannot say so
+                    tile = tile.view()
+                    tile.flags.writeable = False
                 tile = self.prepare(tile)
             if tile.dtype != dtype:
                 floats[...] = tile
@@ -156,8 +168,11 @@ class Rows:
     def times(self, block: Any, right: Any) -> Any:
         """Return a chunk times (n, l), float64."""
         xp = array_module(self.device)
-        if right is None:
+        if right is None and self.prepare is None and not self.packed:
             return block[:].astype(np.float64, copy=False)  # rows that are being read as well
+        if right is None:
+            tiles = [tile.copy() for tile in self.tiles(block, "float64")]
+            return xp.concatenate(tiles) if tiles else xp.empty((0, self.n))
         if self.fused(block):
             return self._multiply(block, xp.asarray(right, np.float64))
         # always in float64: what undoes the scale of Ω has opposite signs, which cancel
@@ -200,9 +215,10 @@ def products(
     Raises
     ------
     WorkloadError
-        NaN or infinite values.
+        NaN or infinite values, or a masked array.
     """
     block, first = only(block), int(only(start)[0])
+    check_unmasked(block)
     matrix, by_qr = _basis(basis, rows, width, seed)
     if by_qr:
         # A chunk without rows, as filters leave them, begins at the row where the next one does
@@ -212,7 +228,7 @@ def products(
     matrix = None if matrix is None else xp.asarray(matrix, rows.work)
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite gets an error below
         z, gram, y_sums = rows.products(block, matrix)
-    if not bool(xp.isfinite(gram).all()):
+    if not bool(xp.isfinite(gram).all() & xp.isfinite(z).all()):
         _name_what_is_not_finite(block, first, rows)
     return z, gram, y_sums, []
 
@@ -301,9 +317,22 @@ def only(nested: Any) -> Any:
     return nested
 
 
-def orthonormal(sums: Any) -> Basis:
+def orthonormal(sums: Any, *, rows: Rows) -> Basis:
     """Return the basis of the next power iteration."""
-    return np.linalg.qr(to_host(only(sums)[0]))[0], False
+    z, gram, y_sums, _ = only(sums)
+    _refuse_underflow(gram, y_sums, rows.work)
+    return np.linalg.qr(to_host(z))[0], False
+
+
+def _refuse_underflow(gram: Any, y_sums: Any, work: str) -> None:
+    """Refuse sums of squares of which the smallest float has taken a part."""
+    kind = np.finfo(work)
+    # Of float32 the squares are float64, and Y itself is at the limit
+    least = float(kind.tiny) / float(kind.eps)
+    least **= 1 if work == "float64" else 2
+    squares = to_host(gram).diagonal()
+    if squares.max() < least and (squares.any() or to_host(y_sums).any()):
+        raise WorkloadError(f"x is not zero, but its products underflow in {work}: scale x")
 
 
 def precondition(
@@ -363,6 +392,7 @@ def solve(
         small = r if matrix is None else sum(of_chunks[p.first].T @ p.c for p in parts)
         sums_of_q = sum(part.q_sums @ of_chunks[part.first] for part in parts)
     else:
+        _refuse_underflow(gram, y_sums, rows.work)
         whiten, _ = _whiten(to_host(gram), rows.work)
         of_chunks, small = {}, (to_host(z) @ whiten).T
         sums_of_q = to_host(y_sums) @ whiten

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import logging
 import math
+import operator
 import os
 import socket
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
 #: Bytes read at once. A band is at least one chunk of the store high.
 BAND_NBYTES: dict[Device, int] = {"cuda": 1 << 26, "cpu": 1 << 24}
 BLOSC_HEADER_NBYTES = 16
+INDEX_ENTRY_NBYTES = 16
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +191,8 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
         while codecs and "Crc" in codecs[-1]:  # appended to what is there
             codecs.pop()
         store.blosc = array.shards is None and bool(codecs) and "Blosc" in codecs[-1]
+        if array.shards and array.metadata.codecs[0].index_location.value == "start":
+            store.indexed = math.prod(map(operator.floordiv, array.shards, array.chunks))
     return array
 
 
@@ -248,18 +252,40 @@ def _checked_store() -> Any:
     local_store: Any = zarr_module().storage.LocalStore
 
     class CheckedStore(local_store):  # type: ignore[misc] # zarr's are Any here
-        """Refuses Blosc chunks shorter than they say: c-blosc reads past their end."""
+        """Refuses what is shorter than it says: c-blosc reads past the end of its chunks.
+
+        Attributes
+        ----------
+        blosc
+            Files are chunks of Blosc.
+        indexed
+            Chunks of a shard that begins with where they are; else 0. One that ends with it is
+            found to be cut off.
+        """
 
         blosc = False
+        indexed = 0
 
         async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
             found = await super().get(key, prototype, byte_range)
-            if self.blosc and found is not None:
-                header = found.as_numpy_array()[:BLOSC_HEADER_NBYTES].tobytes()
-                expected = max(BLOSC_HEADER_NBYTES, int.from_bytes(header[12:], "little"))
+            if found is not None and (self.blosc or self.indexed):
+                expected = self._expected(found.as_numpy_array(), byte_range)
                 if len(found) < expected:
                     raise ValueError(f"{len(found)} bytes of {expected} are there")
             return found
+
+        def _expected(self, found: NDArray[Any], byte_range: Any) -> int:
+            if self.blosc:
+                header = found[:BLOSC_HEADER_NBYTES].tobytes()
+                return max(BLOSC_HEADER_NBYTES, int.from_bytes(header[12:], "little"))
+            if byte_range is not None:
+                return int(byte_range.end - byte_range.start)
+            if len(found) < self.indexed * INDEX_ENTRY_NBYTES:
+                return self.indexed * INDEX_ENTRY_NBYTES
+            index = found[: self.indexed * INDEX_ENTRY_NBYTES].tobytes()
+            starts, sizes = np.frombuffer(index, "<u8").reshape(-1, 2).T
+            there = starts != np.iinfo(np.uint64).max
+            return int((starts + sizes)[there].max(initial=0))
 
     return CheckedStore
 

@@ -22,12 +22,16 @@ from hpcdask.workloads import (
     client_cupy,
     count_tasks,
     packing,
+    patterns,
     planted,
     slab_rows,
     tall,
 )
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads import svd as svd_workload
+from hpcdask.workloads.compressed import compress_array
+from hpcdask.workloads.made_genotypes import write_genotypes
+from hpcdask.workloads.packing import pack_array
 
 FEW = settings(max_examples=20, deadline=None)
 
@@ -305,6 +309,103 @@ def test_svd_in_float32_of_any_scale(scale, passes):
     np.testing.assert_allclose(s, exact, rtol=1e-4)
 
 
+def centred(tile):
+    return tile - tile.mean(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "how"),
+    [
+        (1e-165, "float64", {}),
+        (1e-170, "float64", {"passes": 2, "n_power_iter": 2}),
+        (1e-42, "float32", {}),
+        (2e37, "float32", {}),
+        (1e38, "float32", {"passes": 2}),
+        (1e200, "float64", {}),
+    ],
+)
+def test_svd_says_that_products_do_not_fit(scale, dtype, how):
+    """It returned zeros, or NaN."""
+    matrix = (np.random.default_rng(0).random((5000, 4)) * scale).astype(dtype)
+    x = da.from_array(matrix, chunks=(2500, -1))
+    u_s_v = svd_workload.svd_rows(x, 2, dtype=dtype, oversample=1, device="cpu", **how)
+    with pytest.raises(WorkloadError, match=f"products (over|under)flow in {dtype}: scale x"):
+        u_s_v[1].compute()
+
+
+@pytest.mark.parametrize("scale", [0, 1e-140, 1e140])
+def test_svd_of_a_scale_that_fits(scale):
+    matrix = np.random.default_rng(0).standard_normal((60, 8)) * scale
+    x = da.from_array(matrix, chunks=(20, -1))
+    s = svd_workload.svd_rows(x, 3, device="cpu")[1].compute()
+    np.testing.assert_allclose(s, np.linalg.svd(matrix, compute_uv=False)[:3], rtol=1e-6)
+
+
+@FEW
+@given(
+    m=st.integers(2, 60),
+    n=st.integers(1, 130),
+    short=st.integers(0, 10),
+    decades=st.sampled_from([0, 1, 3]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    seed=st.integers(0, 50),
+    how=st.sampled_from([{}, {"passes": 2}, {"n_power_iter": 1}]),
+    prepare=st.sampled_from([None, centred]),
+)
+def test_svd_of_nearly_all_triplets(m, n, short, decades, dtype, seed, how, prepare):
+    """As many random directions as columns are a badly conditioned basis."""
+    k = max(1, min(m, n) - short)
+    a = (np.random.default_rng(seed).random((m, n)) - 0.5) * np.logspace(0, -decades, n)
+    x = da.from_array(a, chunks=(17, -1))
+    exact = np.linalg.svd(a if prepare is None else prepare(a), compute_uv=False)[:k]
+    how = how | {"dtype": dtype, "seed": seed, "prepare": prepare, "device": "cpu"}
+    s = svd_workload.svd_rows(x, k, **how)[1].compute()
+    np.testing.assert_allclose(s, exact, atol={"float32": 1e-2, "float64": 1e-6}[dtype] * exact[0])
+
+
+@pytest.mark.parametrize(("decades", "dtype"), [(1, "float32"), (3, "float64")])
+def test_svd_of_nearly_all_triplets_of_a_tall_matrix(decades, dtype):
+    a = (np.random.default_rng(0).random((20000, 65)) - 0.5) * np.logspace(0, -decades, 65)
+    x = da.from_array(a, chunks=(5000, -1))
+    s = svd_workload.svd_rows(x, 60, dtype=dtype, device="cpu")[1].compute()
+    np.testing.assert_allclose(s, np.linalg.svd(a, compute_uv=False)[:60], rtol=1e-6)
+
+
+def test_prepare_cannot_rewrite_the_chunks():
+    """Each reading would have scaled them again."""
+    matrix = np.random.default_rng(0).random((50, 4))
+    x = da.from_array(matrix, chunks=(25, -1))
+
+    def scale(tile):
+        tile *= 2
+        return tile
+
+    before = matrix.copy()
+    with pytest.raises(ValueError, match="read-only"):
+        svd_workload.svd_rows(x, 2, prepare=scale, device="cpu")[1].compute()
+    np.testing.assert_array_equal(matrix, before)
+
+
+def test_masked_arrays_are_refused():
+    x = da.ma.masked_equal(da.from_array(np.arange(40).reshape(10, 4), chunks=(5, -1)), 7)
+    for lazy in (svd_workload.svd_rows(x, 2, device="cpu")[1], pack_array(x), compress_array(x)):
+        with pytest.raises(WorkloadError, match=r"fill it first, x = da\.ma\.filled"):
+            lazy.compute()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: array_workload.tuned((10,), 4, device="cpu", seed=seed),
+        lambda seed: patterns.build("mean", 64, device="cpu", n_slots=1, seed=seed),
+        lambda seed: write_genotypes("never-there", (8, 8), chunks=(4, 8), n_slots=1, seed=seed),
+    ],
+)
+def test_a_seed_is_checked_before_anything_is_made(make):
+    with pytest.raises(WorkloadError, match="seed=-1 is not accepted"):
+        make(-1)
+
+
 def test_svd_in_float32_of_one_large_column():
     matrix = np.random.default_rng(0).random((1000, 20)).astype(np.float32)
     matrix[:, 4] *= 1e19
@@ -387,10 +488,6 @@ def test_rows_are_prepared_tile_by_tile(monkeypatch):
     x = da.from_array(matrix, chunks=(150, 30))
     u, s, v = dask.compute(*svd_workload.svd_rows(x, 30, prepare=centred, device="cpu"))
     np.testing.assert_allclose(u * s @ v, centred(matrix), atol=1e-6)
-
-
-def centred(tile):
-    return tile - tile.mean(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

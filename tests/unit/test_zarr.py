@@ -21,6 +21,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
+import zarr.buffer.cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
@@ -358,6 +359,29 @@ def test_a_truncated_chunk_is_named(tmp_path, codec, zarr_format, missing_nbytes
         x.compute()
 
 
+@pytest.mark.parametrize("index", ["start", "end"])
+@pytest.mark.parametrize("codec", ["blosc", "auto", None])
+@pytest.mark.parametrize("rows", [40, 100])  # part of a shard, and all of it
+@pytest.mark.parametrize("missing_nbytes", [1, 50, 4000])
+def test_a_truncated_shard_is_named(tmp_path, index, codec, rows, missing_nbytes):
+    path = store(
+        tmp_path / "x",
+        bytes_of((100, 90)),
+        (20, 45),
+        zarr_format=3,
+        shards={"shape": (100, 90), "index_location": index},
+        compressors=BLOSC[3] if codec == "blosc" else codec,
+    )
+    file = f"{path}/c/0/0"
+    # Chunks are not written in order
+    last = rows_on_cpu(path, max_nbytes=rows * 90)
+    np.testing.assert_array_equal(last.compute(), bytes_of((100, 90)))
+    nbytes = max(100, os.path.getsize(file) - missing_nbytes)
+    os.truncate(file, nbytes)
+    with pytest.raises(WorkloadError, match=f"chunk c/0/0 of {path} .*{HOST}.*{nbytes} bytes"):
+        rows_on_cpu(path, max_nbytes=rows * 90).compute()
+
+
 def test_a_chunk_that_is_no_file_of_ours_is_an_error_too(tmp_path, monkeypatch):
     path = store(tmp_path / "x", bytes_of((40, 9)), (10, 9))
 
@@ -535,6 +559,12 @@ def test_a_genotype_above_three_is_refused():
     g[3, 3] = 9
     with pytest.raises(WorkloadError, match="there is a genotype 9"):
         normalise(g)
+
+
+def test_signed_genotypes_may_have_another_mark_for_missing():
+    values = dask.array.from_array(np.array([[0, 1, -1], [2, 1, 0]], np.int8), chunks=(1, 3))
+    with pytest.raises(WorkloadError, match="genotypes are int8, not uint8"):
+        count_variants(values, device="cpu").compute()
 
 
 @pytest.fixture(scope="module")
