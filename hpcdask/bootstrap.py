@@ -185,9 +185,20 @@ class Janitor:
         os.close(read_end)
         return cls(pid, write_end)
 
-    def remove_at_end(self, folder: str) -> None:
-        """Have `folder` removed when this rank is gone."""
-        os.write(self._pipe, folder.encode() + b"\0")
+    def remove_at_end(self, path: str) -> None:
+        """Have a file or folder removed when this rank and its processes are gone."""
+        self._tell(b"later ", path)
+
+    def remove_at_once(self, path: str) -> None:
+        """Have it removed when this rank is gone: another cluster may take the name then."""
+        self._tell(b"now ", path)
+
+    def forget(self, path: str) -> None:
+        """Leave it alone, whatever it is then."""
+        self._tell(b"never ", path)
+
+    def _tell(self, when: bytes, path: str) -> None:
+        os.write(self._pipe, when + os.fsencode(path) + b"\0")
 
     def dismiss(self) -> None:
         """Have it end now, with all that this rank has forked."""
@@ -208,6 +219,13 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
     received = b""
     while chunk := os.read(pipe, 65536):
         received += chunk
+    told = {}
+    for entry in filter(None, received.split(b"\0")):
+        when, _, path = entry.partition(b" ")
+        told[path] = when  # the last word on each holds
+    for path, when in told.items():
+        if when == b"now":
+            _remove_tree(os.fsdecode(path))
     deadline = time.monotonic() + KILL_DEADLINE_S
     while time.monotonic() < deadline and (
         victims := marked_processes(marker, besides={rank, os.getpid()})
@@ -218,9 +236,9 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
             except ProcessLookupError:
                 pass
         time.sleep(0.01)
-    for folder in received.split(b"\0"):
-        if folder:
-            _remove_tree(folder.decode())
+    for path, when in told.items():
+        if when == b"later":
+            _remove_tree(os.fsdecode(path))
 
 
 def marked_processes(marker: str, besides: set[int]) -> list[int]:

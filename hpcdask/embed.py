@@ -105,6 +105,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
             )
         atexit.register(self._close_at_exit)
+        os.register_at_fork(after_in_child=self._forget)
         order = hear_start(self._line)
         if order is None:
             self._code = self._process.wait()
@@ -122,6 +123,8 @@ class Runner:
         if self._line is None or self._process is None:
             return
         self.status = Status.closed
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
         self._line.close()
         self._line = None
         forget_client()
@@ -132,8 +135,16 @@ class Runner:
             self._process.kill()
             self._process.wait()
 
+    def _forget(self) -> None:
+        """In a fork of the program, whose end is not the program's."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
     def _close_at_exit(self) -> None:
         """Close the program's client first, which would else try to connect again."""
+        if self._line is None:  # in a fork: the cluster is its parent's
+            return
         with contextlib.suppress(ValueError):
             default_client().close(timeout=2)
         self.close()

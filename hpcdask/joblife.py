@@ -41,6 +41,8 @@ LEAVE_BEHIND_DEADLINE_S = 2.0
 SETTLE_S = 1.0
 #: Seconds in which a scheduler whose connection broke must answer again.
 RECONNECT_DEADLINE_S = 2.0
+#: Seconds in which the scheduler has to say which workers it has.
+ANSWER_DEADLINE_S = 5.0
 FOREVER_S = 1e8
 #: Why a worker closes, in distributed's words: with the scheduler, and when nobody asked it to.
 SCHEDULER_CLOSED = "scheduler-close"
@@ -305,7 +307,12 @@ class JobPart(Member):
         there: set[str] = set()
         try:
             async with rpc(self.asked.scheduler, connection_args=self.connection_args) as scheduler:
-                there = names & set(await _addresses(scheduler))
+                try:
+                    async with asyncio.timeout(ANSWER_DEADLINE_S):
+                        there = names & set(await _addresses(scheduler))
+                except TimeoutError:
+                    silent = f"no answer within {ANSWER_DEADLINE_S:g} s"
+                    raise ClusterError(silent) from None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HAND_OVER_DEADLINE_S):
                         await _retire(scheduler, names)

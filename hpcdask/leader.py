@@ -114,7 +114,11 @@ class Leader:
 
     async def lead(self) -> int:
         """Run everything and return the exit code of the run."""
-        self.member.handle_signals(lambda number: self._happened("signal", number))
+        attached = self.attached is not None
+        self.member.handle_signals(
+            lambda number: self._happened("signal", number),
+            repeated={signal.SIGINT} if attached else set(),
+        )
         try:
             if self.early_error:
                 raise self.early_error
@@ -142,7 +146,12 @@ class Leader:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._happened("broken", error)
 
     # Bringing up
 
@@ -252,7 +261,7 @@ class Leader:
     async def _gather_to_dismiss(self) -> None:
         """After an early error: let the others arrive, so that they can be told to end."""
         self.deadline = time.monotonic() + min(self.spec.timeout, 10)
-        with contextlib.suppress(HpcdaskError, _Interrupted):
+        with contextlib.suppress(HpcdaskError, OSError, _Interrupted):
             await self._meet()
 
     def _missing_ranks(self) -> LaunchError:
@@ -330,8 +339,8 @@ class Leader:
         file = self.spec.scheduler_file
         if file:
             path = os.path.abspath(file)
-            self.member.janitor.remove_at_end(path)
-            self.member.janitor.remove_at_end(f"{path}.keys")
+            self.member.janitor.remove_at_once(path)
+            self.member.janitor.remove_at_once(f"{path}.keys")
             self.written = path
             schedulerfile.write(path, self.address, self.member.credentials, job=job_id())
         if not self.has_program:
@@ -390,6 +399,8 @@ class Leader:
             if event.what in wanted:
                 return event
             match event.what:
+                case "broken":
+                    raise event.value
                 case "signal":
                     raise _Interrupted(event.value)
                 case "lost":
@@ -419,6 +430,8 @@ class Leader:
         while True:
             event = await self.events.get()
             match event.what:
+                case "broken":
+                    raise event.value
                 case "program":
                     return ClusterError.exit_code if lost else int(event.value)
                 case "gave-up":
@@ -427,6 +440,8 @@ class Leader:
                     return 128 + (self.signalled or signal.SIGTERM)
                 case "signal" if not self.has_program:
                     return 128 + int(event.value)
+                case "signal" if self.attached is not None and event.value == signal.SIGINT:
+                    pass  # meant for the program, which gets it itself, and may go on
                 case "signal" if self.signalled is None:
                     self._end_program_by(event.value)
                 case "lost" if self._goes_on_without(event.value):
@@ -543,6 +558,8 @@ class Leader:
             with contextlib.suppress(OSError):
                 os.unlink(self.written)
             shutil.rmtree(f"{self.written}.keys", ignore_errors=True)
+            self.member.janitor.forget(self.written)  # the next cluster may write there now
+            self.member.janitor.forget(f"{self.written}.keys")
 
     async def _others_gone(self) -> None:
         """Wait until every other rank has left: a launcher reports the ranks that still live."""

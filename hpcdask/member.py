@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import dask.config
@@ -224,13 +224,20 @@ class Member:
         if self.program is not None and not from_terminal:
             self.program.send_signal(number)
 
-    def handle_signals(self, act: Callable[[int], None]) -> None:
-        """Call `act` for the first signal that ends the run; the second ends this rank at once."""
+    def handle_signals(
+        self, act: Callable[[int], None], repeated: Collection[int] = frozenset()
+    ) -> None:
+        """Call `act` for the first signal that ends the run; the second ends this rank at once.
+
+        Of those that may be `repeated`, each is told to `act`, and none ends the rank.
+        """
         loop = asyncio.get_running_loop()
         first: list[float] = []
 
         def handle(number: int) -> None:
-            if not first:
+            if number in repeated:
+                act(number)
+            elif not first:
                 first.append(time.monotonic())
                 act(number)
             elif time.monotonic() - first[0] > SAME_SIGNAL_S:

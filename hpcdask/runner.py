@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import socket
 import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from . import bootstrap, ranks
 from .bootstrap import Janitor
@@ -22,6 +24,9 @@ from .errors import HpcdaskError, UsageError
 from .program import Program
 from .scout import Scout
 from .spec import RunSpec
+
+if TYPE_CHECKING:
+    from .member import Member
 
 
 @dataclass
@@ -52,21 +57,38 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
     Program
         Only in the process that is to become the user's program.
     """
-    from .member import complain, leave
-
     rank = ranks.detect()
     try:
         return _launch(launch, janitor, scout, rank)
-    except HpcdaskError as error:
-        if rank is None or rank.index == 0:
-            complain(error)
-            leave(error.exit_code)
-        leave(0)  # mpirun would kill rank 0 before it has said so
-    except Exception:
+    except Exception as error:
+        _fail(error, rank)
+
+
+def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
+    from .member import complain, leave
+
+    if not isinstance(error, HpcdaskError):
         try:
-            traceback.print_exc()
+            traceback.print_exception(error)
         finally:
             leave(1)
+    if rank is None or rank.index == 0:
+        complain(error)
+        leave(error.exit_code)
+    leave(0)  # mpirun would kill rank 0 before it has said so
+
+
+async def end_with(work: Awaitable[int], member: Member) -> NoReturn:
+    """End this rank with the exit code of its work, whatever its threads still wait for.
+
+    A loop that ends by itself waits for them, such as for that of a program which hangs in a file
+    system and cannot be killed.
+    """
+    try:
+        code = await work
+    except Exception as error:
+        _fail(error, member.rank)
+    member.leave(code)
 
 
 def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
@@ -185,13 +207,13 @@ def _launch(
         )
         if isinstance(meeting, rendezvous.FileRendezvous):
             janitor.remove_at_end(meeting.folder)
-        code = asyncio_run(leader.lead(), loop_factory=get_loop_factory())
+        work = leader.lead()
     else:
         if scheduler_child is not None:
             scheduler_child.sock.close()
         assert meeting is not None
-        code = asyncio_run(follow(member, meeting), loop_factory=get_loop_factory())
-    return member.leave(code)
+        work = follow(member, meeting)
+    return asyncio_run(end_with(work, member), loop_factory=get_loop_factory())
 
 
 def _program_rank(spec: RunSpec) -> int:

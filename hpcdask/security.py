@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ FILES = {
         for kind in ("cert", "key")
     },
 }
+
+#: End of the name of a file that is being written.
+TEMPORARY = re.compile(r"\.[0-9a-f]{12}\Z")
 
 Credentials = dict[str, str]
 
@@ -111,7 +115,8 @@ def is_key_folder(folder: str) -> bool:
     """Whether this is a folder of ours that holds nothing but keys."""
     try:
         status = os.lstat(folder)
-        return status.st_uid == os.getuid() and set(os.listdir(folder)) <= set(FILES)
+        names = {re.sub(TEMPORARY, "", name) for name in os.listdir(folder)}
+        return status.st_uid == os.getuid() and names <= set(FILES)
     except OSError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -90,8 +91,9 @@ def _lock(gpu: Gpu, owner: str, folder: str) -> int:
                 raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
             other = os.pread(file, 200, 0).decode(errors="replace") or "another process"
             raise _Taken(f"{gpu.uuid} by {other}") from None
-        os.ftruncate(file, 0)
-        os.pwrite(file, owner.encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without words
+            os.ftruncate(file, 0)
+            os.pwrite(file, owner.encode(), 0)
     except BaseException:
         os.close(file)
         raise

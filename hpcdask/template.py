@@ -61,6 +61,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
     server: Any = forkserver._forkserver
+    if len(os.fsencode(folder)) < 80:  # for a fork server of multiprocessing's, if this one is lost
+        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     # A socket's path may have 107 characters, the folder's may have more
     address = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/template"
     listener = socket.socket(socket.AF_UNIX)

@@ -587,6 +587,36 @@ def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
     assert codes == [1]
 
 
+def test_a_scheduler_that_hangs_is_not_waited_for(monkeypatch, capsys):
+    """A job stayed for 30 s after SIGTERM, when queues kill it."""
+
+    class Hanging:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        async def __aenter__(self) -> Hanging:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def identity(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    async def run() -> set[str]:
+        async with asyncio.timeout(5):
+            return await part._hand_over()
+
+    monkeypatch.setattr(joblife, "rpc", Hanging)
+    monkeypatch.setattr(joblife, "ANSWER_DEADLINE_S", 0.1)
+    part = object.__new__(joblife.JobPart)
+    part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1", names=lambda first, nodes: ["a"])
+    part.rank, part.connection_args = SimpleNamespace(size=1), {}
+    assert asyncio.run(run()) == set()
+    said = capsys.readouterr().err
+    assert "does not take over what the workers hold: ClusterError: no answer" in said
+
+
 def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
     """A nanny that closes by itself never got to the end of that, and was waited for."""
 

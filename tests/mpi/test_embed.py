@@ -60,6 +60,30 @@ def test_a_killed_program_leaves_nothing(site: Site) -> None:
     assert ended.code != 0
 
 
+def test_forks_of_the_program_do_not_keep_or_end_the_cluster(site: Site) -> None:
+    """The end of a program with a pool was that of its lost rank, after 10 s."""
+    ended = run(site, "runner", "fork")
+    assert ended.code == 0, str(ended)
+    assert ended.out.count("later sum 3") == 2, str(ended)
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_ctrl_c_is_the_program_s_alone(site: Site) -> None:
+    """A second one, however much later, ended the cluster of somebody at a prompt."""
+    ended = run(site, "runner", "interrupts")
+    assert ended.code == 0, str(ended)
+    assert "later sum 3" in ended.out, str(ended)
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_a_program_that_cannot_be_told_where_the_cluster_is(site: Site) -> None:
+    """Such as on a full disk: both waited for ever."""
+    ended = run(site, "runner", "spoil")
+    assert ended.code == 1, str(ended)
+    assert "rank 0 on" in ended.err, str(ended)
+    assert "cannot go on: [Errno 21] Is a directory" in ended.err, str(ended)
+
+
 def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
     for name in ("HPCDASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

@@ -209,6 +209,17 @@ def test_a_folder_of_another_user(credentials, tmp_path):
         security.load_credentials(str(folder))
 
 
+def test_a_folder_in_which_a_key_was_being_written_can_be_taken_over(credentials, tmp_path):
+    """Its rank and janitor had died with their node, and no run took the file again."""
+    folder = tmp_path / "keys"
+    security.save_credentials(credentials, str(folder))
+    (folder / "client.key.pem").rename(folder / "client.key.pem.0123456789ab")
+    security.save_credentials(credentials, str(folder))
+    assert set(os.listdir(folder)) == set(security.FILES)
+    (folder / "mine.0123456789ab").touch()
+    assert not security.is_key_folder(str(folder))
+
+
 def test_a_private_file_replaces_what_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "note"
     file.write_text("before")

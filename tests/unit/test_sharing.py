@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -72,6 +73,14 @@ def test_a_file_that_cannot_be_trusted_is_no_lock(tmp_path):
     (tmp_path / name).symlink_to(tmp_path / "victim")
     assert sharing.take(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[1]]
     assert not (tmp_path / "victim").read_text()
+
+
+def test_a_full_disk_keeps_nobody_from_a_gpu(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert sharing.take(GPUS[:1], 1, "job 10", str(tmp_path)) == GPUS[:1]
 
 
 def test_parts_of_gpus_are_shared_on_purpose():

@@ -1,8 +1,11 @@
 """A program that every rank starts: `embedded.py HOW END`."""
 
+import glob
 import os
 import signal
 import sys
+import threading
+import time
 
 how, end = sys.argv[1:3]
 if "mpi" in how:
@@ -23,8 +26,48 @@ def work(client: Client) -> None:
         sys.exit(7)
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if end == "fork":
+        for _ in range(2):
+            fork(client)
+    if end == "interrupts":
+        for _ in range(2):
+            interrupt()
+        print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
 
 
+def fork(client: Client) -> None:
+    """Make a process that lives on and has all that this one has, and one that ends."""
+    if not os.fork():
+        signal.alarm(30)
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(0)
+    if not os.fork():
+        runner.close()
+        os._exit(0)
+    os.wait()
+    print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
+
+
+def interrupt() -> None:
+    """What Ctrl-C is for all processes of a terminal, to somebody who goes on."""
+    try:
+        os.killpg(0, signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        time.sleep(0.5)
+
+
+def spoil(folder: str) -> None:
+    """Take the place of the file that is to say where the cluster is."""
+    while not (scratch := glob.glob(f"{folder}/hpcdask-*")):
+        time.sleep(0.001)
+    os.mkdir(f"{scratch[0]}/scheduler.json")
+
+
+parent = os.getpid()
+if end == "spoil":
+    threading.Thread(target=spoil, args=[os.environ["TMPDIR"]], daemon=True).start()
 if how.startswith("runner"):
     with hpcdask.Runner(device="cpu", nthreads=1) as runner, Client(runner) as client:
         work(client)

@@ -1,0 +1,89 @@
+"""The janitor, and how a rank ends: what no run of a test can bring about."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from hpcdask.leader import Leader
+from launching import wait_for
+
+
+def python(code: str, *arguments: str | os.PathLike[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(os.fspath, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+RANK_THAT_LEAVES_A_PROCESS = """
+    import os, sys
+    from hpcdask import bootstrap
+
+    bootstrap.KILL_DEADLINE_S = 3
+    bootstrap.marked_processes = lambda marker, besides: [2**22]  # as if it could not be killed
+    os.environ[bootstrap.MARKER] = "nobody"
+    janitor = bootstrap.Janitor.start()
+    now, later, forgotten = sys.argv[1:]
+    janitor.remove_at_once(now)
+    janitor.remove_at_end(later)
+    janitor.remove_at_once(forgotten)
+    janitor.forget(forgotten)
+    os._exit(0)
+"""
+
+
+def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
+    """The scheduler file of a second run went when the first one's processes had ended."""
+    now, forgotten = tmp_path / "cluster.json", tmp_path / "other.json"
+    later = tmp_path / os.fsdecode(b"caf\xe9")
+    for path in (now, later, forgotten):
+        path.write_text("")
+    rank = python(RANK_THAT_LEAVES_A_PROCESS, now, later, forgotten)
+    assert rank.wait(10) == 0
+    wait_for(lambda: not now.exists(), 2, "the file to be removed")
+    assert later.exists()
+    now.write_text("of the next cluster")
+    wait_for(lambda: not later.exists(), 10, "the folder to be removed")
+    time.sleep(0.1)
+    assert now.exists()
+    assert forgotten.exists()
+
+
+RANK_WITH_A_THREAD_THAT_WAITS = """
+    import asyncio, os, threading
+    from types import SimpleNamespace
+    from hpcdask import runner
+
+    async def work():
+        loop = asyncio.get_running_loop()
+        begun = threading.Event()
+        loop.run_in_executor(None, lambda: (begun.set(), threading.Event().wait(60)))
+        begun.wait()
+        return 3
+
+    member = SimpleNamespace(rank=None, leave=os._exit)
+    asyncio.run(runner.end_with(work(), member))
+"""
+
+
+def test_a_rank_does_not_wait_for_its_threads():
+    """Nor for a program in a file system that hangs, which cannot be killed."""
+    assert python(RANK_WITH_A_THREAD_THAT_WAITS).wait(20) == 3
+
+
+def test_a_rank_that_cannot_tell_the_others_ends_all_the_same():
+    async def meet() -> None:
+        raise OSError("no space left")
+
+    leader = object.__new__(Leader)
+    leader.spec = type("Spec", (), {"timeout": 1.0})
+    leader._meet = meet
+    asyncio.run(leader._gather_to_dismiss())
