@@ -29,6 +29,12 @@ def the_same_environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_links_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clusters elsewhere are known there."""
+    monkeypatch.setattr("hpcdask.queues.folder.DEFAULT_BASE", f"{tmp_path}-usual")
+
+
 @contextmanager
 def restored_environment() -> Iterator[None]:
     before = dict(os.environ)

@@ -28,7 +28,7 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     Returns
     -------
     distributed.Security or None
-        None when no cluster of this user in the configured folder has that address.
+        None when no cluster of this user that ``~/.hpcdask`` knows has that address.
 
     Raises
     ------

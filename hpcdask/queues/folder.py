@@ -102,7 +102,7 @@ class ClusterFolder:
         queue
             Name of its queue.
         base
-            Folder to make it in; made if missing. Default: ``~/.hpcdask``.
+            Folder to make it in; made if missing. Default: ``~/.hpcdask``, which else gets a link.
 
         Raises
         ------
@@ -125,7 +125,16 @@ class ClusterFolder:
                 f"the cluster's folder {path} cannot be made: {error.strerror}. Name another place "
                 f"that the nodes share: shared_temp_directory=…"
             ) from None
+        folder._link()
         return folder
+
+    def _link(self) -> None:
+        """Have a folder elsewhere found from the usual place, if there is one."""
+        usual = base_path()
+        if self.path.parent != usual:
+            with contextlib.suppress(OSError):
+                make_private(usual)
+                (usual / self.name).symlink_to(self.path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ClusterFolder:
@@ -286,7 +295,10 @@ def base_path(base: str | os.PathLike[str] | None = None) -> Path:
 
 
 def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFolder]:
-    """All clusters of this user in a base, oldest first. Other folders there are skipped."""
+    """All clusters of this user in a base, oldest first. Other folders there are skipped.
+
+    The usual base has links to those in others.
+    """
     found = []
     try:
         paths = list(base_path(base).iterdir())
@@ -295,8 +307,10 @@ def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFol
     except OSError as error:
         raise UsageError(f"{base_path(base)} cannot be read: {error.strerror}") from None
     for path in paths:
+        target = path.readlink() if path.is_symlink() else path
         with contextlib.suppress(UsageError):
-            found.append(ClusterFolder.open(path))
+            if target.name == path.name:
+                found.append(ClusterFolder.open(target))
     return sorted(found, key=lambda folder: folder.created)
 
 
@@ -308,6 +322,9 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
         if folder.ended is not None and folder.ended < limit:
             shutil.rmtree(folder.path, ignore_errors=True)
             removed.append(folder.name)
+            link = base_path() / folder.name
+            if link.is_symlink():
+                link.unlink(missing_ok=True)
     return removed
 
 

@@ -27,7 +27,7 @@ class Found:
     queue
         Name of its queue.
     folder
-        None if it is not in this base: removed, or in another one.
+        None if this base does not know it: removed, or in another one.
     jobs
         Its jobs in the queue that are not over.
     """

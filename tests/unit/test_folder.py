@@ -46,9 +46,29 @@ def test_everything_is_private_whatever_the_umask(tmp_path):
 
 def test_the_default_base_is_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("hpcdask.queues.folder.DEFAULT_BASE", "~/.hpcdask")
     made = ClusterFolder.create("ab-1", "slurm")
     assert made.path == tmp_path / ".hpcdask/ab-1"
     assert [found.name for found in list_clusters()] == ["ab-1"]
+
+
+def test_a_folder_elsewhere_is_known_at_home(tmp_path):
+    """`hpcdask jobs`, `cleanup` and clients of other processes did not know such clusters."""
+    usual = Path(f"{tmp_path}-usual")
+    made = ClusterFolder.create("ab-1", "slurm", tmp_path / "scratch")
+    (found,) = list_clusters()
+    assert (found.path, found.lives()) == (made.path, True)
+    assert sorted(usual.iterdir()) == [usual / "ab-1"]
+    made.ended = time.time() - 31 * 86400
+    made._write()
+    assert prune() == ["ab-1"]
+    assert not made.path.exists()
+    assert not list(usual.iterdir())
+
+
+def test_a_home_that_takes_no_link_is_no_obstacle(tmp_path):
+    Path(f"{tmp_path}-usual").touch()
+    assert ClusterFolder.create("ab-1", "slurm", tmp_path / "scratch").path.is_dir()
 
 
 def test_a_base_where_others_may_write_is_refused(tmp_path):
