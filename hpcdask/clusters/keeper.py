@@ -16,7 +16,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.batching import BATCH_INTERVAL_S
-from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
+from hpcdask.errors import HpcdaskError, JobsFailed, NoAnswer, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import OVER, Failure, History, Job, Seen, State, observe, plan, record
@@ -77,6 +77,7 @@ class Keeper:
         self.poll_interval_s = poll_interval_s
         self.failure: HpcdaskError | None = None
         self._history = History()
+        self._by_hand = False
         tag = f"hpcdask:{ledger.cluster}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
         self._departures = Departures(ledger, queue, self.poke)
@@ -107,8 +108,9 @@ class Keeper:
         self._submitter.retry_at = 0.0
         self.ledger.calm()
 
-    def want(self, jobs: int) -> None:
-        """Wish for this many jobs."""
+    def want(self, jobs: int, *, by_hand: bool = True) -> None:
+        """Wish for this many jobs; a user who asks by hand is told of a queue that is silent."""
+        self._by_hand = by_hand
         self.ledger.wanted = jobs
         self.ledger.emptied = jobs == 0
         self.poke()
@@ -318,8 +320,9 @@ class Keeper:
         try:
             await self._submitter.submit(count, ledger.jobs)
             ledger.calm("limit")
+            self._by_hand = False
         except QueueError as error:
-            if error.for_now:
+            if error.for_now and not (self._by_hand and isinstance(error, NoAnswer)):
                 there = f"{len(ledger.counting())} of {ledger.wanted} jobs are there"
                 ledger.warn("limit", f"{error}. {there}; trying again later")
             else:

@@ -85,8 +85,8 @@ class Scaling(Cluster):
         UsageError
             There is no such queueing system on this machine.
         Refused, QueueError
-            The queue does not take the jobs, or answers something unknown. Limits of the site, and
-            a queue that does not answer, are a warning, and tried again later.
+            The queue does not take the jobs, or does not answer. A limit of the site is a warning,
+            and tried again later.
         """
         size = self.options.workers
         workers = max(
@@ -106,7 +106,7 @@ class Scaling(Cluster):
         keeper = self._running_keeper()
         if by_hand:
             keeper.forgive()
-        keeper.want(math.ceil(n / self.options.workers))
+        keeper.want(math.ceil(n / self.options.workers), by_hand=by_hand)
         await keeper.settle()
 
     def _scale_down(self, names: Collection[str]) -> None:
