@@ -68,6 +68,8 @@ class View:
         Bytes of host memory that the job may use on this node.
     shown
         The node's GPUs about which NVML was asked; None where it was not, see `complete`.
+    quota
+        Of how many cores a cgroup allows the time; None for all.
     """
 
     rank: int
@@ -77,6 +79,12 @@ class View:
     cores: tuple[int, ...]
     memory: int
     shown: tuple[Gpu, ...] | None = ()
+    quota: int | None = None
+
+    @property
+    def cpus(self) -> int:
+        """How many threads can run at a time."""
+        return min(len(self.cores), self.quota or len(self.cores))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> View:
@@ -225,7 +233,10 @@ def _select(wanted: str, full: Sequence[Sequence[Named]]) -> list[Named]:
         elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
             found = full[int(match[1])][int(match[2]) :][:1] if int(match[1]) < len(full) else ()
         else:
-            found = [gpu for gpus in full for gpu in gpus if gpu.uuid.startswith(entry)]
+            named = entry.startswith(("GPU-", "MIG-"))
+            found = [gpu for gpus in full for gpu in gpus if named and gpu.uuid.startswith(entry)]
+            if len(found) > 1:  # CUDA wants a beginning that only one has
+                break
         if not found:
             break
         chosen += [gpu for gpu in found if gpu not in chosen]
@@ -485,6 +496,45 @@ def widen_threads(cores: Sequence[int] | set[int]) -> None:
         widen(cores, int(thread))
 
 
+def cpu_quota(root: str = "/") -> int | None:
+    """Of how many cores a cgroup, such as a container's, allows the time; None for no limit."""
+    found = []
+    for folder, unified in _cgroups("cpu", root):
+        with contextlib.suppress(OSError, ValueError):
+            names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = _numbers(folder, *names)
+            if quota > 0:
+                found.append(max(1, quota // period))
+    return min(found, default=None)
+
+
+def _numbers(folder: str, *names: str) -> list[int]:
+    """The numbers in some files; ValueError where one says that there is no limit."""
+    text = ""
+    for name in names:
+        with open(f"{folder}/{name}") as file:
+            text += f"{file.read()} "
+    return [int(word) for word in text.split()]
+
+
+def _cgroups(controller: str, root: str) -> Iterator[tuple[str, bool]]:
+    """Folders of this process's group and those above it, and whether they are of version 2."""
+    try:
+        with open(f"{root}proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = f"{root}sys/fs/cgroup/{controller}" if controllers else f"{root}sys/fs/cgroup"
+        while True:
+            yield f"{base}{path.rstrip('/')}", not controllers
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)
+
+
 def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int:
     """Bytes of host memory that this job may use on this node.
 
@@ -498,25 +548,9 @@ def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int
     environ = os.environ if environ is None else environ
     # SLURM sets this one even where no cgroup confines memory; distributed honours it too
     limits = [int(psutil.virtual_memory().total), resource.getrlimit(resource.RLIMIT_RSS)[1]]
-    with contextlib.suppress(OSError, ValueError):
-        with open(f"{root}proc/self/cgroup") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-        for _, controllers, path in groups:
-            if controllers == "":
-                base, name = f"{root}sys/fs/cgroup", "memory.max"
-            elif "memory" in controllers.split(","):
-                base, name = f"{root}sys/fs/cgroup/memory", "memory.limit_in_bytes"
-            else:
-                continue
-            while True:
-                with (
-                    contextlib.suppress(OSError, ValueError),
-                    open(f"{base}{path.rstrip('/')}/{name}") as file,
-                ):
-                    limits.append(int(file.read()))
-                if path in ("", "/"):
-                    break
-                path = os.path.dirname(path)
+    for folder, unified in _cgroups("memory", root):
+        with contextlib.suppress(OSError, ValueError):
+            limits += _numbers(folder, "memory.max" if unified else "memory.limit_in_bytes")
     if environ.get("SLURM_MEM_PER_NODE", "").isdigit():
         limits.append(int(environ["SLURM_MEM_PER_NODE"]) << 20)
     elif environ.get("SLURM_MEM_PER_CPU", "").isdigit():

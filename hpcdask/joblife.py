@@ -189,7 +189,13 @@ class JobPart(Member):
         if kinds and (lacks := memory.missing(self.spec)):
             say(f"warning: {lacks}")
         names = self.asked.names(self.rank.index)
-        places = share(self.spec, given, names, cores=view.cores, memory=view.memory, count=count)
+        places = share(
+            *(self.spec, given, names),
+            cores=view.cores,
+            cpus=view.cpus,
+            memory=view.memory,
+            count=count,
+        )
         interfaces = choose_interface(self.spec, [seat])
         return settle(self.spec, {0: places}, {0: seat}, choice, interfaces)[0]
 

@@ -136,6 +136,7 @@ class Member:
             tuple(sorted(devices.launcher_cores())),
             devices.job_memory(),
             None if shown is None else tuple(shown),
+            devices.cpu_quota(),
         )
 
     def dismiss_scout(self) -> None:

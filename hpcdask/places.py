@@ -59,7 +59,7 @@ def plan(
     if by_hand and given[0] == [None]:
         from distributed.deploy.utils import nprocesses_nthreads
 
-        processes, per_process = nprocesses_nthreads(len(views[0].cores))
+        processes, per_process = nprocesses_nthreads(views[0].cpus)
         given[0] = [None] * processes
         threads = threads or per_process
     places: dict[int, list[Place]] = {}
@@ -75,6 +75,7 @@ def plan(
             given[view.rank],
             names,
             cores=cores,
+            cpus=min([len(cores), *(mate.quota for mate in mates if mate.quota)]),
             memory=min(mate.memory for mate in mates),
             count=sum(len(given[mate.rank]) for mate in mates),
         )
@@ -87,6 +88,7 @@ def share(
     names: Sequence[str],
     *,
     cores: Sequence[int],
+    cpus: int,
     memory: int,
     count: int,
 ) -> list[Place]:
@@ -98,8 +100,8 @@ def share(
         What the workers are.
     given, names
         Each worker's device and name.
-    cores, memory
-        What all workers of the node have together; `memory` in bytes.
+    cores, cpus, memory
+        What all workers of the node have together: which cores, the time of how many, bytes.
     count
         How many workers that is.
     """
@@ -108,7 +110,7 @@ def share(
             name=name,
             gpu=gpu,
             cores=tuple(devices.worker_cores(cores, gpu)),
-            nthreads=spec.nthreads or (1 if gpu else max(1, len(cores) // count)),
+            nthreads=spec.nthreads or (1 if gpu else max(1, cpus // count)),
             memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
         )
         for name, gpu in zip(names, given, strict=True)

@@ -89,7 +89,10 @@ def read(path: str) -> dict[str, Any]:
         with open(path) as file:
             owner = os.fstat(file.fileno()).st_uid
             content = json.load(file)
-        _endpoint(content["address"])
+        host, _ = _endpoint(content["address"])
+        host.encode("idna")  # as a connection does, with an error of no such form
+        if not isinstance(content.get("hpcdask", {}), dict):
+            raise TypeError
     except FileNotFoundError:
         raise SchedulerFileError(
             f"{path} does not exist: start the cluster with --scheduler-file "

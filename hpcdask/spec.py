@@ -22,6 +22,9 @@ Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
 Layout = Literal["shared", "dedicated"]
 
+#: Bytes that an idle worker of the smallest kind has, and some.
+LEAST_MEMORY_LIMIT = 128 << 20
+
 
 def parse_memory(text: str | int | float | None, name: str) -> int | None:
     """Bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None, ``auto`` and the like.
@@ -77,6 +80,17 @@ def parse_device_memory(text: str | int | float | None, name: str) -> int | floa
         ) from None
 
 
+def _parse_memory_limit(text: str | float | None, name: str) -> int | None:
+    value = parse_memory(text, name)
+    if value is not None and 0 < value < LEAST_MEMORY_LIMIT:
+        raise UsageError(
+            f"{name}: {text!r} is {value:,} bytes, less than an idle worker needs "
+            f"({LEAST_MEMORY_LIMIT:,}): it would be restarted for ever. Is a unit missing, as in "
+            f"64GiB?"
+        )
+    return value
+
+
 def parse_seconds(text: str | float | None, name: str) -> float | None:
     """Seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
     if text is None or text == "none":
@@ -123,7 +137,8 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
             else (pair.split("=") for pair in text.replace(",", " ").split())
         )
         found = {key: float(value) for key, value in pairs}
-        if not all(key and 0 <= value < math.inf for key, value in found.items()):
+        word = re.compile(r"[^\s,=]+")
+        if not all(word.fullmatch(key) and 0 <= value < math.inf for key, value in found.items()):
             raise ValueError(text)
         return found
     except ValueError:
@@ -220,7 +235,7 @@ class WorkerSpec:
         None,
         "Host memory per worker, such as 64GiB. Default: what the job may use on the node, "
         "shared among its workers.",
-        parse_memory,
+        _parse_memory_limit,
     )
     enable_nvlink: bool | None = _field(
         None, "Have ucx use NVLink, or not. Default: as UCX chooses.", _switch, flag=True

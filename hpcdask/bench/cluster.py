@@ -14,6 +14,7 @@ import distributed
 import numpy as np
 
 from hpcdask import schedulerfile
+from hpcdask.devices import NONE_VISIBLE
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.workloads import CUPY_INSTALL, Device
 
@@ -67,7 +68,7 @@ class Cluster:
 def probe() -> dict[str, Any]:
     """Tell what this worker can compute on; runs on workers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu = bool(visible) if visible is not None else _nvml_count() > 0
+    gpu = visible.strip() not in NONE_VISIBLE if visible is not None else _nvml_count() > 0
     found: dict[str, Any] = {"host": platform.node(), "gpu": gpu, "cuda": False, "why": ""}
     try:
         import cupy

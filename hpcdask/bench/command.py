@@ -20,6 +20,7 @@ import click
 import dask
 from click.core import ParameterSource
 from dask.utils import parse_bytes
+from distributed import KilledWorker
 
 from hpcdask import ranks
 from hpcdask.bench import exchange_report, limits, table
@@ -32,7 +33,7 @@ from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.devices import visible_gpus
-from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.workloads import Device, Form, WorkloadError
 
 __all__ = ["bench", "main"]
@@ -168,6 +169,7 @@ def _execute(
     leave_out: bool = False,
 ) -> None:
     """Make the measurements on the cluster, and tell of each when it is made."""
+    _check_outputs(json_file, report_file)
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(click.get_current_context().find_root().obj, device)
     code = 0
@@ -182,6 +184,13 @@ def _execute(
                     if not leave_out:
                         raise
                     say(f"left out: {exc}")
+                    continue
+                except (KilledWorker, MemoryError) as exc:
+                    text = f"{type(exc).__name__}: {exc}"
+                    if not leave_out:
+                        raise ClusterError(text) from exc
+                    say(f"error: {text}")
+                    code = 1
                     continue
                 lines.append(line)
                 if "work" in line:
@@ -266,6 +275,10 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
         mpirun -n 8 hpcdask bench array --size 2TB --form both
     """
     if compare is not None:
+        if ctx.invoked_subcommand is not None:
+            raise UsageError(
+                f"--compare reads two files; to measure {ctx.invoked_subcommand}, leave it out"
+            )
         text, code = compare_files(*compare)
         click.echo(text)
         raise SystemExit(code)
@@ -387,12 +400,22 @@ def table_command(
     """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
     if (rank := ranks.detect()) is not None and rank.size > 1:
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
-    with _reported(report_file) as lines:
-        for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
-            for line in table.run_row(row, cpu_size if row.device == "cpu" else size, repeats):
-                lines.append(line)
-                tell(line, json_file)
-        table.show(lines)
+    _check_outputs(json_file, report_file)
+    try:
+        with _reported(report_file) as lines:
+            for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
+                nbytes = cpu_size if row.device == "cpu" else size
+                for line in table.run_row(row, nbytes, repeats):
+                    lines.append(line)
+                    tell(line, json_file)
+            table.show(lines)
+    except OSError as exc:
+        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
+
+
+def _check_outputs(json_file: Path | None, report_file: Path | None) -> None:
+    if report_file is not None and json_file is not None and report_file == json_file:
+        raise UsageError(f"--json and --report are both {report_file}: name two files")
 
 
 @bench.command("all")
@@ -514,6 +537,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)
     except click.ClickException as exc:
         return _refuse(exc.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        return _refuse("interrupted", 128 + signal.SIGINT)
     except HpcdaskError as exc:
         return _refuse(str(exc), exc.exit_code)
     except SystemExit as exc:

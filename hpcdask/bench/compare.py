@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,50 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     written = "each line has to be one that `hpcdask bench --json` wrote"
     try:
         found = json.loads(line)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise UsageError(f"{where}: not JSON ({exc}); {written}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("workload"), str):
         raise UsageError(f"{where}: not a result, it names no workload; {written}")
     if found["workload"] == LIMITS:
-        if not isinstance(found.get("rates"), dict):
+        rates = found.get("rates")
+        if not isinstance(rates, dict) or not all(map(_is_number, rates.values())):
             raise UsageError(f"{where}: the limits have no rates; {written}")
         return found
     for name in NUMBERS:
         value = found.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not _is_number(value):
             raise UsageError(f"{where}: {name} is {value!r}, not a time in seconds; {written}")
+    for name, (kind, is_right) in FORMS.items():
+        if found.get(name) is not None and not is_right(found[name]):
+            raise UsageError(f"{where}: {name} is {found[name]!r}, not {kind}; {written}")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a positive number that a float can be."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < sys.float_info.max
+
+
+def _is_check(value: Any) -> bool:
+    return isinstance(value, dict) and "ok" in value
+
+
+#: What other fields have to be, where they are there.
+FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bytes": ("a number", _is_number),
+    "devices": ("counts by name", lambda value: isinstance(value, dict)),
+    "versions": ("versions by name", lambda value: isinstance(value, dict)),
+    "rates": (
+        "rates by name",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
+    "checks": (
+        "a list of checks",
+        lambda value: isinstance(value, list) and all(map(_is_check, value)),
+    ),
+}
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -149,9 +150,14 @@ def _store(cluster: Cluster, nbytes: int, path: Path | None) -> Iterator[tuple[s
         _check_hosts(cluster)
         folder = tempfile.mkdtemp(prefix="hpcdask-zarr-")
         path = Path(folder) / "genotypes.zarr"
+    # One that was not written to its end must not be taken for a whole one the next time
+    partial = path.with_name(f"{path.name}.partial-{os.urandom(4).hex()}")
     try:
-        yield str(path), _make(cluster, nbytes, str(path))
+        written = _make(cluster, nbytes, str(partial), path)
+        partial.rename(path)
+        yield str(path), written
     finally:
+        shutil.rmtree(partial, ignore_errors=True)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,12 +177,12 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
-def _make(cluster: Cluster, nbytes: int, path: str) -> int:
+def _make(cluster: Cluster, nbytes: int, path: str, target: Path) -> int:
     samples = min(SAMPLES, max(N_POPULATIONS, nbytes // LEAST_VARIANTS))
     shape = max(1, nbytes // samples), samples
     few = math.ceil(shape[0] / (4 * cluster.n_slots))
     chunks = max(1, min(CHUNK_NBYTES // samples, few)), samples
-    say(f"writing {decimal_bytes(math.prod(shape))} of made-up genotypes to {path}")
+    say(f"writing {decimal_bytes(math.prod(shape))} of made-up genotypes to {target}")
     start = time.perf_counter()
     total = made_genotypes.write_genotypes(
         path, shape, chunks=chunks, n_slots=cluster.n_slots, n_populations=N_POPULATIONS

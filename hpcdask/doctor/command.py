@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 from hpcdask import ranks
@@ -70,10 +71,11 @@ def build(heard: Launch) -> Report:
 
 
 def show(heard: Launch, as_json: bool) -> int:
-    """Print the report and return the exit code."""
+    """Print the report, as far as that can be written, and return the exit code."""
     made = build(heard)
-    if as_json:
-        print(report.to_json(made), flush=True)
-    else:
-        report.print_text(made)
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+        if as_json:
+            print(report.to_json(made), flush=True)
+        else:
+            report.print_text(made)
     return made.exit_code

@@ -49,6 +49,7 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
     return {
         "pinned": sorted(os.sched_getaffinity(0)),
         "cores": sorted(devices.launcher_cores()),
+        "quota": devices.cpu_quota(),
         "memory": devices.job_memory(),
         "host_memory": int(psutil.virtual_memory().total),
         "env": {name: value for name, value in environ.items() if VARIABLES.match(name)},
@@ -93,6 +94,8 @@ def _cores(say: Reporter, process: Facts, facts: Facts) -> Finding:
     value = f"{len(owned)} ({spans(owned)})"
     if len(pinned) < len(process["cores"]):
         value += f", this process pinned to {spans(pinned)} by its launcher"
+    if (quota := process.get("quota")) and quota < len(owned):
+        value += f", of which a cgroup allows the time of {quota}"
     if facts.get("gpus", {}).get("gpus") and len(owned) < 2 * workers:
         return say.warning(
             "cores",

@@ -111,6 +111,8 @@ def print_text(report: Report) -> None:
     from rich.console import Console
 
     # Open MPI gives rank 0 a terminal, whatever mpirun writes to
+    if sys.stdout is None:  # closed
+        return
     if sys.stdout.isatty() and report.ranks == 1:
         _render(report, Console(highlight=False))
         return
@@ -118,7 +120,9 @@ def print_text(report: Report) -> None:
     with console.capture() as captured:
         _render(report, console)
     lines = captured.get().splitlines()
-    print("\n".join(line.rstrip() for line in lines), flush=True)
+    text = "\n".join(line.rstrip() for line in lines)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _render(report: Report, console: Console) -> None:

@@ -41,6 +41,8 @@ Form = Literal["tuned", "stock"]
 #: Enough for workers that are not all as fast.
 SLABS_PER_SLOT = 4
 MIN_SLAB_NBYTES = 1 << 20
+#: Dask takes 0.2 ms to 1 ms for a task, and a kilobyte or more to know it.
+MAX_SLABS = 1_000_000
 
 CUPY_INSTALL = 'pip install "hpcdask[cuda13]"'
 
@@ -185,6 +187,11 @@ def slab_rows(
     -------
     tuple of int
         Rows of each slab.
+
+    Raises
+    ------
+    WorkloadError
+        Something is not positive, or there would be more than `MAX_SLABS`.
     """
     if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
         raise WorkloadError("rows, slots and slab size must be positive")
@@ -196,6 +203,11 @@ def slab_rows(
     if n_slabs > n_slots:
         n_slabs = math.ceil(n_slabs / n_slots) * n_slots
     n_slabs = min(n_slabs, n_units)
+    if n_slabs > MAX_SLABS:
+        raise WorkloadError(
+            f"{nbytes:.3g} bytes would be {n_slabs:.3g} chunks of at most {max_nbytes:.3g} bytes, "
+            f"and {MAX_SLABS:,} are about what Dask can take: use a smaller size, or larger chunks"
+        )
     bounds = [min(i * n_units // n_slabs * multiple, n_rows) for i in range(n_slabs + 1)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 

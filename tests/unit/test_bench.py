@@ -11,14 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, KilledWorker, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, exchange, limits, startup, table, timing
+from hpcdask.bench import command, exchange, limits, startup, table, timing, zarr
 from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
 from hpcdask.errors import ClusterError, UsageError
@@ -336,6 +337,63 @@ def test_kinds_of_svd(client, capsys, options, label, nbytes):
     line = json.loads(capsys.readouterr().out)
     assert (line["label"], line["bytes"]) == (label, nbytes)
     assert line["limit"]["by"] in ("memory", "matrix_float64")
+
+
+def test_a_store_that_was_not_written_to_its_end_is_no_store(client, tmp_path, monkeypatch):
+    """The next call took it for the user's own, and measured zeros."""
+    path = tmp_path / "g.zarr"
+    write = zarr.made_genotypes.write_genotypes
+
+    def break_off(*args, **kwargs):
+        write(*args, **kwargs)  # makes it, and writes nothing
+        raise KeyboardInterrupt
+
+    argv = ["zarr", "--size", "4MB", "--path", str(path), "--device", "cpu", "--repeats", "1"]
+    with monkeypatch.context() as context:
+        context.setattr(zarr.made_genotypes, "write_genotypes", break_off)
+        assert command.main(argv) == 130
+    assert not list(tmp_path.iterdir())
+    assert command.main(argv) == 0
+    assert [found.name for found in tmp_path.iterdir()] == ["g.zarr"]
+
+
+def test_a_worker_that_is_out_of_memory_is_one_line(client, capsys, monkeypatch):
+    def killed(*_: object, **__: object) -> None:
+        raise KilledWorker("key", SimpleNamespace(address="tcp://n1:1"), 3)
+
+    monkeypatch.setattr(command, "run_array", killed)
+    assert command.main(["array", "--size", "1MB", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") <= 2, said
+    assert "hpcdask: error: KilledWorker: " in said
+
+
+def test_input_that_contradicts_itself(tmp_path, capsys):
+    same = str(tmp_path / "x.html")
+    argv = ["array", "--size", "1MB", "--json", same, "--report", same]
+    assert command.main(argv) == 2
+    assert "--json and --report are both" in capsys.readouterr().err
+    (tmp_path / "a.json").touch()
+    argv = ["--compare", *[str(tmp_path / "a.json")] * 2, "array", "--size", "1MB"]
+    assert command.main(argv) == 2
+    assert "--compare reads two files; to measure array, leave it out" in capsys.readouterr().err
+
+
+def test_a_table_on_a_full_disk(capsys):
+    argv = ["table", "--cpu-size", "2MB", "--repeats", "1", "--json", "/dev/full"]
+    assert command.main(argv) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_no_more_chunks_than_dask_can_take(client, capsys):
+    assert command.main(["array", "--size", "1e12GB", "--device", "cpu"]) == 2
+    assert "are about what Dask can take" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_a_worker_that_is_to_see_no_gpu_has_none(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert bench_cluster.probe()["gpu"] is False
 
 
 def test_zarr_from_a_temporary_store(client, capsys):

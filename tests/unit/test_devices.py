@@ -21,10 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdask import context, devices, scout
-from hpcdask.devices import Gpu, View, assign, job_memory, visible_gpus, worker_cores
+from hpcdask.devices import Gpu, View, assign, cpu_quota, job_memory, visible_gpus, worker_cores
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.member import Member
 from hpcdask.nanny import purge, scratch_folder
+from hpcdask.places import plan
 from hpcdask.ranks import Rank
 from hpcdask.spec import RunSpec, WorkerSpec
 
@@ -78,6 +79,12 @@ A, B, C, D = (gpu["uuid"] for gpu in FOUR)
         ("GPU-aab,GPU-d", [B, D]),
         ("0,9,1", [A]),  # CUDA stops at the first that does not exist
         ("9,0", []),
+        ("0,", [A]),  # nor is an empty entry all of them
+        (",", []),
+        ("1,,3", [B]),
+        ("GPU-d,", [D]),
+        ("GPU-a", []),  # two begin like this
+        ("G", []),
         ("0,-1,1", [A]),
         ("GPU-eeee,0", []),
         ("", []),
@@ -435,6 +442,40 @@ def test_the_least_limit_counts(machine):
     root = machine({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.max": str(80 * MIB)})
     assert job_memory({"SLURM_MEM_PER_NODE": "100"}, root) == 80 * MIB
     assert job_memory({"SLURM_MEM_PER_NODE": "60"}, root) == 60 * MIB
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "400000 100000", "job/cpu.max": "250000 100000"}, 2),
+    ],
+)
+def test_the_cpu_time_of_a_container(machine, files, quota):
+    """Docker's --cpus, and the limits of a pod: as many workers as cores were throttled."""
+    here = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert cpu_quota(machine({"proc/self/cgroup": "0::/job", **here})) == quota
+
+
+@pytest.mark.parametrize(("quota", "found"), [("-1", None), ("300000", 3)])
+def test_the_cpu_time_of_a_container_in_cgroup_v1(machine, quota, found):
+    group = "sys/fs/cgroup/cpu/docker/ab"
+    files = {f"{group}/cpu.cfs_quota_us": quota, f"{group}/cpu.cfs_period_us": "100000"}
+    assert cpu_quota(machine({"proc/self/cgroup": "4:cpu,cpuacct:/docker/ab", **files})) == found
+
+
+def test_workers_share_the_cpu_time_that_there_is():
+    view = View(0, "n1", 0, (), tuple(range(64)), 1 << 30, quota=4)
+    by_hand = Rank(0, 1, 0, 1, "n1", "none", "")
+    (places,) = plan(RunSpec(device="cpu"), by_hand, {0: view}, job=None).values()
+    assert len(places) * places[0].nthreads == 4
+    mates = {i: dataclasses.replace(view, rank=i, local_index=i) for i in range(2)}
+    ranks = Rank(0, 2, 0, 2, "n1", "mpi", "")
+    for (place,) in plan(RunSpec(device="cpu"), ranks, mates, job=None).values():
+        assert place.nthreads == 2
 
 
 def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):

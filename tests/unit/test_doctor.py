@@ -594,6 +594,33 @@ def made_text(made: report.Report) -> str:
     return out.getvalue()
 
 
+class Narrow(io.StringIO):
+    """A standard output of seven bits."""
+
+    encoding = "ascii"
+
+    def write(self, text: str) -> int:
+        return super().write(text.encode("ascii").decode())
+
+
+class Full(io.StringIO):
+    """One on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("output", [None, Full(), Narrow()])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_exit_code_is_that_of_the_findings_whatever_becomes_of_the_text(
+    monkeypatch, output, as_json
+):
+    """It was that of warnings, and an acceptance test went on."""
+    launch_ = heard(laptop(), hosts=["knoten-ü"])
+    monkeypatch.setattr(sys, "stdout", output)
+    assert command.show(launch_, as_json) == command.build(launch_).exit_code == 0
+
+
 def test_text_is_plain_and_ends_with_the_verdict():
     text = made_text(examine(nvlink_box()))
     assert "\x1b" not in text

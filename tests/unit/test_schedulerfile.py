@@ -167,6 +167,8 @@ def test_missing(tmp_path):
         '{"address": 7}',
         '{"address": "tcp://host"}',
         '{"address": ""}',
+        '{"address": "tcp://a..b:1"}',
+        '{"address": "tcp://host:1", "hpcdask": []}',
     ],
 )
 def test_not_a_scheduler_file(tmp_path, text):

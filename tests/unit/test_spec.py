@@ -183,7 +183,9 @@ def test_resources(text, resources):
     assert parse_resources(text, "--resources") == resources
 
 
-@pytest.mark.parametrize("text", ["GPU", "GPU=many", "=2", "GPU=1=2", "GPU=-1", "GPU=nan"])
+@pytest.mark.parametrize(
+    "text", ["GPU", "GPU=many", "=2", "GPU=1=2", "GPU=-1", "GPU=nan", {"a b": 1}, {"a=b": 1}]
+)
 def test_bad_resources(text):
     with pytest.raises(UsageError, match=r"--resources.*GPU=2 MEM=10e9"):
         parse_resources(text, "--resources")
@@ -236,7 +238,7 @@ FIELDS = {
     "protocol": st.sampled_from(["auto", "tcp", "ucx"]),
     "interface": st.none() | WORDS,
     "nthreads": COUNTS,
-    "memory_limit": st.none() | st.integers(0, 1 << 45),
+    "memory_limit": st.none() | st.just(0) | st.integers(128 << 20, 1 << 45),
     **dict.fromkeys(SWITCHES, SWITCH),
     "rmm_pool_size": DEVICE_MEMORY,
     "rmm_async": st.booleans(),
@@ -342,6 +344,7 @@ def test_help_names_every_option(capsys):
         ("nthreads", 1.5),
         ("workers_min", -1),
         ("memory_limit", "x"),
+        ("memory_limit", 64),  # GiB were meant
     ],
 )
 def test_a_spec_is_checked_however_it_is_made(name, value):
