@@ -416,7 +416,7 @@ def write_docs(paths: list[str]) -> None:
     text = (HERE / "benchmarks.md.in").read_text()
     for path in paths:
         content = json.loads(Path(path).read_text())
-        text += f"\n## {content['machine']}\n\nMeasured on {content['date']}.\n\n"
+        text += f"\n## {content['machine']} ({content['date']})\n\n"
         text += (
             "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
         )

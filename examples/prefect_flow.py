@@ -1,6 +1,6 @@
 """A Prefect flow whose tasks run on the cluster.
 
-    pip install prefect prefect-dask
+    pip install prefect prefect-dask "fastapi<0.150"
     mpirun -n 4 python -m hpcdask.run examples/prefect_flow.py
 
 The program and all workers report to Prefect's server: start one that they reach, and set

@@ -103,14 +103,14 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
         _confirm(f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?")
     answered = [cluster for cluster in chosen if cluster.queue not in problems]
     complaints = [*problems.values(), *asyncio.run(_end_all(answered))]
-    if not chosen:
+    if not chosen and not any(cluster.jobs and cluster.lives is None for cluster in found):
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
     _complain(complaints)
 
 
-@main.command(epilog="Example: srun --gpus-per-task=1 hpcdask doctor")
+@main.command(epilog="Example: srun hpcdask doctor")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
 @click.option(
     "--timeout",

@@ -37,7 +37,8 @@ class Runner:
     Parameters
     ----------
     **options
-        The fields of `hpcdask.spec.RunSpec`, which are the options of ``python -m hpcdask.run``.
+        The fields of `hpcdask.spec.RunSpec`, which are the options of ``python -m hpcdask.run``;
+        all but ``layout="dedicated"``.
 
     Attributes
     ----------
@@ -179,13 +180,14 @@ def initialize(
     worker_options
         As in dask-mpi: more options of the workers, such as ``{"resources": {"GPU": 1}}``.
     **options
-        The fields of `hpcdask.spec.RunSpec`.
+        As of `Runner`; None, as dask-mpi has it, for the default.
 
     Returns
     -------
     bool
         Whether this rank goes on as the client.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     options.pop("dashboard", None)  # it costs nothing until somebody looks at it
     for name, instead in _DASK_MPI_ONLY.items():
         if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):

@@ -33,7 +33,7 @@ Start it under mpirun or srun, one rank per GPU, or by hand for all GPUs of this
 
 \b
     mpirun -n 8 python -m hpcdask.run script.py [args]
-    srun --gpus-per-task=1 python -m hpcdask.run -m package.module [args]
+    srun python -m hpcdask.run -m package.module [args]
     srun python -m hpcdask.run --scheduler-file cluster.json
 
 In the program, distributed.Client() with no argument connects to the cluster. Without a program the

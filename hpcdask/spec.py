@@ -273,7 +273,7 @@ class WorkerSpec:
     local_directory: str | None = _field(
         None,
         "Node-local folder for spilled data and scratch; variables in it are the node's. "
-        "Default: $TMPDIR.",
+        "Default: temporary-directory of Dask's configuration, else $TMPDIR.",
     )
     name: str | None = _field(None, "Prefix of the workers' names. Default: the host's name.")
     resources: dict[str, float] | None = _field(

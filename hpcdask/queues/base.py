@@ -153,13 +153,19 @@ class Queue(ABC):
 
     # Running commands
 
-    def check(self, instead: str = "job_script() still shows what would be submitted") -> None:
+    def check(
+        self,
+        instead: str = "job_script() still shows what would be submitted",
+        lacks: str = "no job can be submitted to",
+    ) -> None:
         """Refuse a machine that has no commands of this system.
 
         Parameters
         ----------
         instead
             What can be done all the same, for the error.
+        lacks
+            What cannot be done, for the error, up to the system's name.
 
         Raises
         ------
@@ -169,8 +175,8 @@ class Queue(ABC):
         for program in self.programs:
             if shutil.which(program) is None:
                 raise UsageError(
-                    f"there is no {program} on this machine, so no job can be submitted to "
-                    f"{self.title}. {where_to_run(self)}. {instead}"
+                    f"there is no {program} on this machine, so {lacks} {self.title}. "
+                    f"{where_to_run(self)}. {instead}"
                 )
 
     async def run(

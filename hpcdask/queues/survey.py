@@ -104,7 +104,7 @@ async def _ask(name: str, named: bool) -> dict[str, tuple[str, Seen]] | HpcdaskE
     """The jobs with a tag of hpcdask that are not over, by id."""
     try:
         queue: Queue = queue_class(name)()
-        queue.check()
+        queue.check("The other systems are shown", "nothing is known of the jobs of")
         if not named:
             queue.timeout_s = GUESS_TIMEOUT_S
         tags = await queue.tagged()

@@ -171,6 +171,7 @@ def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     assert user.jobs(folder)[folder.ids()[0]]["notebook"]["lives"] is None
     done = user.hpcdask("cleanup", "--yes")
     assert "cannot be seen from here. To cancel them:" in done.stdout
+    assert "Nothing was left over" not in done.stdout
     assert len(processes(folder)) >= 2
     user.hpcdask("cleanup", "--all", "--yes")
     assert not processes(folder)
@@ -215,7 +216,7 @@ def test_a_queue_that_does_not_answer_is_an_error(user):
     left = user.left_cluster()
     elsewhere(user.left_cluster(jobs=0), queue="lsf")
     done = user.hpcdask("jobs", code=1)
-    assert "hpcdask: error: there is no bsub on this machine" in done.stderr
+    assert "there is no bsub on this machine, so nothing is known of the jobs of LSF" in done.stderr
     assert left.ids()[0] in done.stdout
     done = user.hpcdask("cleanup", "--yes", code=1)
     assert "there is no bsub" in done.stderr

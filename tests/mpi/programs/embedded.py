@@ -72,5 +72,7 @@ if how.startswith("runner"):
     with hpcdask.Runner(device="cpu", nthreads=1) as runner, Client(runner) as client:
         work(client)
 else:
-    hpcdask.initialize(device="cpu", nthreads=1, worker_options={"resources": {"A": 1}})
+    hpcdask.initialize(
+        device="cpu", nthreads=1, protocol=None, worker_options={"resources": {"A": 1}}
+    )
     work(Client())
