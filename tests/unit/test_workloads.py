@@ -326,7 +326,7 @@ def centred(tile):
 )
 def test_svd_says_that_products_do_not_fit(scale, dtype, how):
     """It returned zeros, or NaN."""
-    matrix = (np.random.default_rng(0).random((5000, 4)) * scale).astype(dtype)
+    matrix = (np.random.default_rng(0).random((5000, 10)) * scale).astype(dtype)
     x = da.from_array(matrix, chunks=(2500, -1))
     u_s_v = svd_workload.svd_rows(x, 2, dtype=dtype, oversample=1, device="cpu", **how)
     with pytest.raises(WorkloadError, match=f"products (over|under)flow in {dtype}: scale x"):
@@ -360,7 +360,9 @@ def test_svd_of_nearly_all_triplets(m, n, short, decades, dtype, seed, how, prep
     exact = np.linalg.svd(a if prepare is None else prepare(a), compute_uv=False)[:k]
     how = how | {"dtype": dtype, "seed": seed, "prepare": prepare, "device": "cpu"}
     s = svd_workload.svd_rows(x, k, **how)[1].compute()
-    np.testing.assert_allclose(s, exact, atol={"float32": 1e-2, "float64": 1e-6}[dtype] * exact[0])
+    # What one pass resolves, and the condition of a random matrix of twice as many columns as rows
+    resolved = 6 * np.sqrt(64 * min(max(k + 10, 2 * m), n) * np.finfo(dtype).eps)
+    np.testing.assert_allclose(s, exact, atol=resolved * exact[0])
 
 
 @pytest.mark.parametrize(("decades", "dtype"), [(1, "float32"), (3, "float64")])
