@@ -329,7 +329,7 @@ def _decompose(
     sums = _sums(x, basis, how, "0")
     for number in range(n_power_iter + passes - 1):
         if number < n_power_iter:
-            basis = (_ended(orthonormal, sums, (), 2, rows=rows),)
+            basis = (_ended(orthonormal, sums, (), 2, rows=rows, m=x.shape[0]),)
         else:
             basis = (_ended(precondition, sums, basis, 2, **how),)
         sums = _sums(x, basis, how, str(number + 1))

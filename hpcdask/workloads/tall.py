@@ -317,20 +317,14 @@ def only(nested: Any) -> Any:
     return nested
 
 
-def orthonormal(sums: Any, *, rows: Rows) -> Basis:
+def orthonormal(sums: Any, *, rows: Rows, m: int) -> Basis:
     """Return the basis of the next power iteration."""
     z, gram, y_sums, _ = only(sums)
     _refuse_underflow(gram, y_sums, rows.work)
     q, r = np.linalg.qr(to_host(z))
-    # Past the rank of A, the columns of Q are rounding, which must not be taken for its range
-    turn, s, _ = np.linalg.svd(r)
-    keep = s >= _noise(len(r), rows.work) * s[0]  # all, where A is zero
-    return (q if keep.all() else q @ turn[:, keep]), False
-
-
-def _noise(width: int, work: str) -> float:
-    """What lies below is rounding of the products of so many columns."""
-    return 64 * width * float(np.finfo(work).eps)
+    if len(r) > m:  # what is past the rank of A is rounding, and must not be taken for its range
+        q = q @ np.linalg.svd(r)[0][:, :m]
+    return q, False
 
 
 def _refuse_underflow(gram: Any, y_sums: Any, work: str) -> None:
@@ -366,9 +360,9 @@ def _host_basis(basis: Any, rows: Rows, width: int, seed: int | None) -> Any:
 def _whiten(gram: Floats, work: str) -> tuple[Floats, bool]:
     """Return T with TᵀGT = 1 on what is above rounding, and whether that is all."""
     norms = np.sqrt(np.diag(gram))
-    # Not part of the range of A: a column of Ω outside the rows' space of A, or a direction in
-    # which the columns of Y depend on each other.
-    noise = _noise(len(gram), work)
+    # What lies below is rounding of the products, not part of the range of A: a column that Ω has
+    # outside the rows' space of A, or a direction in which the columns of Y depend on each other.
+    noise = 64 * len(gram) * np.finfo(work).eps
     scale = np.divide(1, norms, where=norms > noise * norms.max(), out=np.zeros_like(norms))
     values, vectors = np.linalg.eigh(gram * scale * scale[:, None])
     keep = values > max(noise * values[-1], np.finfo(np.float64).tiny)
