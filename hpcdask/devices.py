@@ -20,6 +20,7 @@ from .errors import DeviceError, MissingExtra
 from .ranks import QUEUE_JOBS, is_launcher, launcher_pid
 
 #: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
+WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
 NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
 #: The extra that brings CUDA packages, as named in messages.
 CUDA_EXTRA = "cuda13"
@@ -104,11 +105,13 @@ def start_nvml() -> None:
 
 def has_nvidia_driver() -> bool:
     """Whether this machine has NVIDIA device files, by looking at /dev only."""
-    return bool(glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))
+    # In Windows' Linux, /dev/dxg is there for every maker's GPU, the library for NVIDIA's
+    windows = os.path.exists("/dev/dxg") and os.path.exists(WINDOWS_NVML)
+    return windows or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
-    """The GPUs and MIG slices that this process may use, in CUDA's order.
+    """The GPUs and MIG slices that this process may use, in the order of `nvidia-smi`.
 
     Honours ``CUDA_VISIBLE_DEVICES`` with indices, UUIDs (or their beginnings) and MIG names.
     Makes no CUDA call.
@@ -146,12 +149,12 @@ def look_at_gpus(
     with _nvml(pynvml) as there:
         if not there:
             return [], []
-        cards = list(_cards(pynvml))
-        if environ.get("CUDA_DEVICE_ORDER", "") != "FASTEST_FIRST":
-            cards.sort(key=lambda card: _text(pynvml.nvmlDeviceGetPciInfo(card).busId))
-        full = [list(_parts(pynvml, card)) for card in cards]
+        full, broken = _cards(pynvml)
         shown = [part for parts in full for part in parts]
         visible = shown if wanted is None else _select(wanted, full)
+        # One that is left out by the user, or a queue, is no reason to stop
+        if broken and (wanted is None or len(visible) < len(wanted.split(","))):
+            raise broken[0]
         known = {part.uuid: _describe(pynvml, part) for part in (shown if every else visible)}
         return [known[part.uuid] for part in visible], list(known.values())
 
@@ -251,18 +254,32 @@ class _Part(NamedTuple):
     card: Any
 
 
-def _cards(pynvml: Any) -> Iterator[Any]:
-    """The GPUs that may be used: NVML counts those too that a cgroup keeps from this process."""
+def _cards(pynvml: Any) -> tuple[list[list[_Part]], list[DeviceError]]:
+    """The parts of each GPU by their PCI addresses, none of one that is broken, and what is broken.
+
+    NVML counts those too that a cgroup keeps from this process.
+    """
+    found: list[tuple[str, list[_Part]]] = []
+    broken: list[DeviceError] = []
+    bus = ""
     for index in range(pynvml.nvmlDeviceGetCount()):
+        parts: list[_Part] = []
         try:
-            yield pynvml.nvmlDeviceGetHandleByIndex(index)
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            bus = _text(pynvml.nvmlDeviceGetPciInfo(card).busId)
+            parts = list(_parts(pynvml, card))
         except pynvml.NVMLError_NoPermission:
             continue
         except pynvml.NVMLError as error:
-            raise DeviceError(
-                f"GPU {index} of this node cannot be used: {error}. See nvidia-smi, or leave it "
-                f"out with CUDA_VISIBLE_DEVICES"
-            ) from None
+            broken.append(
+                DeviceError(
+                    f"GPU {index} of this node cannot be used: {error}. See nvidia-smi, or leave "
+                    f"it out with CUDA_VISIBLE_DEVICES"
+                )
+            )
+        found.append((bus, parts))
+    found.sort(key=lambda one: one[0])  # a broken one stays behind the one before it
+    return [parts for _, parts in found], broken
 
 
 def _parts(pynvml: Any, card: Any) -> Iterator[_Part]:
@@ -283,7 +300,12 @@ def _parts(pynvml: Any, card: Any) -> Iterator[_Part]:
 
 
 def _describe(pynvml: Any, part: _Part) -> Gpu:
-    memory = int(pynvml.nvmlDeviceGetMemoryInfo(part.handle).total)
+    try:
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(part.handle).total)
+    except pynvml.NVMLError_NotSupported:  # it shares the host's
+        import psutil
+
+        memory = int(psutil.virtual_memory().total)
     name = _text(pynvml.nvmlDeviceGetName(part.handle))
     return Gpu(part.uuid, name, memory, _near_cores(pynvml, part.card))
 

@@ -30,6 +30,18 @@ ASKED = re.compile(
     r"(?:Out of memory allocating|failed to allocate|Tried to allocate) "
     r"([\d.,]+) ?((?:[KMGTP]i?)?B|bytes)"
 )
+#: Where exceptions come from that clients may not have.
+GPU_PACKAGES = (
+    "cupy",
+    "cupy_backends",
+    "cupyx",
+    "torch",
+    "numba",
+    "rmm",
+    "cuda",
+    "cudf",
+    "pylibcudf",
+)
 log = logging.getLogger("distributed.worker")
 
 
@@ -50,8 +62,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def _text(error: BaseException) -> str:
+    """What it says; exceptions of users may fail to."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def _says_so(error: BaseException) -> bool:
-    kind, text = type(error), str(error)
+    kind, text = type(error), _text(error)
     if kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] in (
         "cupy",
         "torch",
@@ -65,7 +85,7 @@ def _says_so(error: BaseException) -> bool:
 def asked_for(error: BaseException) -> int | None:
     """Bytes of the allocation that failed, where the message tells."""
     for one in _chain(error):
-        if found := ASKED.search(str(one)):
+        if found := ASKED.search(_text(one)):
             unit = "B" if found[2] == "bytes" else found[2]
             return int(parse_bytes(found[1].replace(",", "").rstrip(".") + unit))
     return None
@@ -91,7 +111,7 @@ def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemory
         advice.append("spill earlier with a lower --device-memory-limit")
     elif held:
         advice.append("let results spill with --device-memory-limit 0.8")
-    if plan.allocator == "pool" and not any("rmm" in str(one).lower() for one in _chain(error)):
+    if plan.allocator == "pool" and not any("rmm" in _text(one).lower() for one in _chain(error)):
         # cuBLAS and its like allocate for themselves, from what the pool leaves
         advice.append("leave memory outside of the pool with --rmm-pool-size 0")
     advice.append("use more GPUs")
@@ -102,8 +122,21 @@ def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemory
         f"results of Dask tasks hold {format_bytes(held)}, {spills}. "
         f"What to do: {'; '.join(advice)}"
     )
-    explained.__cause__ = error
+    explained.__cause__ = _for_any_client(error)
     return explained
+
+
+def _for_any_client(error: BaseException) -> BaseException | None:
+    """The same chain, of classes that a client without GPU packages can load."""
+    shown: BaseException | None = None
+    for one in reversed(list(_chain(error))):
+        link = one
+        if type(one).__module__.partition(".")[0] in GPU_PACKAGES:
+            link = MemoryError(f"{type(one).__name__}: {_text(one)}")
+            link = link.with_traceback(one.__traceback__)
+        link.__cause__ = shown
+        shown = link
+    return shown
 
 
 async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
@@ -116,6 +149,15 @@ async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
 
     if not isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
         return event
+    try:
+        told: Event = await _explained(worker, plan, event)
+        return told
+    except Exception as error:  # the scheduler must hear of the failure all the same
+        log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
+        return event
+
+
+async def _explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
     from distributed.core import clean_exception, error_message
 
     error = clean_exception(event.exception.data)[1]
@@ -153,7 +195,7 @@ def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
             fast.evict_until_below_target(max(0, fast.total_weight - asked))
         except Exception as error:
             # as text: a log that is kept would keep the error's frames, and what they hold
-            log.warning("Results cannot be spilled from %s: %s", plan.device, str(error))
+            log.warning("Results cannot be spilled from %s: %s", plan.device, _text(error))
     for library in {"cupy", "torch"} & set(sys.modules) - set(plan.libraries):
         try:
             if library == "cupy":
@@ -161,7 +203,7 @@ def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
             else:
                 sys.modules["torch"].cuda.empty_cache()
         except Exception as error:
-            log.warning("%s keeps unused memory of %s: %s", library, plan.device, str(error))
+            log.warning("%s keeps unused memory of %s: %s", library, plan.device, _text(error))
 
 
 def _held(data: Any) -> int:

@@ -233,7 +233,10 @@ def _cpu_round(operation: Operation) -> tuple[int, float]:
 
 def _gpu_round(operation: Operation) -> tuple[int, float]:
     # The GPU must not wait for Python, so how often is decided before, from a single time.
-    n_times = max(1, round(ROUND_S / _gpu_seconds(operation, 1)))
+    once = _gpu_seconds(operation, 1)
+    if once >= ROUND_S:  # some GPUs multiply float64 slowly
+        return 1, once
+    n_times = max(1, round(ROUND_S / once))
     return n_times, _gpu_seconds(operation, n_times)
 
 

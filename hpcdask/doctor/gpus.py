@@ -128,7 +128,7 @@ def _health(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[F
 
 def _pcie(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     known = [gpu for gpu in gpus if gpu.get("pcie_width")]
-    narrow = [gpu for gpu in known if gpu["pcie_width"] < gpu["pcie_max_width"]]
+    narrow = [gpu for gpu in known if gpu["pcie_width"] < (gpu["pcie_max_width"] or 0)]
     links = Counter(f"gen {gpu['pcie_max_gen'] or '?'} x{gpu['pcie_width']}" for gpu in known)
     text = ", ".join(links)
     if narrow:

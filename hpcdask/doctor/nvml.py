@@ -24,13 +24,14 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "retirement_pending": ("nvmlDeviceGetRetiredPagesPendingStatus", ()),
     "remapped": ("nvmlDeviceGetRemappedRows", ()),
     "persistence": ("nvmlDeviceGetPersistenceMode", ()),
+    "capability": ("nvmlDeviceGetCudaComputeCapability", ()),
 }
 #: A process of the doctor's own on a GPU has this on its command line.
 OWN = b"hpcdask.doctor"
 
 
 def read() -> Facts:
-    """The driver, and the GPUs and MIG slices in CUDA's order.
+    """The driver, and the GPUs and MIG slices in the order of `nvidia-smi`.
 
     Raises
     ------
@@ -76,12 +77,21 @@ def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
         "index": int(nvml.nvmlDeviceGetIndex(card)),
         "name": gpu.name,
         "memory": gpu.memory,
-        "free": int(nvml.nvmlDeviceGetMemoryInfo(handle).free),
+        "free": _free(nvml, handle),
         "cores": list(gpu.cores),
         "bus": bus,
         "numa": _numa_node(bus),
         "processes": list(_processes(nvml, handle)),
     }
+
+
+def _free(nvml: Any, handle: Any) -> int:
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    if memory is None:  # it shares the host's
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return int(memory.free)
 
 
 def _ask(nvml: Any, call: str, *arguments: Any) -> Any:

@@ -20,6 +20,8 @@ WANTED = re.compile(
 LEAST_DISTRIBUTED = (2026, 1, 0)
 #: CUDA versions for which there is an extra; drivers run older ones, too.
 OLDEST, NEWEST = 12, 13
+#: Least compute capability that CUDA 13 knows.
+FIRST_OF_13 = (7, 5)
 #: What CUDA workers need, and for what.
 FAMILIES = {
     "cupy": "arrays on the GPU",
@@ -107,7 +109,10 @@ def check(facts: Facts) -> list[Finding]:
         *_pins(say, packages, known["unfit"]),
     ]
     if gpus.get("driver"):
-        found += _cuda(say, packages, gpus["cuda"][0], known["unfit"])
+        known_as = [(tuple(gpu.get("capability") or FIRST_OF_13), gpu) for gpu in gpus["gpus"]]
+        old = [gpu for capability, gpu in known_as if capability < FIRST_OF_13]
+        newest = min(gpus["cuda"][0], 12) if old else gpus["cuda"][0]
+        found += _cuda(say, packages, newest, known["unfit"], old[0]["name"] if old else "")
     elif extras := [f"{n} {packages[n]}" for base in FAMILIES for n in family(packages, base)]:
         found.append(say.ok("CUDA packages", ", ".join(extras)))
     found += _doubles(say, packages)
@@ -148,7 +153,7 @@ def _pins(say: Reporter, packages: dict[str, str], unfit: list[str]) -> Iterator
 
 
 def _cuda(
-    say: Reporter, packages: dict[str, str], driver: int, unfit: list[str]
+    say: Reporter, packages: dict[str, str], driver: int, unfit: list[str], old: str
 ) -> Iterator[Finding]:
     """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
     extra = f'pip install "hpcdask[cuda{min(driver, NEWEST)}]"'
@@ -168,7 +173,8 @@ def _cuda(
                 yield say.error(
                     base,
                     value,
-                    f"This node's driver runs CUDA {driver} at most: pip uninstall {name}; {extra}",
+                    f"{old or 'The driver of this node'} runs CUDA {driver} at most: "
+                    f"pip uninstall {name}; {extra}",
                 )
             elif base != "dask-cuda" or not unfit:  # said already
                 yield say.ok(base, value)

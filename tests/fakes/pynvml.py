@@ -83,6 +83,8 @@ def nvmlDeviceGetHandleByIndex(index):
         raise NVMLError_InvalidArgument("Invalid Argument")
     if gpus[index].get("forbidden"):
         raise NVMLError_NoPermission("Insufficient Permissions")
+    if gpus[index].get("lost"):
+        raise NVMLError("GPU is lost")
     return {"bus": f"00000000:{index + 1:02X}:00.0", **gpus[index]}
 
 
@@ -99,7 +101,10 @@ def nvmlDeviceGetUUID(handle):
 
 
 def nvmlDeviceGetMemoryInfo(handle):
-    return SimpleNamespace(total=handle.get("memory", 80 << 30))
+    memory = handle.get("memory", 80 << 30)
+    if memory is None:
+        raise NVMLError_NotSupported("Not Supported")
+    return SimpleNamespace(total=memory)
 
 
 def nvmlDeviceGetP2PStatus(first, second, index):

@@ -483,6 +483,35 @@ def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):
     assert uuids({}) == [B, C, D]
 
 
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, None), ("1", None), ("0,1", None), ("0,2", [A, C]), (D, [D])]
+)
+def test_a_broken_gpu_stops_those_only_who_want_it(nvml, visible, expected):
+    """The advice to leave it out did not help."""
+    nvml([FOUR[0], {**FOUR[1], "lost": True}, *FOUR[2:]])
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if expected is not None:
+        assert uuids(environ) == expected
+        return
+    with pytest.raises(DeviceError, match="GPU 1 of this node cannot be used: GPU is lost"):
+        visible_gpus(environ)
+
+
+def test_a_gpu_that_shares_the_host_s_memory(nvml):
+    nvml([{**FOUR[0], "memory": None}])
+    (gpu,) = visible_gpus({})
+    assert gpu.memory == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
+    """A laptop without an NVIDIA GPU needed --device cpu."""
+    there = {"/dev/dxg", devices.WINDOWS_NVML} if library else {"/dev/dxg"}
+    monkeypatch.setattr(devices.os.path, "exists", there.__contains__)
+    monkeypatch.setattr(devices.glob, "glob", lambda _: [])
+    assert devices.has_nvidia_driver() is library
+
+
 def test_a_stranger_s_scratch_folder_is_not_opened(tmp_path, monkeypatch):
     """A FIFO in place of its owner file would block for ever."""
     folder = tmp_path / f"hpcdask-{os.getuid()}-x"

@@ -398,6 +398,25 @@ def test_packages_for_a_newer_cuda_than_the_driver_s():
     assert 'pip install "hpcdask[cuda12]"' in only(made, "cupy").advice
 
 
+def test_a_gpu_that_is_too_old_for_the_newest_cuda():
+    """Its driver runs CUDA 13, whose libraries do not know it, and every kernel failed."""
+
+    def change(facts: Facts) -> None:
+        for gpu in facts["gpus"]["gpus"]:
+            gpu |= {"name": "Tesla V100", "capability": [7, 0]}
+
+    made = one_changed(change)
+    assert only(made, "cupy").status == "error"
+    assert only(made, "cupy").advice.startswith("Tesla V100 runs CUDA 12 at most")
+    assert 'pip install "hpcdask[cuda12]"' in only(made, "cupy").advice
+
+
+def test_a_link_whose_width_is_known_in_part():
+    facts = nvlink_box()
+    facts["gpus"]["gpus"][0]["pcie_max_width"] = None
+    assert bad(examine(facts)) == []
+
+
 def test_mpi4py_of_another_mpi_than_the_launcher():
     facts = nvlink_box()
     facts["mpi"]["library"] = "MPICH Version: 4.3"

@@ -619,6 +619,56 @@ class FrugalWorker(Worker):
         return await full.explained(self, PLAN, event)
 
 
+class Mute(ValueError):
+    """An exception with a mistake of its own."""
+
+    def __str__(self) -> str:
+        return self.no_such_attribute
+
+
+def fails_to_say_why() -> None:
+    raise Mute
+
+
+def fails_because_of_it() -> None:
+    try:
+        raise Mute
+    except Mute as error:
+        raise KeyError("because") from error
+
+
+def test_an_exception_that_fails_to_say_why_is_the_task_s_end():
+    """Its Dask task hung for ever."""
+
+    async def test(client, worker):
+        for failing, kind in ((fails_to_say_why, Exception), (fails_because_of_it, KeyError)):
+            error = await asyncio.wait_for(client.submit(failing, pure=False).exception(), 10)
+            assert isinstance(error, kind)
+        silent = Mute()
+        failed = client.submit(too_much, pure=False)
+        assert isinstance(await asyncio.wait_for(failed.exception(), 10), DeviceMemoryError)
+        del silent
+
+    asyncio.run(
+        asyncio.wait_for(with_worker(test, worker_class=FrugalWorker, memory_limit=0), timeout=40)
+    )
+
+
+def test_an_explanation_that_fails_is_none(monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    async def test(client, worker):
+        monkeypatch.setattr(full, "make_room", fail)
+        error = await asyncio.wait_for(client.submit(too_much, pure=False).exception(), 10)
+        assert type(error).__name__ == "OutOfMemoryError"
+
+    asyncio.run(
+        asyncio.wait_for(with_worker(test, worker_class=FrugalWorker, memory_limit=0), timeout=40)
+    )
+    assert "cannot be explained: on purpose" in caplog.text
+
+
 def too_much() -> int:
     kept = Block(900)
     return kept.nbytes + Block(200).nbytes
@@ -644,7 +694,8 @@ def test_the_next_task_that_fits_succeeds():
             assert "200 B did not fit" in str(error)
             assert f"worker {worker.name} is" in str(error)
             kinds = [type(one).__name__ for one in full._chain(error)]
-            assert kinds[-1] == "OutOfMemoryError"
+            assert kinds[-1] == "MemoryError"  # a client may have no CuPy
+            assert str(list(full._chain(error))[-1]).startswith("OutOfMemoryError: ")
             assert len(kinds) == 2 + (failing is in_a_wrapper)
             trace = traceback.extract_tb(await failed.traceback())
             assert trace[-1].name == last
