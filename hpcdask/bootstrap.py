@@ -195,7 +195,10 @@ class Janitor:
 
     def forget(self, path: str) -> None:
         """Leave it alone, whatever it is then."""
-        self._tell(b"never ", path)
+        try:
+            self._tell(b"never ", path)
+        except OSError:  # somebody has ended the janitor
+            pass
 
     def _tell(self, when: bytes, path: str) -> None:
         os.write(self._pipe, when + os.fsencode(path) + b"\0")

@@ -126,6 +126,10 @@ class NoAnswer(QueueError):
     for_now = True
 
 
+class NoTags(QueueError):
+    """The queueing system does not show which jobs are hpcdask's."""
+
+
 class Refused(QueueError):
     """The queueing system did not take a job.
 

@@ -22,8 +22,8 @@ Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
 Layout = Literal["shared", "dedicated"]
 
-#: Bytes that an idle worker of the smallest kind has, and some.
-LEAST_MEMORY_LIMIT = 128 << 20
+#: Bytes; an idle worker has some more.
+LEAST_MEMORY_LIMIT = 64 << 20
 
 
 def parse_memory(text: str | int | float | None, name: str) -> int | None:
@@ -84,9 +84,8 @@ def _parse_memory_limit(text: str | float | None, name: str) -> int | None:
     value = parse_memory(text, name)
     if value is not None and 0 < value < LEAST_MEMORY_LIMIT:
         raise UsageError(
-            f"{name}: {text!r} is {value:,} bytes, less than an idle worker needs "
-            f"({LEAST_MEMORY_LIMIT:,}): it would be restarted for ever. Is a unit missing, as in "
-            f"64GiB?"
+            f"{name}: {text!r} is {value:,} bytes, less than an idle worker has, so it would be "
+            f"restarted for ever. Is a unit missing, as in 64GiB?"
         )
     return value
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,12 @@ def the_same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_links_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clusters elsewhere are known there."""
-    monkeypatch.setattr("hpcdask.queues.folder.DEFAULT_BASE", f"{tmp_path}-usual")
+def a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    """Clusters leave folders and links there, those of programs that a test starts as well."""
+    pip = os.path.expanduser("~/.config/pip/pip.conf")
+    if os.path.exists(pip):
+        monkeypatch.setenv("PIP_CONFIG_FILE", pip)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Keeper:
         self.poll_interval_s = poll_interval_s
         self.failure: HpcdaskError | None = None
         self._history = History()
-        self._by_hand = False
+        self._waiting_users = 0
         tag = f"hpcdask:{ledger.cluster}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
         self._departures = Departures(ledger, queue, self.poke)
@@ -108,9 +108,8 @@ class Keeper:
         self._submitter.retry_at = 0.0
         self.ledger.calm()
 
-    def want(self, jobs: int, *, by_hand: bool = True) -> None:
-        """Wish for this many jobs; a user who asks by hand is told of a queue that is silent."""
-        self._by_hand = by_hand
+    def want(self, jobs: int) -> None:
+        """Wish for this many jobs."""
         self.ledger.wanted = jobs
         self.ledger.emptied = jobs == 0
         self.poke()
@@ -123,12 +122,19 @@ class Keeper:
             if job.workers:
                 self._departures.retire(job.id)
 
-    async def settle(self) -> None:
-        """Wait until the wanted jobs are submitted, or cannot be. Raises why they cannot."""
-        async with self._settled:
-            await self._settled.wait_for(
-                lambda: self.failure is not None or (self._asked() and self._submission is None)
-            )
+    async def settle(self, *, by_hand: bool = True) -> None:
+        """Wait until the wanted jobs are submitted, or cannot be. Raises why they cannot.
+
+        Who asks `by_hand` is told of a queue that is silent; for others it is tried again.
+        """
+        self._waiting_users += by_hand
+        try:
+            async with self._settled:
+                await self._settled.wait_for(
+                    lambda: self.failure is not None or (self._asked() and self._submission is None)
+                )
+        finally:
+            self._waiting_users -= by_hand
         if self.failure is not None:
             raise self.failure
 
@@ -320,9 +326,8 @@ class Keeper:
         try:
             await self._submitter.submit(count, ledger.jobs)
             ledger.calm("limit")
-            self._by_hand = False
         except QueueError as error:
-            if error.for_now and not (self._by_hand and isinstance(error, NoAnswer)):
+            if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
                 there = f"{len(ledger.counting())} of {ledger.wanted} jobs are there"
                 ledger.warn("limit", f"{error}. {there}; trying again later")
             else:

@@ -22,7 +22,7 @@ import dask.config
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
-from hpcdask.spec import WorkerSpec, parse_memory, parse_seconds
+from hpcdask.spec import LEAST_MEMORY_LIMIT, WorkerSpec, parse_memory, parse_seconds
 
 from .gpudirectives import is_per_node, requested_gpus
 
@@ -167,11 +167,16 @@ def read_job_options(
     job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
     workers = gpus or int(job.worker_processes) * nodes_per_job
     per_node = workers // nodes_per_job
+    memory = int(job.worker_memory) // per_node if spec.memory_limit is None else spec.memory_limit
+    if 0 < memory < LEAST_MEMORY_LIMIT:
+        raise UsageError(
+            f"a job's memory of {int(job.worker_memory):,} bytes is {memory:,} for each of its "
+            f"{per_node} workers on a node, less than an idle worker has: ask for more memory, or "
+            f"fewer processes"
+        )
     filled = dataclasses.replace(
         spec,
-        memory_limit=(
-            int(job.worker_memory) // per_node if spec.memory_limit is None else spec.memory_limit
-        ),
+        memory_limit=memory,
         nthreads=spec.nthreads or _threads(spec, gpus, int(job.worker_cores) // per_node),
     )
     walltime = _walltime(queue, for_job, config_name)

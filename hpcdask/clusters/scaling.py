@@ -106,8 +106,8 @@ class Scaling(Cluster):
         keeper = self._running_keeper()
         if by_hand:
             keeper.forgive()
-        keeper.want(math.ceil(n / self.options.workers), by_hand=by_hand)
-        await keeper.settle()
+        keeper.want(math.ceil(n / self.options.workers))
+        await keeper.settle(by_hand=by_hand)
 
     def _scale_down(self, names: Collection[str]) -> None:
         self._running_keeper().dismiss(names)

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 
-from hpcdask.errors import QueueError, Refused
+from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 
@@ -78,10 +78,16 @@ class Submitter:
         QueueError
             Its answer is unknown, and so is whether the jobs are there.
         """
+        if self.unanswered:
+            try:
+                await self.adopt(known)
+            except NoTags:
+                pass  # nobody can say; their workers will
+            except QueueError as error:
+                self._wait()
+                raise NoAnswer(str(error)) from error
         before = set(known)
         try:
-            if self.unanswered:
-                await self.adopt(known)
             largest = max(1, await self.queue.limit())
             while (count := min(count, self.missing())) > 0:
                 before, some = set(known), min(count, largest)
@@ -101,9 +107,12 @@ class Submitter:
                     if await self.adopt(before) >= count:
                         return
             if error.for_now:
-                self.retry_at = time.time() + self._retry_s
-                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+                self._wait()
             raise
+
+    def _wait(self) -> None:
+        self.retry_at = time.time() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, RETRY_S[1])
 
     async def _submit(self, count: int) -> None:
         """One command."""

@@ -149,7 +149,10 @@ class Queue(ABC):
 
     @abstractmethod
     async def tagged(self) -> dict[str, str]:
-        """Ids of all jobs of this user in the queue that carry a tag of hpcdask, with the tag."""
+        """Ids of all jobs of this user in the queue that carry a tag of hpcdask, with the tag.
+
+        Raises NoTags where the queue does not show them.
+        """
 
     # Running commands
 

@@ -307,8 +307,8 @@ def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFol
     except OSError as error:
         raise UsageError(f"{base_path(base)} cannot be read: {error.strerror}") from None
     for path in paths:
-        target = path.readlink() if path.is_symlink() else path
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, OSError):
+            target = path.readlink() if path.is_symlink() else path
             if target.name == path.name:
                 found.append(ClusterFolder.open(target))
     return sorted(found, key=lambda folder: folder.created)
@@ -322,10 +322,17 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
         if folder.ended is not None and folder.ended < limit:
             shutil.rmtree(folder.path, ignore_errors=True)
             removed.append(folder.name)
-            link = base_path() / folder.name
-            if link.is_symlink():
-                link.unlink(missing_ok=True)
+            _remove_link(base_path() / folder.name)
+    with contextlib.suppress(OSError):
+        for path in base_path().iterdir():  # a file system may be missing for a while
+            if path.is_symlink() and not path.exists() and path.lstat().st_mtime < limit:
+                _remove_link(path)
     return removed
+
+
+def _remove_link(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
 
 
 def _words(text: str) -> list[str]:

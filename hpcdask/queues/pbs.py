@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError, UsageError
+from hpcdask.errors import NoTags, QueueError, UsageError
 from hpcdask.queues import forms
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.queues.qstat import Flavour, parse_qstat, seen
@@ -163,7 +163,7 @@ class PbsQueue(Queue):
     async def tagged(self) -> dict[str, str]:
         flavour = await self.flavour()
         if flavour == "slurm":
-            raise QueueError(
+            raise NoTags(
                 "the commands of PBS over SLURM show no tags of jobs. See them with squeue --me"
             )
         done = await self.run("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")

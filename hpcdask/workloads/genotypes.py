@@ -171,7 +171,7 @@ def normalise(
     Raises
     ------
     WorkloadError
-        A value above 3.
+        A value above 3, or another type than uint8.
     """
     xp = array_module("cpu" if isinstance(tile, np.ndarray) else "cuda")
     missing, p, common, known = _judge(xp, tile, max_missing, min_maf)
@@ -208,7 +208,7 @@ def count_variants(
     Raises
     ------
     WorkloadError
-        A threshold is out of range; from workers, a value above 3.
+        A threshold is out of range; from workers, a value above 3, or another type than uint8.
     """
     _check_thresholds(max_missing, min_maf)
     partial = da.map_blocks(

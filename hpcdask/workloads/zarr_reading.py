@@ -191,7 +191,9 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
         while codecs and "Crc" in codecs[-1]:  # appended to what is there
             codecs.pop()
         store.blosc = array.shards is None and bool(codecs) and "Blosc" in codecs[-1]
-        if array.shards and array.metadata.codecs[0].index_location.value == "start":
+        sharding: Any = array.metadata.codecs[0] if array.shards else None
+        if sharding and sharding.index_location.value == "start":
+            store.index_type = f"{'<>'[sharding.index_codecs[0].endian.value == 'big']}u8"
             store.indexed = math.prod(map(operator.floordiv, array.shards, array.chunks))
     return array
 
@@ -261,10 +263,13 @@ def _checked_store() -> Any:
         indexed
             Chunks of a shard that begins with where they are; else 0. One that ends with it is
             found to be cut off.
+        index_type
+            Of the numbers that say so.
         """
 
         blosc = False
         indexed = 0
+        index_type = "<u8"
 
         async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
             found = await super().get(key, prototype, byte_range)
@@ -283,7 +288,7 @@ def _checked_store() -> Any:
             if len(found) < self.indexed * INDEX_ENTRY_NBYTES:
                 return self.indexed * INDEX_ENTRY_NBYTES
             index = found[: self.indexed * INDEX_ENTRY_NBYTES].tobytes()
-            starts, sizes = np.frombuffer(index, "<u8").reshape(-1, 2).T
+            starts, sizes = np.frombuffer(index, self.index_type).reshape(-1, 2).T
             there = starts != np.iinfo(np.uint64).max
             return int((starts + sizes)[there].max(initial=0))
 

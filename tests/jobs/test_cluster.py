@@ -314,7 +314,7 @@ def test_a_queue_that_does_not_answer_is_asked_again(
 ):
     """One bad minute of a long run ended the cluster, and failed what waited for workers."""
     take = LocalQueue.submit
-    answers = iter([False, False, True])
+    answers = iter([True, False, False, True])
 
     async def submit(self, script: str, count: int) -> list[str]:
         if next(answers):
@@ -325,7 +325,12 @@ def test_a_queue_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(submitter, "RETRY_S", (0.2, 1.0))
     with make(folder) as cluster, cluster.get_client() as client:
         monkeypatch.setattr(cluster.keeper._submitter, "_retry_s", 0.2)
-        cluster.adapt(minimum=0, maximum=1, interval="100ms")
+        cluster.scale(1)
+        client.wait_for_workers(1, timeout=30)
+        cluster.scale(1)  # which has nothing to submit, and nobody waits for it any more
+        (job,) = cluster.jobs()
+        asyncio.run(cluster.queue.cancel([job.id]))
+        wait_for(lambda: len(cluster.jobs()) == 2, 30, "another job")
         assert client.submit(sum, [1, 2]).result(timeout=30) == 3
         assert cluster.failure is None
     said = capsys.readouterr().err
@@ -389,7 +394,8 @@ def test_work_longer_than_the_walltime(folder: Path, how: str):
         # results moved from job to job before the limit, whose processes may end after it
         assert client.gather(first) == known
         assert cluster.failure is None
-        assert len(cluster.jobs()) <= 6  # none is cancelled that came to take over
+        # none is cancelled that came to take over, of which there may be some each 9 s
+        assert len(cluster.jobs()) <= 2 * (2 + (time.monotonic() - start) / 9)
 
 
 @pytest.mark.slow
@@ -444,6 +450,10 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     ("keywords", "message"),
     [
         ({"memory": "lots"}, "memory: 'lots' is not an amount of memory"),
+        (
+            {"memory": "1GB", "processes": 16, "cores": 16},
+            "a job's memory of 1,000,000,000 bytes is 62,500,000 for each of its 16 workers",
+        ),
         ({"walltime": "soon"}, "walltime"),
         ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
         (

@@ -85,7 +85,6 @@ class Login:
         """Run ``hpcdask words...`` in this process, as this user, to its end."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
-            patch.setattr("hpcdask.queues.folder.DEFAULT_BASE", "~/.hpcdask")
             for name in os.environ.keys() - self.env.keys():
                 patch.delenv(name)
             for name, value in self.env.items():

@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+from hpcdask import bootstrap
 from hpcdask.leader import Leader
 from launching import wait_for
 
@@ -55,6 +56,13 @@ def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
     time.sleep(0.1)
     assert now.exists()
     assert forgotten.exists()
+
+
+def test_a_run_ends_well_without_its_janitor():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    bootstrap.Janitor(0, write_end).forget("/home/me/cluster.json")
+    os.close(write_end)
 
 
 RANK_WITH_A_THREAD_THAT_WAITS = """

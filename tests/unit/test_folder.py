@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from hpcdask.errors import UsageError
 from hpcdask.queues import disk, folder
 from hpcdask.queues.disk import Owner
-from hpcdask.queues.folder import ClusterFolder, list_clusters, prune
+from hpcdask.queues.folder import ClusterFolder, base_path, list_clusters, prune
 from hpcdask.security import create_credentials, load_credentials, save_credentials
 
 
@@ -46,7 +47,6 @@ def test_everything_is_private_whatever_the_umask(tmp_path):
 
 def test_the_default_base_is_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("hpcdask.queues.folder.DEFAULT_BASE", "~/.hpcdask")
     made = ClusterFolder.create("ab-1", "slurm")
     assert made.path == tmp_path / ".hpcdask/ab-1"
     assert [found.name for found in list_clusters()] == ["ab-1"]
@@ -54,7 +54,7 @@ def test_the_default_base_is_in_the_home(tmp_path, monkeypatch):
 
 def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     """`hpcdask jobs`, `cleanup` and clients of other processes did not know such clusters."""
-    usual = Path(f"{tmp_path}-usual")
+    usual = base_path()
     made = ClusterFolder.create("ab-1", "slurm", tmp_path / "scratch")
     (found,) = list_clusters()
     assert (found.path, found.lives()) == (made.path, True)
@@ -66,8 +66,20 @@ def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     assert not list(usual.iterdir())
 
 
+def test_links_that_have_led_nowhere_for_long_go(tmp_path):
+    """Sites remove old files from shared file systems."""
+    for name, days in (("old", 31), ("young", 29)):
+        made = ClusterFolder.create(name, "slurm", tmp_path)
+        shutil.rmtree(made.path)
+        then = time.time() - days * 86400
+        os.utime(base_path() / name, (then, then), follow_symlinks=False)
+    assert list_clusters() == []
+    assert prune() == []
+    assert [path.name for path in base_path().iterdir()] == ["young"]
+
+
 def test_a_home_that_takes_no_link_is_no_obstacle(tmp_path):
-    Path(f"{tmp_path}-usual").touch()
+    base_path().touch()
     assert ClusterFolder.create("ab-1", "slurm", tmp_path / "scratch").path.is_dir()
 
 

@@ -124,7 +124,6 @@ def test_the_loader_has_nothing_for_another_cluster(file, monkeypatch):
 
 def test_the_loader_of_clusters_of_jobs_knows_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("hpcdask.queues.folder.DEFAULT_BASE", "~/.hpcdask")
     assert access.load_security({"address": "tls://10.0.0.1:1234"}) is None
     folder = tmp_path / ".hpcdask" / "cluster"
     folder.mkdir(parents=True)

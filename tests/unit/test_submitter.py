@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.clusters.submitter import Submitter
-from hpcdask.errors import NoAnswer, QueueError, Refused
+from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 
@@ -27,6 +27,8 @@ class Door(LocalQueue):
         self.asked: list[int] = []
         self.lost: list[str] = []
         self.silent = False
+        self.words: QueueError = NoAnswer("squeue did not answer")
+        self.without_tags = False
 
     async def limit(self) -> int:
         return self.largest
@@ -41,8 +43,10 @@ class Door(LocalQueue):
         return [f"{len(self.asked)}_{number}" for number in range(count)]
 
     async def tagged(self) -> dict[str, str]:
+        if self.without_tags:
+            raise NoTags("it shows no tags")
         if self.silent:
-            raise NoAnswer("squeue did not answer")
+            raise self.words
         return dict.fromkeys(self.lost, TAG)
 
 
@@ -152,3 +156,33 @@ def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_pat
             asyncio.run(submitter.submit(4, []))
         door.silent = True
     assert door.asked == [4]
+
+
+def test_a_queue_without_tags_gets_another_submission(tmp_path: Path):
+    """PBS's commands over SLURM; nothing was submitted there any more."""
+    folder = ClusterFolder.create("test", "local", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    jobs: list[str] = []
+    door = Door(100, error=NoAnswer("qsub did not answer"))
+    door.without_tags = True
+    submitter = Submitter(door, folder, TAG, jobs.extend, lambda: 4 - len(jobs))
+    with pytest.raises(NoAnswer):
+        asyncio.run(submitter.submit(4, jobs))
+    door.error = None
+    asyncio.run(submitter.submit(4, jobs))
+    assert len(jobs) == 4
+
+
+def test_a_queue_that_fails_to_tell_is_asked_later(tmp_path: Path):
+    folder = ClusterFolder.create("test", "local", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    door = Door(100, error=NoAnswer("qsub did not answer"))
+    submitter = Submitter(door, folder, TAG, lambda ids: None, lambda: 4)
+    with pytest.raises(NoAnswer):
+        asyncio.run(submitter.submit(4, []))
+    door.silent = True
+    door.words = QueueError("qstat failed: cannot connect")
+    submitter.retry_at = 0.0
+    with pytest.raises(NoAnswer, match="qstat failed"):
+        asyncio.run(submitter.submit(4, []))
+    assert submitter.retry_at > 0

@@ -400,7 +400,7 @@ def test_masked_arrays_are_refused():
     [
         lambda seed: array_workload.tuned((10,), 4, device="cpu", seed=seed),
         lambda seed: patterns.build("mean", 64, device="cpu", n_slots=1, seed=seed),
-        lambda seed: write_genotypes("never-there", (8, 8), chunks=(4, 8), n_slots=1, seed=seed),
+        lambda seed: write_genotypes("/never/there", (8, 8), chunks=(4, 8), n_slots=1, seed=seed),
     ],
 )
 def test_a_seed_is_checked_before_anything_is_made(make):

@@ -382,6 +382,22 @@ def test_a_truncated_shard_is_named(tmp_path, index, codec, rows, missing_nbytes
         rows_on_cpu(path, max_nbytes=rows * 90).compute()
 
 
+@pytest.mark.parametrize("endian", ["little", "big"])
+def test_a_shard_that_begins_with_its_index(tmp_path, endian):
+    path, values = str(tmp_path / "x"), bytes_of((100, 90))
+    codecs = zarr.codecs
+    sharding = codecs.ShardingCodec(
+        chunk_shape=(20, 45),
+        index_codecs=[codecs.BytesCodec(endian=endian), codecs.Crc32cCodec()],
+        index_location="start",
+    )
+    array = zarr.create(
+        values.shape, chunks=values.shape, dtype="u1", store=path, zarr_format=3, codecs=[sharding]
+    )
+    array[:] = values
+    np.testing.assert_array_equal(rows_on_cpu(path).compute(), values)
+
+
 def test_a_chunk_that_is_no_file_of_ours_is_an_error_too(tmp_path, monkeypatch):
     path = store(tmp_path / "x", bytes_of((40, 9)), (10, 9))
 
