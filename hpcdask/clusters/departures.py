@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
@@ -76,6 +77,7 @@ class Departures:
         ]
         for job_id in ids:
             self.ledger.mark(job_id, cancelled=True)
+            self._left.pop(job_id, None)
         if ids:
             self._spawn(self._cancel(ids))
 
@@ -83,10 +85,11 @@ class Departures:
         try:
             await self.queue.cancel(ids)
             self.ledger.calm("cancel")
-        except QueueError as error:
+        except Exception as error:  # whatever it is, the jobs must not stay
             self.ledger.warn("cancel", str(error))
             now = time.time()
             self._left.update(dict.fromkeys(ids, now))
+            self._spawn(self._poke_later())
 
     def cancel_stragglers(self) -> None:
         """Cancel the jobs that should have ended by now."""
@@ -94,7 +97,8 @@ class Departures:
         due = [job_id for job_id, at in self._left.items() if now > at + LEAVE_S]
         for job_id in due:
             del self._left[job_id]
-        self.cancel(due)
+        jobs = self.ledger.jobs  # one that was started again has a life of its own
+        self.cancel([job_id for job_id in due if jobs[job_id].leaving or jobs[job_id].cancelled])
 
     # In good order
 
@@ -108,17 +112,17 @@ class Departures:
 
     async def _retire(self, job_id: str) -> None:
         ledger = self.ledger
-        expiring = ledger.jobs[job_id].expiring
         while (job := ledger.jobs[job_id]).state not in OVER and job.workers:
-            last = self._last_moment(job) if expiring else None
-            left = ATTEMPT_S if last is None else last - time.time()
+            last = self._last_moment(job)
+            left = math.inf if last is None else last - time.time()
             if left <= 0:
                 await self._force_out(job)
                 break
-            gone = await retire.retire(ledger.scheduler, job.workers, deadline_s=left)
+            deadline_s = left if job.expiring else min(left, ATTEMPT_S)
+            gone = await retire.retire(ledger.scheduler, job.workers, deadline_s=deadline_s)
             if gone >= job.workers:
                 break
-            if not expiring:
+            if not job.expiring:
                 if len(ledger.counting()) < ledger.wanted:  # there is work for it again
                     ledger.mark(job_id, leaving=False)
                     self.poke()
@@ -126,7 +130,7 @@ class Departures:
                 if ledger.emptied and not self._others(job_id):
                     await retire.force_out(ledger.scheduler, job.workers, reason="scaled-to-0")
                     break
-            left = ATTEMPT_S if last is None else last - time.time()
+            left = math.inf if last is None else last - time.time()
             await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
         self._left[job_id] = time.time()
         self._spawn(self._poke_later())

@@ -40,6 +40,10 @@ class JobAdaptive(Adaptive):
         """End the jobs of these workers without losing what they hold."""
         if workers:
             self.cluster._scale_down(workers)
+        # Less than a job is kept. distributed would count its names from the start, each from
+        # another one, so that they never came together; they stay due for as long as it names them
+        for name in self.plan.intersection(workers):
+            self.close_counts[name] = self.wait_count
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]
         """Wish for more workers; why that fails is told by the cluster."""

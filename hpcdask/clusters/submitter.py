@@ -78,17 +78,16 @@ class Submitter:
         QueueError
             Its answer is unknown, and so is whether the jobs are there.
         """
-        if self.unanswered:
-            try:
-                await self.adopt(known)
-            except NoTags:
-                pass  # nobody can say; their workers will
-            except QueueError as error:
-                self._wait()
-                raise NoAnswer(str(error)) from error
+        try:
+            if self.unanswered:
+                with contextlib.suppress(NoTags):  # nobody can say; their workers will
+                    await self.adopt(known)
+            largest = max(1, await self.queue.limit())
+        except QueueError as error:
+            self._wait()
+            raise error if error.for_now else NoAnswer(str(error)) from error
         before = set(known)
         try:
-            largest = max(1, await self.queue.limit())
             while (count := min(count, self.missing())) > 0:
                 before, some = set(known), min(count, largest)
                 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from distributed.deploy.adaptive import Adaptive
 
@@ -105,3 +106,21 @@ def test_workers_that_go_by_themselves_are_not_counted_as_too_many(monkeypatch):
     assert asyncio.run(adapting.workers_to_close(2)) == []
     assert asyncio.run(adapting.workers_to_close(1)) == ["new-2"]
     assert asyncio.run(adapting.workers_to_close(0)) == ["new-2", "new-1"]
+
+
+def test_names_of_less_than_a_job_stay_due(monkeypatch):
+    """Counted from different moments, they never came together, and an idle job stayed."""
+
+    class Adapting(scaling.JobAdaptive):
+        plan = frozenset({"a-1-0-0", "a-1-0-1", "a-2-0-0"})
+
+        def __del__(self) -> None:
+            """It was never started."""
+
+    adapting = object.__new__(Adapting)
+    adapting.close_counts, adapting.wait_count = {}, 3
+    dismissed: list[set[str]] = []
+    adapting.cluster = SimpleNamespace(_scale_down=dismissed.append)
+    asyncio.run(adapting.scale_down({"a-1-0-0", "one that has gone"}))
+    assert dismissed == [{"a-1-0-0", "one that has gone"}]
+    assert adapting.close_counts == {"a-1-0-0": 3}

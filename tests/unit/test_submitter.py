@@ -173,6 +173,19 @@ def test_a_queue_without_tags_gets_another_submission(tmp_path: Path):
     assert len(jobs) == 4
 
 
+def test_a_queue_that_does_not_tell_its_limits_is_asked_later(tmp_path: Path, monkeypatch):
+    async def fail() -> int:
+        raise QueueError("scontrol failed")
+
+    door = Door(100)
+    monkeypatch.setattr(door, "limit", fail)
+    added, submitter = run(door, tmp_path, 4)
+    assert added == ["NoAnswer"]
+    assert submitter.retry_at > 0
+    assert not submitter.unanswered  # nothing was sent
+    assert door.asked == []
+
+
 def test_a_queue_that_fails_to_tell_is_asked_later(tmp_path: Path):
     folder = ClusterFolder.create("test", "local", base=tmp_path)
     folder.write_script("#!/bin/sh\n")

@@ -1,0 +1,116 @@
+"""How jobs are ended, with stand-ins for the queue and for the workers that hand over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from hpcdask.clusters import departures, retire
+from hpcdask.clusters.departures import Departures
+from hpcdask.clusters.ledger import Ledger
+from hpcdask.errors import NoAnswer
+from hpcdask.queues.local import LocalQueue
+from hpcdask.reconcile import Job, Policy, State, worker_names
+
+
+class Door(LocalQueue):
+    """Notes what is cancelled; fails as often as there are errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+        self.cancelled: list[list[str]] = []
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        self.cancelled.append(list(ids))
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+class Site:
+    """One job, and what ends it. Everything that waits does so for a tenth of a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, **facts: Any) -> None:
+        monkeypatch.setattr(departures, "LEAVE_S", 0.1)
+        self.said: list[str] = []
+        self.ledger = Ledger(None, "ab", size=1, policy=Policy(), say=self.said.append)
+        self.ledger.jobs["1"] = Job("1", 1, time.time(), State.RUNNING)
+        self.ledger.mark("1", **facts)
+        self.door = Door(*errors)
+        self.departures = Departures(self.ledger, self.door, self.poke)
+        self.poked = asyncio.Event()
+
+    def poke(self) -> None:
+        self.poked.set()
+        self.departures.cancel_stragglers()
+
+
+@pytest.mark.parametrize("error", [NoAnswer("scancel did not answer"), OSError("no more threads")])
+def test_a_cancel_that_failed_is_repeated(monkeypatch, error):
+    """Also where nothing else happens in the cluster; the job stayed for ever."""
+
+    async def run() -> None:
+        site = Site(monkeypatch, error)
+        site.departures.cancel(["1"])
+        async with asyncio.timeout(5):
+            while len(site.door.cancelled) < 2:
+                site.poked.clear()
+                await site.poked.wait()
+                await asyncio.sleep(0)
+        assert site.said == [f"warning: {error}"]
+
+    asyncio.run(run())
+
+
+def test_a_job_that_was_started_again_is_left_alone(monkeypatch):
+    async def run() -> None:
+        site = Site(monkeypatch)
+        site.departures._left["1"] = time.time() - 1
+        site.departures.cancel_stragglers()
+        await asyncio.sleep(0)
+        assert not site.door.cancelled
+
+    asyncio.run(run())
+
+
+def test_a_straggler_that_is_cancelled_for_another_reason_is_cancelled_once(monkeypatch):
+    async def run() -> None:
+        site = Site(monkeypatch, leaving=True)
+        site.departures._left["1"] = time.time() - 1
+        site.departures.cancel(["1"])
+        site.departures.cancel_stragglers()
+        await asyncio.sleep(0)
+        assert site.door.cancelled == [["1"]]
+
+    asyncio.run(run())
+
+
+def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatch):
+    """Its end counted as a death of what it ran."""
+    reasons: list[str] = []
+
+    async def hand_over(scheduler: Any, workers: Collection[str], *, deadline_s: float) -> set[str]:
+        assert deadline_s < 2
+        await asyncio.sleep(deadline_s)
+        return set()
+
+    async def force_out(*_: Any, reason: str, **__: Any) -> list[Exception]:
+        reasons.append(reason)
+        return []
+
+    async def run() -> None:
+        now = time.time()
+        site = Site(monkeypatch, started=now - 600, ends=now + 1)
+        site.ledger.mark("1", workers=frozenset(worker_names("ab", site.ledger.jobs["1"])))
+        site.departures.retire("1")
+        await asyncio.wait_for(site.departures._retiring["1"], 5)
+
+    monkeypatch.setattr(departures, "LAST_MOMENT_S", 0.2)
+    monkeypatch.setattr(retire, "retire", hand_over)
+    monkeypatch.setattr(retire, "force_out", force_out)
+    asyncio.run(run())
+    assert reasons == ["walltime"]
