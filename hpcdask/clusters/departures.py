@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from hpcdask.errors import QueueError
+from hpcdask.errors import QueueError, root_cause
 from hpcdask.queues.base import Queue
 from hpcdask.reconcile import OVER, Job, ends_at, margin_s
 
@@ -111,6 +111,18 @@ class Departures:
             task.add_done_callback(lambda _: self._retiring.pop(job_id, None))
 
     async def _retire(self, job_id: str) -> None:
+        try:
+            await self._see_off(job_id)
+            self.ledger.calm("retire")
+        except Exception as error:  # a job must not stay for ever as one that leaves
+            self.ledger.warn(
+                "retire",
+                f"job {job_id} cannot hand over what it holds, and is asked again: "
+                f"{root_cause(error)}",
+            )
+            self.ledger.mark(job_id, leaving=False)
+
+    async def _see_off(self, job_id: str) -> None:
         ledger = self.ledger
         while (job := ledger.jobs[job_id]).state not in OVER and job.workers:
             last = self._last_moment(job)

@@ -23,7 +23,7 @@ from distributed import Client
 from distributed.core import Status
 
 import hpcdask
-from hpcdask.clusters import submitter
+from hpcdask.clusters import retire, submitter
 from hpcdask.errors import JobsFailed, NoAnswer, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
@@ -191,6 +191,27 @@ def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
         cluster.scale(1)
         wait_for(lambda: len(asked) > 2, 30, "more queries")
     assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
+
+
+def test_a_handover_that_fails_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real, tried = retire.retire, []
+
+    async def failing(scheduler, names, *, deadline_s):
+        tried.append(names)
+        if len(tried) <= 2:
+            raise RuntimeError("dictionary changed size")
+        return await real(scheduler, names, deadline_s=deadline_s)
+
+    with make(folder) as cluster, cluster.get_client() as client:
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=30)
+        monkeypatch.setattr(retire, "retire", failing)
+        cluster.scale(1)
+        wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 30, "one")
+        assert len(tried) == 3
+    assert capsys.readouterr().err.count("dictionary changed size") == 1
 
 
 class Slow(LocalQueue):
