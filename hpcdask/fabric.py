@@ -67,6 +67,8 @@ class Port:
         Mb/s; 0 where the driver does not tell.
     accessible
         Whether this process may open the device. A container often shows it in sysfs only.
+    interfaces
+        Names of the network interfaces of the same device, such as ``ib0``.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Port:
     state: str
     speed: int
     accessible: bool
+    interfaces: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -83,7 +86,7 @@ class Port:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Port:
         """Read what ``dataclasses.asdict`` and JSON made of it."""
-        return cls(**data)
+        return cls(**{**data, "interfaces": tuple(data["interfaces"])})
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,16 @@ def infiniband(root: str = "/") -> tuple[Port, ...]:
                 read(f"{folder}/state").partition(":")[2].strip(),  # "4: ACTIVE"
                 round(float(rate[0]) * 1000) if rate else 0,
                 os.access(verbs.get(device, ""), os.R_OK | os.W_OK),
+                _names(f"{root}sys/class/infiniband/{device}/device/net"),
             )
         )
     return tuple(found)
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    with contextlib.suppress(OSError):
+        return tuple(sorted(os.listdir(folder)))
+    return ()
 
 
 class Pairs(NamedTuple):

@@ -38,8 +38,9 @@ class Ucx:
         are built in (tcp, shared memory) are not listed.
     problem
         One sentence if distributed cannot use it, and what to do; else empty.
-    tls
-        The user's ``UCX_TLS``; empty for none.
+    tls, devices, managers
+        The user's ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_SOCKADDR_TLS_PRIORITY``; empty for
+        none.
     """
 
     distributed_ucxx: str = ""
@@ -48,6 +49,8 @@ class Ucx:
     transports: tuple[str, ...] = ()
     problem: str = ""
     tls: str = ""
+    devices: str = ""
+    managers: str = ""
 
     @property
     def missing(self) -> bool:
@@ -75,12 +78,16 @@ def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> 
     The rules are those of libucx's ``load_library`` and of UCX's module loader.
     """
     environ = os.environ if environ is None else environ
-    tls = environ.get("UCX_TLS", "")
+    settings: dict[str, Any] = {
+        "tls": environ.get("UCX_TLS", ""),
+        "devices": environ.get("UCX_NET_DEVICES", ""),
+        "managers": environ.get("UCX_SOCKADDR_TLS_PRIORITY", ""),
+    }
     missing = [name for name in ("distributed_ucxx", "ucxx") if find_spec(name) is None]
     if missing:
         what = " and ".join(name.replace("_", "-") for name in missing)
         verb = "is" if len(missing) == 1 else "are"
-        return Ucx(problem=f"{what} {verb} not installed: {_install()}", tls=tls)
+        return Ucx(problem=f"{what} {verb} not installed: {_install()}", **settings)
     package = find_spec("libucx")
     wheel = (
         os.path.join(os.path.dirname(package.origin), "lib") if package and package.origin else ""
@@ -99,7 +106,7 @@ def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> 
         source="system" if system else "package",
         transports=_modules(folder, environ),
         problem=_ucx_problem(folder, version),
-        tls=tls,
+        **settings,
     )
 
 

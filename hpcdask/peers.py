@@ -24,8 +24,9 @@ from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
+from . import dialing
 from .bootstrap import mark
-from .errors import root_cause
+from .errors import ClusterError, root_cause
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
@@ -219,13 +220,26 @@ class PeerWorker(Worker):
         """Listen on tcp, and on ucx where that was asked for by name and has to work."""
         await super().listen(*args, **kwargs)
         if self.exchange == "ucx" and self._ucx_address is None:
-            await self._listen_on_ucx()
+            why = ""
+            try:
+                await self._listen_on_ucx()
+            except Exception as error:
+                why = root_cause(error)
+            if why:
+                text = (
+                    f"--protocol ucx: ucx does not start: {why}. See UCX_TLS, UCX_NET_DEVICES and "
+                    f"hpcdask doctor"
+                )
+                # a nanny does not hear why its worker does not start
+                print(f"hpcdask: error: worker {self.name}: {text}", file=sys.stderr, flush=True)
+                raise ClusterError(text)
 
     async def _listen_on_ucx(self) -> None:
         from . import ucx
 
         ucx.register()
-        await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
+        host = await asyncio.to_thread(dialing.host, get_address_host(self.address))
+        await super().listen(f"ucx://{unparse_host_port(host)}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .devices import Gpu
+from .dialing import closed, settings
 from .fabric import Fabric, Port
 from .installed import PREFER_SYSTEM
 from .spec import WorkerSpec
-from .switches import Link, given, left_out
+from .switches import Link, given, left_out, ucx_environment
 
 #: Why ucx is not the default without fast links.
 SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"
@@ -23,6 +24,10 @@ ASYNC = (
     "ucx then copies it at 0.24 to 0.37 GB/s"
 )
 NO_IPC = "by a cgroup or a container, so CUDA IPC and NVLink do not work between"
+NO_WAY = (
+    "nothing to open connections with: it needs tcp on a network interface, or InfiniBand with an "
+    "IP address"
+)
 USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
     f"InfiniBand (its libucp.so must be in LD_LIBRARY_PATH or known to the loader)"
@@ -85,8 +90,6 @@ class Site:
             return "workers compute on the CPU"
         if blind:
             return f"not every worker has a GPU: none on {some(blind)}"
-        if self.mig:
-            return "MIG slices cannot share memory with each other: neither CUDA IPC nor NVLink"
         return ""
 
     def without_peers(self) -> str:
@@ -97,6 +100,8 @@ class Site:
 
     def without_nvlink(self) -> str:
         """Why NVLink does not join the GPUs inside a node."""
+        if self.mig:
+            return "MIG slices cannot share memory with each other: neither CUDA IPC nor NVLink"
         if why := self._left_out("nvlink"):
             return why
         if why := self.confined():
@@ -217,13 +222,23 @@ class Site:
             yield f"the UCX on {some(lacking)} has no InfiniBand: {USE_SYSTEM}"
         if spec.enable_rdmacm and (unable := self.lacking("rdmacm")):
             yield f"the UCX on {some(unable)} cannot connect by RDMA (rdmacm): {USE_SYSTEM}"
-        if spec.enable_tcp_over_ucx is False and (without or lacking):
-            yield (
-                f"--disable-tcp-over-ucx leaves UCX on {some(without or lacking)} nothing to open "
-                f"connections with: it needs tcp or InfiniBand"
-            )
+        shut: dict[str, list[str]] = {}
+        for seat in self.seats:
+            if not seat.fabric.ucx.problem and (setting := self._shut(seat.fabric)):
+                shut.setdefault(setting, []).append(seat.host)
+        for setting, hosts in shut.items():
+            yield f"{setting} leaves UCX on {some(hosts)} {NO_WAY}"
         if spec.rmm_async and any(seat.gpus for seat in self.seats):
             yield ASYNC
+
+    def _shut(self, fabric: Fabric) -> str:
+        """Which settings leave UCX no interface; empty where there is one."""
+        own = settings(fabric.ucx)
+        if why := closed(fabric, {**ucx_environment(self.spec, own), **own}, far=self.others):
+            return " and ".join(name for name in why if name.partition("=")[0] in own) or given(
+                self.spec
+            )
+        return ""
 
     def lacking(self, module: str) -> list[str]:
         """The nodes whose UCX lacks a transport, where there is a UCX."""
@@ -247,7 +262,11 @@ class Site:
             lambda f: any(p.usable and p.link_layer == "Ethernet" for p in f.infiniband)
         )
         if without and len(roce) == len(self.hosts):
-            yield "the nodes have RoCE ports: --enable-infiniband uses them, if the network suits"
+            switches = "--enable-infiniband"
+            switches += "" if self.without_nvlink() else " --enable-nvlink"
+            lacks = self.lacking("ib")
+            first = f", with a UCX that has InfiniBand ({USE_SYSTEM})" if lacks else ""
+            yield (f"the nodes have RoCE ports: {switches} uses them{first}, if the network suits")
         if not without and (lacking := self.lacking("ib")):
             yield f"the UCX on {some(lacking)} cannot use the InfiniBand there: {USE_SYSTEM}"
 
@@ -270,7 +289,9 @@ class Site:
             yield why
         elif any(self._nvlink(host) == "some" for host in self.hosts):
             yield "some pairs of GPUs have no NVLink between them and exchange over PCIe"
-        elif not self.others and not self.without_peers() and (why := self.without_nvlink()):
+        elif self.without_peers():
+            pass
+        elif (self.mig or not self.others) and (why := self.without_nvlink()):
             yield f"{why}: expect less than the speed of NVLink"
         if self.others and not remedies and (why := self.without_infiniband()):
             yield f"{why}: between nodes ucx is slower than tcp without it"

@@ -9,10 +9,16 @@ from typing import Literal
 from .errors import UsageError
 from .spec import WorkerSpec, negative, option_name
 
-Link = Literal["nvlink", "infiniband"]
+Link = Literal["nvlink", "infiniband", "tcp"]
 SWITCHES = ("enable_nvlink", "enable_infiniband", "enable_rdmacm", "enable_tcp_over_ucx")
 #: Names in `UCX_TLS` of the transports over a link.
-NAMES = {"nvlink": re.compile(r"cuda|cuda_ipc"), "infiniband": re.compile(r"ib|(rc|dc|ud)(_\w+)?")}
+NAMES = {
+    "nvlink": re.compile(r"cuda|cuda_ipc"),
+    "infiniband": re.compile(r"ib|(rc|dc|ud)(_\w+)?"),
+    "tcp": re.compile("tcp"),
+}
+#: Those that `UCX_TLS` must take out to leave the link without any.
+WHOLE = ({"ib"}, {"rc", "dc", "ud"}, {"cuda"}, {"cuda_ipc"}, {"tcp"})
 
 
 def given(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
@@ -60,7 +66,7 @@ def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
         The link.
     """
     if tls:
-        return "" if _allows(tls, link) else f"UCX_TLS={tls}"
+        return "" if allows(tls, link) else f"UCX_TLS={tls}"
     switch = f"enable_{link}"
     other = "enable_infiniband" if link == "nvlink" else "enable_nvlink"
     if getattr(spec, switch) is False:
@@ -70,10 +76,13 @@ def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
     return ""
 
 
-def _allows(tls: str, link: Link) -> bool:
+def allows(tls: str, link: Link) -> bool:
+    """Whether a value of ``UCX_TLS``, empty for none, leaves UCX a transport over a link."""
+    if not tls:
+        return True
     if tls.startswith("^"):  # a single one of InfiniBand's leaves the others
         out = {name for name in tls[1:].split(",") if NAMES[link].fullmatch(name)}
-        return not {"ib", "cuda", "cuda_ipc"} & out
+        return not any(whole <= out for whole in WHOLE)
     names = [name.lstrip("\\") for name in tls.split(",")]
     return "all" in names or any(map(NAMES[link].fullmatch, names))
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdask import fabric
+from hpcdask import dialing, fabric
 from hpcdask.installed import PREFER_SYSTEM
 from hpcdask.site import USE_SYSTEM
 from hpcdask.spec import WorkerSpec
@@ -16,6 +16,9 @@ from .findings import Facts, Finding, Reporter
 
 GROUP = "network"
 SETTINGS = "settings"
+UNREACHABLE = (
+    "workers open no connection by UCX (no tcp on an interface, no InfiniBand with an IP address)"
+)
 
 
 def read() -> Facts:
@@ -115,9 +118,11 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
         fabric.Fabric.from_json(facts["fabric"]) if "nvlink" in facts.get("fabric", {}) else None
     )
     gpus = len(facts.get("gpus", {}).get("gpus", ()))
+    shut = _shut(environ, known) if known and gpus else set()
     found = [
-        *_tls(say, environ, known, gpus),
-        *_devices(say, environ, known),
+        *_tls(say, environ, known, gpus, shut),
+        *_devices(say, environ, known, shut),
+        *_managers(say, environ, shut),
         *_system_ucx(say, environ, known),
         *_switches(say, environ, process["config"]),
     ]
@@ -132,8 +137,20 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
     return found
 
 
+def _shut(environ: Mapping[str, str], known: fabric.Fabric) -> set[str]:
+    """Which variables leave UCX no interface to open connections over."""
+    if known.ucx.problem:
+        return set()
+    given = {name: value for name in dialing.VARIABLES if (value := environ.get(name))}
+    return {entry.partition("=")[0] for entry in dialing.closed(known, given, far=False)}
+
+
 def _tls(
-    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None, gpus: int
+    say: Reporter,
+    environ: Mapping[str, str],
+    known: fabric.Fabric | None,
+    gpus: int,
+    shut: set[str],
 ) -> Iterator[Finding]:
     tls = environ.get("UCX_TLS", "")
     advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
@@ -145,12 +162,14 @@ def _tls(
         lost.append(f"{what} (no cuda_ipc)")
     if any(port.usable for port in known.infiniband) and left_out(WorkerSpec(), tls, "infiniband"):
         lost.append("InfiniBand is not used (no rc)")
+    if "UCX_TLS" in shut:
+        lost.append(UNREACHABLE)
     if lost:
         yield say.slow("UCX_TLS", f"with {tls}, {', '.join(lost)}", advice)
 
 
 def _devices(
-    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None
+    say: Reporter, environ: Mapping[str, str], known: fabric.Fabric | None, shut: set[str]
 ) -> Iterator[Finding]:
     value = environ.get("UCX_NET_DEVICES", "all")
     if known is None or value == "all" or value.startswith("^"):
@@ -168,6 +187,11 @@ def _devices(
             f"{value}: this node has no {', '.join(missing)}",
             f"UCX would find no network here. This node has {have}: choose of these, or unset it",
         )
+    elif "UCX_NET_DEVICES" in shut:
+        names = ", ".join(one.name for one in known.interfaces) or "lo"
+        yield say.slow(
+            "UCX_NET_DEVICES", f"with {value}, {UNREACHABLE}", f"Unset it, or add one of {names}"
+        )
     elif any(port.usable for port in known.infiniband) and not chosen & (
         ports | {name.partition(":")[0] for name in ports}
     ):
@@ -176,6 +200,12 @@ def _devices(
             f"with {value}, InfiniBand is not used",
             f"Unset it, or name a port of {', '.join(sorted(ports))}",
         )
+
+
+def _managers(say: Reporter, environ: Mapping[str, str], shut: set[str]) -> Iterator[Finding]:
+    name = dialing.VARIABLES[2]
+    if shut == {name}:
+        yield say.slow(name, f"with {environ[name]}, {UNREACHABLE}", "Unset it")
 
 
 def _system_ucx(

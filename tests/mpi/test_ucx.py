@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hpcdask import fabric
 from launching import clean_environment, wait_for
 from running import Site
 
@@ -1019,6 +1020,25 @@ def test_a_run_under_mpirun_exchanges_over_ucx_and_ends_in_silence(site: Site):
     assert not noise, str(ended)
     assert "ucx between 1 pair of workers (" in ended.err
     assert "goes over tcp" not in ended.err
+
+
+@pytest.mark.skipif(not fabric.interfaces(), reason="a machine without a network")
+def test_a_run_whose_user_keeps_ucx_from_the_loopback(site: Site):
+    (site.folder / "add.py").write_text(PROGRAM)
+    site.env["UCX_NET_DEVICES"] = fabric.interfaces()[0].name
+    ended = site.run("--protocol", "ucx", "add.py", find=False, n=2)
+    assert ended.code == 0, str(ended)
+    assert ended.out.splitlines() == ["before ['ucx'] ['ucx']", "after ['ucx'] ['ucx']"]
+    assert "no ucx to" not in ended.err
+
+
+def test_ucx_that_does_not_start_is_told_in_a_line(site: Site):
+    (site.folder / "add.py").write_text(PROGRAM)
+    site.env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "~none"}  # a pattern that it does not know
+    ended = site.run("--protocol", "ucx", "add.py", find=False, n=2)
+    assert ended.code == 1, str(ended)
+    assert "--protocol ucx: ucx does not start: UCXXNoDeviceError" in ended.err
+    assert "Traceback" not in ended.err
 
 
 HOOKED = """

@@ -206,13 +206,37 @@ def test_ucx_tls_without_cuda_ipc_is_slow(tls):
     assert made.verdict == "slow: Dask runs, but not at full speed (UCX_TLS)"
 
 
-@pytest.mark.parametrize("tls", ["all", "tcp,cuda", "^ib", "rc,cuda_copy,cuda_ipc"])
+@pytest.mark.parametrize("tls", ["all", "tcp,cuda", "^ib", "tcp,cuda_copy,cuda_ipc"])
 def test_other_ucx_tls_are_not(tls):
     facts = nvlink_box()
     facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
     made = examine(facts)
     assert bad(made) == []
     assert only(made, "variables").value == f"UCX_TLS={tls}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UCX_TLS", "rc,cuda_copy,cuda_ipc"),
+        ("UCX_TLS", "sm,cuda"),
+        ("UCX_TLS", "^tcp"),
+        ("UCX_NET_DEVICES", "mlx5_0:1"),
+        ("UCX_SOCKADDR_TLS_PRIORITY", "rdmacm"),
+    ],
+)
+def test_settings_with_which_ucx_connects_nobody(name, value):
+    facts = nvlink_box()
+    facts["fabric"]["infiniband"] = infiniband_node()["fabric"]["infiniband"]
+    facts["process"]["env"][name] = value
+    made = examine(facts)
+    found = only(made, name)
+    assert found.value.startswith(f"slow: with {value}, ")
+    assert "workers open no connection" in found.value
+    assert found.advice.startswith("Unset")
+    assert made.exit_code == 1
+    facts["gpus"] = laptop()["gpus"]
+    assert not [one for one in examine(facts).every() if "open no connection" in one.value]
 
 
 def test_infiniband_that_ucx_cannot_use():
@@ -377,7 +401,9 @@ def test_a_fault_is_found(change, topic, status, words):
 
 def test_infiniband_that_the_user_s_settings_leave_out():
     facts = infiniband_node()
-    facts["fabric"]["ucx"]["transports"] = ["cuda", "ib"]
+    facts["fabric"]["ucx"]["transports"] = ["cuda", "ib", "rdmacm"]
+    ib0 = Interface("ib0", "10.2.0.7", "infiniband", 400_000)
+    facts["fabric"]["interfaces"].append(dataclasses.asdict(ib0))
     facts["process"]["env"] = {"UCX_TLS": "tcp,cuda", "UCX_NET_DEVICES": "eth0"}
     made = examine(facts)
     assert "InfiniBand is not used" in only(made, "UCX_TLS").value

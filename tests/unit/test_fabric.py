@@ -98,6 +98,7 @@ def test_infiniband(tmp_path):
         tmp_path,
         {
             **port("mlx5_0", "4: ACTIVE"),
+            "sys/class/infiniband/mlx5_0/device/net/ib0/type": "32\n",
             **port("mlx5_1", "1: DOWN", rate="10 Gb/sec (4X SDR)"),
             **port("mlx5_2", "4: ACTIVE", "Ethernet", "2.5 Gb/sec (1X SDR)", number=2),
             **port("mlx5_3", "4: ACTIVE", rate=""),
@@ -113,7 +114,7 @@ def test_infiniband(tmp_path):
     )
     ports = fabric.infiniband(root)
     assert ports == (
-        Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True),
+        Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True, ("ib0",)),
         Port("mlx5_1:1", "InfiniBand", "DOWN", 10_000, True),
         Port("mlx5_2:2", "Ethernet", "ACTIVE", 2_500, True),
         Port("mlx5_3:1", "InfiniBand", "ACTIVE", 0, False),
@@ -237,9 +238,9 @@ def test_ucx_of_the_package(site):
     assert installed.installed_ucx(root, {}) == expected
     asked = {PREFER_SYSTEM: "true"}  # and the system has none
     assert installed.installed_ucx(root, asked) == expected
-    limited = {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda"}
+    limited = {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda", "UCX_NET_DEVICES": "eth0"}
     assert installed.installed_ucx(root, limited) == dataclasses.replace(
-        expected, transports=("cma",), tls="tcp"
+        expected, transports=("cma",), tls="tcp", devices="eth0"
     )
     assert installed.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
     assert installed.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from hpcdask import dialing, fabric
 from hpcdask.devices import Gpu
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.fabric import Fabric, Interface, Port
@@ -28,6 +29,7 @@ MISSING = Ucx(problem='distributed-ucxx is not installed: pip install "hpcdask[c
 BROKEN = Ucx("0.52.0", problem="the UCX in /opt/ucx is 1.15, and ucxx needs 1.19.0 or newer")
 ETH = Interface("eno1", "10.0.0.1", "ethernet", 25_000)
 HSN = (Interface("hsn0", "10.2.0.1", "slingshot", 200_000),)
+IB0 = Interface("ib0", "10.1.0.1", "infiniband", 400_000)
 IB = Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True)
 ROCE = dataclasses.replace(IB, link_layer="Ethernet")
 DOWN = dataclasses.replace(IB, state="DOWN")
@@ -66,8 +68,8 @@ def cpu(count=2, **options):
     return [dataclasses.replace(seat, gpus=()) for seat in seats(count=count, **options)]
 
 
-def mig(host="a"):
-    fabric = Fabric((ETH,), (), (), 0, PYPI)
+def mig(host="a", *ports):
+    fabric = Fabric((ETH,), ports, (), 0, SYSTEM if ports else PYPI)
     return [Seat(host, (gpu(f"MIG-{host}{number}"),), fabric) for number in range(3)]
 
 
@@ -78,6 +80,11 @@ def shared_gpu():
 def tls(value, ucx=PYPI):
     """A UCX and the user's UCX_TLS."""
     return dataclasses.replace(ucx, tls=value)
+
+
+def own(ucx=PYPI, **settings):
+    """A UCX and the user's settings of it."""
+    return dataclasses.replace(ucx, **settings)
 
 
 def is_in(choice, protocol, reach, reason):
@@ -107,6 +114,8 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, cpu(), "tcp", "workers compute on the CPU"),
         (AUTO, [*seats(), *cpu(1, host="b")], "tcp", "not every worker has a GPU: none on b"),
         (AUTO, mig(), "tcp", "MIG slices"),
+        (AUTO, [*mig("a"), *mig("b")], "tcp", "no usable InfiniBand on a, b; MIG slices"),
+        (AUTO, [*mig("a", IB), *mig("b", IB)], "ucx", "InfiniBand joins the 2 nodes"),
         (AUTO, seats(hidden=7), "tcp", "--gpu-bind=none"),
         # A job that has a part of the node, whose workers see each other's GPUs
         (AUTO, seats(count=4, ranks=1, hidden=4), "ucx", "NVLink joins the 4 GPUs of a"),
@@ -131,6 +140,24 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, seats(ucx=tls("^ib")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("all")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("tcp,cuda")), "ucx", "NVLink"),
+        (AUTO, seats(ucx=tls("sm,cuda")), "tcp", "UCX_TLS=sm,cuda leaves UCX on a nothing to"),
+        (AUTO, seats(ucx=own(devices="eno1")), "ucx", "NVLink"),
+        (AUTO, seats(ucx=own(devices="lo")), "ucx", "NVLink"),
+        (AUTO, seats(ucx=own(devices="mlx5_0:1")), "tcp", "UCX_NET_DEVICES=mlx5_0:1 leaves"),
+        (AUTO, seats(ucx=own(managers="rdmacm")), "tcp", "UCX_SOCKADDR_TLS_PRIORITY=rdmacm leaves"),
+        (
+            AUTO,
+            nodes(ports=[IB], ucx=own(SYSTEM, tls="rc,cuda", devices="mlx5_0:1"), net=[ETH, IB0]),
+            "ucx",
+            "InfiniBand joins the 2 nodes, NVLink the GPUs inside",
+        ),
+        (WorkerSpec(enable_rdmacm=True), nodes(ports=[IB], ucx=SYSTEM, net=[IB0]), "ucx", "Infini"),
+        (
+            AUTO,
+            nodes(ports=[IB], ucx=tls("^rc,dc,ud", SYSTEM), links="none"),
+            "tcp",
+            "UCX_TLS=^rc,",
+        ),
         # Several nodes, joined by InfiniBand
         (AUTO, nodes(ports=[IB], ucx=SYSTEM), "ucx", "joins the 2 nodes, NVLink the GPUs inside"),
         (AUTO, nodes(ports=[DOWN, IB], ucx=SYSTEM, links="none"), "ucx", "joins the 2 nodes"),
@@ -214,7 +241,14 @@ def test_ucx_inside_nodes_only(spec, found, reason):
         (AUTO, nodes(ports=[IB], ucx=MISSING), []),
         (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), ["/dev/infiniband"]),
         (AUTO, nodes(ports=[IB, SHUT], ucx=SYSTEM), []),
-        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), ["--enable-infiniband"]),
+        (
+            AUTO,
+            nodes(ports=[ROCE], ucx=SYSTEM),
+            ["--enable-infiniband --enable-nvlink uses them, "],
+        ),
+        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM, links="none"), ["--enable-infiniband uses them, "]),
+        (AUTO, nodes(ports=[ROCE]), [f"UCX that has InfiniBand (set {PREFER_SYSTEM}=true"]),
+        (AUTO, [*mig("a", IB), *mig("b", IB)], ["MIG slices cannot share memory"]),
         (AUTO, seats(links="bridges"), ["over PCIe"]),
         (UCX, seats(links="none"), ["NVLink does not join"]),
         (UCX, seats(count=1), []),
@@ -333,7 +367,22 @@ def test_a_job_is_refused_the_same(options, ucx, kind):
         ({"enable_infiniband": True}, nodes(ports=[IB]), f"{PREFER_SYSTEM}=true"),
         ({"enable_infiniband": True}, nodes(ucx=SYSTEM), "no usable port on n0, n1"),
         ({"enable_rdmacm": True}, seats(), "cannot connect by RDMA"),
-        ({"enable_tcp_over_ucx": False}, seats(), "nothing to open connections with"),
+        ({"enable_tcp_over_ucx": False}, seats(), "--disable-tcp-over-ucx leaves UCX on a nothing"),
+        ({}, seats(ucx=tls("sm,self")), "UCX_TLS=sm,self leaves UCX on a nothing to open"),
+        ({}, seats(ucx=tls("rc,cuda"), ports=[IB], net=[ETH, IB0]), "UCX_TLS=rc,cuda leaves UCX"),
+        ({}, seats(ucx=tls("rc,cuda", SYSTEM), ports=[IB]), "InfiniBand with an IP address"),
+        ({}, seats(ucx=own(devices="mlx5_0:1"), ports=[IB]), "UCX_NET_DEVICES=mlx5_0:1 leaves UCX"),
+        ({}, nodes(ucx=own(devices="lo")), "UCX_NET_DEVICES=lo leaves UCX on n0, n1 nothing"),
+        (
+            {},
+            seats(ucx=own(tls="rc", devices="eno1")),
+            "UCX_TLS=rc leaves UCX on a",
+        ),
+        (
+            {"enable_rdmacm": True},
+            nodes(ports=[IB], ucx=SYSTEM),
+            "--enable-rdmacm leaves UCX on n0",
+        ),
         ({"enable_rdmacm": True, "enable_infiniband": False}, seats(), "leave one out"),
         ({"protocol": "tcp", "enable_nvlink": True}, seats(), "--enable-nvlink is for ucx"),
     ],
@@ -405,6 +454,58 @@ def test_ucx_environment(options, expected):
 def test_switches_that_contradict_each_other(options):
     with pytest.raises(UsageError, match="leave"):
         ucx_environment(WorkerSpec(**options), {})
+
+
+# Where UCX is reached
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "expected"),
+    [
+        ("", "eth0", True),
+        ("all", "eth0", True),
+        ("eth0,eth1", "eth1", True),
+        ("eth0", "eth1", False),
+        ("eth*", "eth1", True),
+        ("~eth", "ib0", True),
+        ("^eth0", "eth0", False),
+        ("^eth0", "eth1", True),
+        ("mlx5_0", "mlx5_0:1", True),
+        ("mlx5_0:1", "mlx5_0:1", True),
+        ("mlx5_0:2", "mlx5_0:1", False),
+    ],
+)
+def test_devices_that_are_named(value, name, expected):
+    assert dialing.named(value, name) is expected
+
+
+@pytest.mark.parametrize(
+    ("address", "environ", "expected"),
+    [
+        ("127.0.0.1", {}, "127.0.0.1"),
+        ("127.0.0.1", {"UCX_TLS": "tcp"}, "127.0.0.1"),
+        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1"}, "10.0.0.1"),
+        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1,lo"}, "127.0.0.1"),
+        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1,ib0"}, "10.1.0.1"),
+        ("127.0.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
+        ("10.0.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
+        ("10.1.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
+        ("10.0.0.1", {"UCX_TLS": "rc,cuda"}, "10.1.0.1"),
+        ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "rdmacm"}, "10.1.0.1"),
+        ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "tcp"}, "10.0.0.1"),
+        ("10.0.0.1", {"UCX_NET_DEVICES": "nothing"}, "10.0.0.1"),
+        ("192.0.2.9", {"UCX_NET_DEVICES": "eno1"}, "192.0.2.9"),  # on no interface
+    ],
+)
+def test_the_address_at_which_ucx_is_reached(monkeypatch, address, environ, expected):
+    lo = Interface("lo", "127.0.0.1", "other", 0)
+    monkeypatch.setattr(
+        fabric, "interfaces", lambda every=False: (ETH, IB0, *([lo] if every else []))
+    )
+    port = dataclasses.replace(IB, interfaces=("ib0",))
+    monkeypatch.setattr(fabric, "infiniband", lambda: (port,))
+    monkeypatch.setattr(dialing, "installed_ucx", lambda root, environ: SYSTEM)
+    assert dialing.host(address, environ) == expected
 
 
 def net(host, *interfaces):
