@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from distributed import Security, default_client
@@ -94,8 +96,10 @@ class Runner:
             )
         command = [sys.executable, "-m", "hpcdask.run", *to_argv(self.spec)]
         if rank.index != 0:
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-            self._code = self._process.wait()
+            with _deaf_to_interrupts():  # Ctrl-C is for the program, in rank 0
+                self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+                code = self._process.wait()
+            self._code = code if code >= 0 else 128 - code
             return False
         self._line, theirs = socket.socketpair()
         with theirs:
@@ -163,6 +167,16 @@ class Runner:
             return self
 
         return ready().__await__()
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, here and in processes that are started inside of the block."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def initialize(

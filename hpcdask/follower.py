@@ -27,6 +27,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
         note, channel = await _find_leader(member, rendezvous)
     except LaunchError as error:
         complain(error)
+        member.abort_launch(error.exit_code)
         return error.exit_code
     member.credentials = note["credentials"]
 
@@ -60,11 +61,14 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
 
 
 async def _work(member: Member, channel: Channel, order: dict[str, Any]) -> None:
+    def failed(name: str | None, text: str) -> None:
+        channel.send(op="failed", name=name, error=text)
+
     try:
         places = [Place.from_json(place) for place in order["places"]]
-        await member.start_workers(places, order["scheduler"])
+        await member.start_workers(places, order["scheduler"], failed)
     except Exception as error:
-        channel.send(op="failed", error=f"{type(error).__name__}: {error}")
+        failed(None, f"{type(error).__name__}: {error}")
 
 
 async def _await_program(member: Member, channel: Channel) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import shutil
 import signal
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from .nanny import Place
 from .peers import Link, judge
 from .places import owned_cores, plan, settle
 from .ranks import job_id
-from .rendezvous import Rendezvous, abort_launch
+from .rendezvous import Rendezvous
 from .site import Seat
 from .transport import Choice, choose, choose_interface
 
@@ -97,7 +96,7 @@ class Leader:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.hellos: dict[int, dict[str, Any]] = {}
         self.channels: dict[int, Channel] = {}
-        self.worker_ranks: set[int] = set()
+        self.names: dict[int, set[str]] = {}
         self.wanted: set[str] = set()
         self.registered: set[str] = set()
         self.choice = Choice("tcp", "")
@@ -137,7 +136,7 @@ class Leader:
         missing = self.rank.size - len(self.hellos)
         await self._take_down(code)
         if missing:
-            abort_launch(self.rank, code)
+            self.member.abort_launch(code)
         return code
 
     def _happened(self, what: str, value: Any = None) -> None:
@@ -178,6 +177,8 @@ class Leader:
         least = min(self.spec.workers_min or len(self.wanted), len(self.wanted))
         while len(self.registered & self.wanted) < least:
             await self._next("workers to register", {"workers"}, self._missing_workers)
+        if self.spec.scheduler_file:  # another run may have taken it meanwhile
+            await asyncio.to_thread(schedulerfile.check_writable, self.spec.scheduler_file)
         self._announce(places)
 
     def _start_scheduler(self, interface: str | None) -> None:
@@ -195,6 +196,12 @@ class Leader:
     def _plan(self, views: dict[int, View]) -> dict[int, list[Place]]:
         """Who computes on what, how they exchange data, and where the scheduler listens."""
         places = plan(self.spec, self.rank, views, job=job_id())
+        planned = sum(map(len, places.values()))
+        if (self.spec.workers_min or 0) > planned:
+            raise UsageError(
+                f"--workers-min {self.spec.workers_min}: there will be {_workers(planned)} here. "
+                f"Ask for no more"
+            )
         seats = {
             index: Seat(
                 view.host,
@@ -284,7 +291,7 @@ class Leader:
                 case "signal":
                     self._happened("signal", message["number"])
                 case "failed":
-                    self._happened("failed", (index, message["error"]))
+                    self._happened("failed", (index, message["name"], message["error"]))
                 case "program-ended":
                     self._happened("program", message["code"])
         self._happened("lost", index)
@@ -295,9 +302,9 @@ class Leader:
         devices.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, places: dict[int, list[Place]]) -> None:
-        self.worker_ranks = set(places)
+        self.names = {index: {place.name for place in group} for index, group in places.items()}
         self.on_device = any(place.gpu for group in places.values() for place in group)
-        self.wanted = {place.name for group in places.values() for place in group}
+        self.wanted = set().union(*self.names.values())
         for index, group in places.items():
             if index != 0:
                 sent = [dataclasses.asdict(place) for place in group]
@@ -307,9 +314,13 @@ class Leader:
 
     async def _own_workers(self, places: list[Place]) -> None:
         try:
-            await self.member.start_workers(places, self.address)
+            await self.member.start_workers(
+                places,
+                self.address,
+                lambda name, text: self._happened("failed", (0, name, text)),
+            )
         except Exception as error:
-            self._happened("failed", (0, f"{type(error).__name__}: {error}"))
+            self._happened("failed", (0, None, f"{type(error).__name__}: {error}"))
 
     def _missing_workers(self) -> LaunchError:
         missing = ", ".join(sorted(self.wanted - self.registered))
@@ -330,9 +341,10 @@ class Leader:
         if self.spec.protocol == "auto" and self.on_device:
             network += f" ({self.choice.reason})"
         host = self.address.rpartition("://")[2].rpartition(":")[0]
-        count = len(self.registered)
+        there, planned = len(self.registered), len(group)
+        count = _workers(there) if there >= planned else f"{there} of {_workers(planned)}"
         say(
-            f"{count} worker{'s' * (count != 1)} on {len(hosts)} node{'s' * (len(hosts) != 1)} "
+            f"{count} on {len(hosts)} node{'s' * (len(hosts) != 1)} "
             f"({what}), {network}, ready in {seconds_since_start():.2f} s; "
             f"dashboard http://{host}:{self.dashboard}/status"
         )
@@ -410,9 +422,9 @@ class Leader:
                         f"{who} ended while the cluster came up; see what it printed"
                     )
                 case "failed":
-                    index, text = event.value
+                    index, name, text = event.value
                     failure = f"a worker of {self._who(index)} did not start: {text}"
-                    if not self._enough_without(index):
+                    if not self._enough_without(index, name):
                         raise ClusterError(failure)
                     say(failure)
                 case "scheduler-lost":
@@ -446,8 +458,8 @@ class Leader:
                     self._end_program_by(event.value)
                 case "lost" if self._goes_on_without(event.value):
                     pass
-                case "failed" if self._enough_without(event.value[0]):
-                    index, text = event.value
+                case "failed" if self._enough_without(*event.value[:2]):
+                    index, _, text = event.value
                     say(f"a worker of {self._who(index)} did not start: {text}")
                 case "lost" | "scheduler-lost" | "failed" if not lost:
                     complain(self._loss(event))
@@ -476,16 +488,16 @@ class Leader:
             return False
         least = self.spec.workers_min
         say(
-            f"{self._who(index)} is gone; the run goes on with workers on "
-            f"{len(self.worker_ranks)} ranks (--workers-min {least})"
+            f"{self._who(index)} is gone; the run goes on with {_workers(len(self.wanted))} "
+            f"(--workers-min {least})"
         )
         return True
 
-    def _enough_without(self, index: int) -> bool:
-        """Whether --workers-min is still met without the workers of a rank."""
-        self.worker_ranks.discard(index)
+    def _enough_without(self, index: int, name: str | None = None) -> bool:
+        """Whether --workers-min is still met without a worker of a rank; without all by default."""
+        self.wanted -= {name} if name else self.names.get(index, set())
         least = self.spec.workers_min
-        return least is not None and len(self.worker_ranks) >= least
+        return least is not None and len(self.wanted) >= least
 
     def _loss(self, event: Event) -> ClusterError:
         if event.what == "scheduler-lost":
@@ -494,8 +506,9 @@ class Leader:
                 "The run ends"
             )
         if event.what == "failed":
-            index, text = event.value
-            return ClusterError(f"a worker of {self._who(index)} failed: {text}. The run ends")
+            index, _, text = event.value
+            why = text.rstrip(".")
+            return ClusterError(f"a worker of {self._who(index)} failed: {why}. The run ends")
         return ClusterError(
             f"{self._who(event.value)} is gone: it was killed or its node failed. The run ends "
             f"(--workers-min lets it go on)"
@@ -555,9 +568,7 @@ class Leader:
         if self.rendezvous is not None:
             self.rendezvous.close()
         if self.written:
-            with contextlib.suppress(OSError):
-                os.unlink(self.written)
-            shutil.rmtree(f"{self.written}.keys", ignore_errors=True)
+            schedulerfile.remove(self.written, self.address)
             self.member.janitor.forget(self.written)  # the next cluster may write there now
             self.member.janitor.forget(f"{self.written}.keys")
 
@@ -580,6 +591,10 @@ class Leader:
         deadline = time.monotonic() + 0.5
         while any(map(_exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count != 1)}"
 
 
 def _exists(pid: int) -> bool:

@@ -17,7 +17,17 @@ from typing import Any, NoReturn
 
 import dask.config
 
-from . import devices, fabric, hooks, ranks, schedulerfile, security, template, transport
+from . import (
+    devices,
+    fabric,
+    hooks,
+    ranks,
+    rendezvous,
+    schedulerfile,
+    security,
+    template,
+    transport,
+)
 from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
@@ -159,8 +169,16 @@ class Member:
             **found,
         }
 
-    async def start_workers(self, places: list[Place], scheduler: str) -> None:
-        """Start this rank's workers, each with its nanny. Raises what made one fail."""
+    async def start_workers(
+        self,
+        places: list[Place],
+        scheduler: str,
+        failed: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Start this rank's workers, each with its nanny.
+
+        `failed` is told which one did not start, and why. Without it, that is raised.
+        """
         access = security.to_security(self.credentials)
         self.nannies = [
             make_nanny(
@@ -177,12 +195,22 @@ class Member:
             self.nannies[0].early = self.scout
         elif self.scout is not None and self.scout.uuid is not None:
             await asyncio.to_thread(self.dismiss_scout)  # before its context is in their way
+        self._watchers: list[asyncio.Task[None]] = []
+
+        async def start(nanny: BoundNanny) -> None:
+            try:
+                await nanny
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(str(nanny.name), f"{type(error).__name__}: {error}")
+            else:
+                self._watchers.append(asyncio.create_task(self._notice_end(nanny)))
+
         try:
-            await asyncio.gather(*self.nannies)
+            await asyncio.gather(*map(start, self.nannies))
         finally:
             await asyncio.to_thread(self.dismiss_scout)
-        loop = asyncio.get_running_loop()
-        self._watchers = [loop.create_task(self._notice_end(nanny)) for nanny in self.nannies]
 
     async def _notice_end(self, nanny: BoundNanny) -> None:
         await nanny.finished()  # type: ignore[no-untyped-call]
@@ -249,6 +277,23 @@ class Member:
                 loop.add_signal_handler(number, handle, number)
         for number in PASSED_ON:
             loop.add_signal_handler(number, self.pass_on, number)
+        launcher = ranks.mpi_launcher()
+        if launcher is not None:
+            with contextlib.suppress(OSError):  # a kernel before 5.3, or it is gone already
+                gone = os.pidfd_open(launcher)
+                loop.add_reader(gone, self._without_launcher, gone, handle)
+
+    def _without_launcher(self, gone: int, handle: Callable[[int], None]) -> None:
+        """The launcher was killed: Open MPI's then ends nobody, and nobody reads what is said."""
+        asyncio.get_running_loop().remove_reader(gone)
+        os.close(gone)
+        if not self.ending:
+            handle(signal.SIGTERM)
+
+    def abort_launch(self, code: int) -> None:
+        """End a launch in which some rank never came, and perhaps this one with it."""
+        shutil.rmtree(self.scratch, ignore_errors=True)  # SLURM ends janitors, too
+        rendezvous.abort_launch(self.rank, code)
 
     def leave(self, code: int) -> NoReturn:
         """End this process now. The janitor ends what is still there."""

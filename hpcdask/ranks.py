@@ -5,6 +5,7 @@ MPI itself is asked only by `hpcdask.rendezvous`, and only where this says too l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -213,6 +214,27 @@ def launcher_pid() -> int:
             return pid
         pid = above
     return parent
+
+
+def leave_mpi_alone() -> None:
+    """Have programs and Dask tasks that import mpi4py not start MPI by it.
+
+    They are not the launcher's ranks, and MPI would wait for all of those. Libraries import it too.
+    A rank itself may still start it.
+    """
+    rank = detect()
+    if rank is not None and rank.size == 1:
+        return
+    with contextlib.suppress(Exception):  # there is none, or a broken one
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+
+
+def mpi_launcher() -> int | None:
+    """Process id of the MPI launcher on this node; None without one."""
+    pid = launcher_pid()
+    return pid if is_launcher(_name_and_parent(pid)[0]) else None
 
 
 def is_launcher(name: str) -> bool:

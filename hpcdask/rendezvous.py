@@ -21,6 +21,7 @@ import shutil
 import signal
 import stat
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -34,6 +35,8 @@ from .security import write_private
 
 Note = dict[str, Any]
 MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
+#: In which launchers tell how many ranks they started.
+COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
 #: Seconds that a launcher gets to read a rank's output before it is told to end.
 READ_DEADLINE_S = 2.0
 PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
@@ -200,6 +203,9 @@ def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
 
 def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendezvous]:
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize = True  # see ranks.leave_mpi_alone
         from mpi4py import MPI
     except ImportError as error:
         if error.name == "mpi4py":
@@ -215,16 +221,17 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
     comm = MPI.COMM_WORLD
     if rank is None:
         rank = from_mpi(comm)
-        count = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if rank.size == 1 and count.isdigit() and int(count) > 1:
-            raise mismatch(int(count), rank)
+        counts = [os.environ.get(name, "") for name in COUNTS]
+        started = max((int(count) for count in counts if count.isdigit()), default=1)
+        if rank.size == 1 and started > 1:
+            raise mismatch(started, rank)
     elif comm.size != rank.size:
         raise mismatch(rank.size, rank)
     return rank, MPIRendezvous(comm, deadline)
 
 
 def abort_launch(rank: Rank, code: int) -> None:
-    """End a launch in which some rank never came: MPICH's launcher would wait for it for ever.
+    """End a launch in which some rank never came: MPICH's launcher and srun would wait for it.
 
     Parameters
     ----------
@@ -237,6 +244,12 @@ def abort_launch(rank: Rank, code: int) -> None:
         _wait_until_read()  # the launcher drops what it has not read yet
         with contextlib.suppress(OSError, ValueError):  # PMI-1's abort
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+    if rank.launcher == "srun":
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # srun waits, as it does
+            subprocess.run(
+                ["scancel", step], timeout=READ_DEADLINE_S, capture_output=True, check=False
+            )
 
 
 def _wait_until_read() -> None:

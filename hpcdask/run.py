@@ -8,14 +8,17 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
-    from hpcdask import devices
+    from hpcdask import devices, ranks
 
     devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
+    ranks.leave_mpi_alone()
     from hpcdask.prestart import prestart
     from hpcdask.scout import Scout
 
     _scout = Scout.start(_janitor.release_in_child, prestart)
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -95,12 +98,18 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
     from hpcdask import ranks
 
+    rank = ranks.detect()
+    silent = rank is not None and rank.index != 0  # --help is for one of them to print
     try:
-        asked = parse(sys.argv[1:])
+        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+            asked = parse(sys.argv[1:])
     except UsageError as error:
-        rank = ranks.detect()
         if rank is None or rank.index == 0:
             print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
+            if rank is not None and rank.size > 1:
+                from hpcdask.rendezvous import abort_launch
+
+                abort_launch(rank, error.exit_code)  # another may be late, or never come
             sys.exit(error.exit_code)
         sys.exit(0)  # mpirun would kill rank 0 before it has said so
     return launch(asked, janitor, scout)

@@ -12,6 +12,7 @@ A rank consists of
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import traceback
 from collections.abc import Awaitable
@@ -108,7 +109,7 @@ def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
         _check_layout(launch, rank)
         if launch.program is not None:
             launch.program.check()
-        if launch.spec.scheduler_file:
+        if launch.spec.scheduler_file is not None:
             schedulerfile.check_writable(launch.spec.scheduler_file)
         if launch.spec.dashboard_address:
             _check_port(launch.spec.dashboard_address)
@@ -120,7 +121,7 @@ def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
 def _check_port(address: str) -> None:
     """Refuse a port that was asked for by number and is taken."""
     host, _, number = address.rpartition(":")
-    if not number.isdigit() or int(number) > 65535:
+    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) > 65535:
         raise UsageError(
             f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
             f"0.0.0.0:8787, :0 (any free port)"

@@ -6,8 +6,10 @@ It has the form of distributed's own scheduler file, and under ``hpcdask`` the k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,16 @@ def write(path: str, address: str, credentials: security.Credentials, *, job: st
     security.write_private(path, json.dumps(content, indent=2))
 
 
+def remove(path: str, address: str) -> None:
+    """Remove the scheduler file and its keys, unless it is another cluster's by now."""
+    with contextlib.suppress(SchedulerFileError):
+        if read(path)["address"] != address:
+            return
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    shutil.rmtree(f"{path}.keys", ignore_errors=True)
+
+
 def check_writable(path: str) -> None:
     """Refuse a scheduler file that cannot be written or is not ours to replace.
 
@@ -52,6 +64,10 @@ def check_writable(path: str) -> None:
         Its folder is missing or closed, or the file exists and is something else, or
         belongs to a cluster that still answers.
     """
+    if not path:
+        raise SchedulerFileError(
+            "--scheduler-file: its name is empty. Name a file, or leave the option out"
+        )
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):

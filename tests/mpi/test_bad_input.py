@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from launching import (
     Launcher,
     Result,
     clean_environment,
-    end,
     name_of,
     openmpi_launcher,
     wait_for,
@@ -223,11 +221,24 @@ def test_bad_value(capfd, options, words):
 def test_bad_address_of_the_dashboard(alone, script):
     result = alone.run(1, *CPU, "--dashboard-address", ":70000", script)
     assert_refused(result, "--dashboard-address", "':70000'", ":8787", "any free port")
+    result = alone.run(1, *CPU, "--dashboard-address", ":\u00b2", script)
+    assert_refused(result, "--dashboard-address", "is not an address")
 
 
 def test_bad_value_is_said_once(mpis, script):
     result = mpis.run(2, *CPU, "--memory-limit", "lots", script)
     assert_refused(result, "--memory-limit", "'lots'", "64GiB")
+
+
+def test_help_is_printed_once(mpis):
+    result = mpis.run(2, *CPU, "--help")
+    assert result.code == 0, result.err
+    assert result.out.count("Usage: ") == 1, result.out
+
+
+def test_more_workers_than_there_will_be(mpirun, script):
+    result = mpirun.run(2, *CPU, "--workers-min", "9", script)
+    assert_refused(result, "--workers-min 9", "2 workers")
 
 
 def test_option_without_its_value(alone):
@@ -350,6 +361,20 @@ def test_worker_that_does_not_start_once_enough_others_work(mpirun, tmp_path):
     assert result.code == 0, result.err
     assert result.out.split() == ["started", "1", "3", "end"]
     assert "a worker of rank 1" in result.err
+    assert "1 of 2 workers on 1 node" in result.err
+    assert not errors(result)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core, so one worker")
+def test_worker_that_does_not_start_beside_others_of_its_rank(alone, tmp_path):
+    (tmp_path / "late.py").write_text(LATE_PRELOAD)
+    program = tmp_path / "program.py"
+    program.write_text(f"{PROGRAM}import time; time.sleep(6); print('end')")
+    options = ("--workers-min", "1", "--preload", tmp_path / "late.py")
+    result = alone.run(1, *CPU, *options, program)
+    assert result.code == 0, result.err
+    assert result.out.split()[-1] == "end"
+    assert "a worker of rank 0" in result.err
     assert not errors(result)
 
 
@@ -493,30 +518,29 @@ def late(index: int) -> list[str]:
     return ["sh", "-c", f'{condition}; exec "$@"', "sh"]
 
 
-def test_rank_that_never_arrives(mpich, script, private):
-    """Open MPI would end the late rank by itself; MPICH waits for it, so the test ends it."""
-    started = time.monotonic()
-    printed = private / "stderr"
-    launcher = with_folders(mpich, private)
-    with printed.open("w") as stderr:
-        process = launcher.popen(3, *late(1), *CPU, "--timeout", "3s", script, stderr=stderr)
-    wait_for(lambda: "did not arrive" in printed.read_text(), 15, "rank 0 to give up")
-    end(sleeper for sleeper in mpich.leftovers() if name_of(sleeper) == "sleep")
-    out, _ = process.communicate(timeout=20)
-    seconds = time.monotonic() - started
-    result = Result(process.returncode, out, printed.read_text(), seconds)
-    # mpiexec returns the code of the rank that the test killed, and says so
-    assert result.code != 0
-    assert "started" not in result.out
-    result = replace(result, code=2, out="")
-    assert_refused(
-        result, "rank 1 of 3", "within 3 s", socket.gethostname(), "--timeout", within=20
-    )
+def test_rank_that_never_arrives(mpis, script, private):
+    result = with_folders(mpis, private).run(3, *late(1), *CPU, "--timeout", "3s", script)
+    words = ("rank 1 of 3", "within 3 s", socket.gethostname(), "--timeout")
+    assert_refused(result, *words, within=20)
 
 
-def test_rank_0_that_never_arrives(mpirun, script):
-    result = mpirun.run(2, *late(0), *CPU, "--timeout", "3s", script)
-    assert_refused(result, "rank 1 of 2", "rank 0", "within 3 s", "--timeout")
+def test_rank_0_that_never_arrives(mpis, script, private):
+    result = with_folders(mpis, private).run(2, *late(0), *CPU, "--timeout", "3s", script)
+    assert_refused(result, "rank 1 of 2", "rank 0", "within 3 s", "--timeout", within=20)
+
+
+def test_bad_value_while_a_rank_is_late(mpis, script, private):
+    """MPICH waited for the late one."""
+    result = with_folders(mpis, private).run(2, *late(1), *CPU, "--timeout", "soon", script)
+    assert_refused(result, "--timeout", "'soon'")
+
+
+def test_ranks_that_only_the_launcher_s_variables_count(alone, script):
+    """Such as jsrun, with an MPI that is not its own."""
+    env = {name: openmpi_launcher().env[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
+    env |= {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4"}
+    result = alone.run(1, *CPU, script, env=env)
+    assert_refused(result, "4 ranks", "rank 0 of 1", "mpirun of the same MPI")
 
 
 def test_rank_that_never_arrives_at_mpi(mpich, script, private):
@@ -551,6 +575,12 @@ def test_scheduler_file_that_is_something_else(alone, script, tmp_path):
     result = alone.run(1, *CPU, "--scheduler-file", precious, script)
     assert_refused(result, str(precious), "not a scheduler file")
     assert precious.read_text() == "[1, 2, 3]"
+
+
+def test_scheduler_file_without_a_name(alone, script):
+    """As of a variable that is not set."""
+    result = alone.run(1, *CPU, "--scheduler-file", "", script)
+    assert_refused(result, "--scheduler-file", "empty")
 
 
 def test_scheduler_file_of_a_living_cluster(mpirun, script, tmp_path):

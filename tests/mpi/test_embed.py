@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import dask
@@ -16,11 +17,15 @@ pytestmark = pytest.mark.mpi
 EMBEDDED = str(PROGRAMS / "embedded.py")
 
 
-def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
+def start(site: Site, how: str, end: str, n: int = 2) -> Running:
     process = site.launcher.popen(n, "python", EMBEDDED, how, end, env=site.env, cwd=site.folder)
     running = Running(site, process)
     site._runs.append(running)
-    ended = running.end(40)
+    return running
+
+
+def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
+    ended = start(site, how, end, n).end(40)
     site.check_nothing_left(since=time.time())
     return ended
 
@@ -73,6 +78,19 @@ def test_ctrl_c_is_the_program_s_alone(site: Site) -> None:
     ended = run(site, "runner", "interrupts")
     assert ended.code == 0, str(ended)
     assert "later sum 3" in ended.out, str(ended)
+
+
+@pytest.mark.parametrize("site", ["mpich"], indirect=True)
+def test_ctrl_c_does_not_end_the_other_ranks(site: Site) -> None:
+    """MPICH's launcher passes it on to all of them."""
+    running = start(site, "runner", "interrupted")
+    running.line("ready")
+    running.signal(signal.SIGINT)
+    ended = running.end(40)
+    assert ended.code == 0, str(ended)
+    assert "later sum 3" in ended.out, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
+    site.check_nothing_left(since=time.time())
 
 
 @pytest.mark.parametrize("site", ["alone"], indirect=True)

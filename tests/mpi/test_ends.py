@@ -227,6 +227,16 @@ def test_a_killed_scheduler_ends_the_run_with_a_line_that_says_so(site: Site):
     assert "Traceback" not in ended.err, str(ended)
 
 
+def test_a_killed_launcher_leaves_nothing(site: Site):
+    """Open MPI's ranks live on without it."""
+    run = site.start("waits.py")
+    run.line("ready")
+    killed = run.signal(signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == -signal.SIGKILL
+    site.check_nothing_left(killed)
+
+
 @under("alone")
 def test_a_killed_runner_leaves_nothing(site: Site):
     run = site.start("waits.py")
@@ -270,6 +280,11 @@ def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
         0: {**every, "scheduler": 1, "program": 1},
         1: {**every, "scheduler": 0, "program": 0},
     }
+
+    for worker in found["workers"]:  # all that it needs is imported there
+        (rank,) = (rank for rank, group in groups.items() if worker in [p.pid for p in group])
+        assert psutil.Process(worker).ppid() not in {ranks[rank], *special}
+        assert "multiprocessing" not in " ".join(psutil.Process(worker).cmdline())
 
     beside_the_worker = [p for p in groups[1] if p.pid not in special]
     unique = {p.pid: p.memory_full_info().uss / 1e6 for p in beside_the_worker}
@@ -375,6 +390,31 @@ def test_a_cluster_for_others_leaves_no_keys_when_its_launcher_gets_sigterm(site
     assert ended.code != 0, str(ended)
     site.check_nothing_left(sent)
     assert not (site.folder / "cluster.json").exists()
+
+
+SLOW_START = """
+import os, time
+def dask_setup(worker):
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+
+
+@under("alone")
+def test_two_clusters_that_want_the_same_scheduler_file(site: Site):
+    """The one that was ready later wrote over the other's file, and then removed it."""
+    (site.folder / "slow.py").write_text(SLOW_START)
+    slow = site.start("--scheduler-file", "cluster.json", "--preload", "slow.py", find=False)
+    slow.wait_for(lambda: list(site.tmp.iterdir()), "the first to start")
+    run = start_server(site)
+    written = (site.folder / "cluster.json").read_text()
+    (site.folder / "go").touch()
+    ended = slow.end()
+    assert ended.code == 2, str(ended)
+    assert "still answers" in ended.errors[0]
+    assert (site.folder / "cluster.json").read_text() == written
+    assert elsewhere(site, "shutdown")["sum"] == 3
+    assert run.end().code == 0
 
 
 def test_a_client_may_shut_a_cluster_down(site: Site):

@@ -182,6 +182,42 @@ def test_it_reads_a_line_and_its_output_is_complete(site: Site):
 # With the cluster
 
 
+SLOW_WORKER = """
+import time
+def dask_setup(worker):
+    if worker.name.endswith("-1"):
+        time.sleep(2)
+"""
+
+
+def test_it_starts_when_all_workers_are_there(site: Site):
+    (site.folder / "slow.py").write_text(SLOW_WORKER)
+    (site.folder / "count.py").write_text(
+        "from distributed import Client\nprint(len(Client().nthreads()))"
+    )
+    ended = site.run("--preload", "slow.py", "count.py", find=False)
+    assert ended.code == 0, str(ended)
+    assert ended.out == "2\n"
+
+
+MPI_PROGRAM = """
+from distributed import Client
+from mpi4py import MPI  # as a library of the program may
+def initialized():
+    from mpi4py import MPI
+    return MPI.Is_initialized()
+print(MPI.Is_initialized(), *Client().run(initialized).values())
+"""
+
+
+@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+def test_importing_mpi4py_does_not_wait_for_the_other_ranks(site: Site):
+    (site.folder / "imports.py").write_text(MPI_PROGRAM)
+    ended = site.run("imports.py", find=False, timeout=30)
+    assert ended.code == 0, str(ended)
+    assert ended.out == "False False False\n"
+
+
 @pytest.mark.parametrize(
     ("site", "form"),
     [("openmpi", "script"), ("mpich", "module"), ("alone", "script")],

@@ -33,6 +33,13 @@ def work(client: Client) -> None:
         for _ in range(2):
             interrupt()
         print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
+    if end == "interrupted":
+        try:
+            print("ready", flush=True)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            time.sleep(1)  # for what else it may end
+            print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
 
 
 def fork(client: Client) -> None:
