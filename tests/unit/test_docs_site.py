@@ -39,13 +39,13 @@ FOREIGN = {
     "apptainer": "--bind --build-arg --cleanenv --nv --sandbox",
     "docker": "--gpus --ipc --network --pid",
     "ldd": "--version",
-    "mpirun": "--allow-run-as-root --map-by --oversubscribe",
+    "mpirun": "--allow-run-as-root --map-by --oversubscribe --stdin",
     "pip": "--find-links --no-compile --no-index",
     "python -m venv": "--system-site-packages",
     "pre-commit": "--all-files",
     "pytest": "--durations --timeout",
     "benchmarks/peers.py": "--cases --virtual-slurm --write-docs",
-    "slurm": "--account --chdir --container-image --container-mount-home --cpus-per-task --exclude "
+    "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task --exclude "
     "--exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task --gres --me --mem "
     "--mpi --nodes --ntasks --ntasks-per-node --partition --pty --requeue --signal --test-only "
     "--time",
