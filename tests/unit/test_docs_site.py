@@ -45,10 +45,10 @@ FOREIGN = {
     "pre-commit": "--all-files",
     "pytest": "--durations --timeout",
     "benchmarks/peers.py": "--cases --virtual-slurm --write-docs",
-    "slurm": "--account --chdir --comment --container-image --container-mount-home "
-    "--cpus-per-task --exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task --gres --me --mem "
-    "--mpi --nodes --ntasks --ntasks-per-node --partition --pty --requeue --signal --test-only "
-    "--time",
+    "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task "
+    "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
+    "--gres --me --mem --mpi --nodes --ntasks --ntasks-per-node --partition --pty "
+    "--requeue --signal --test-only --time",
 }
 FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
 
