@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from .devices import CUDA_EXTRA
+from .devices import cuda_extra
 from .errors import DeviceError, MissingExtra
 
 #: Seconds that a process may take to let go of a device that is for one at a time (compute mode).
@@ -44,7 +44,7 @@ def make_context() -> None:
         # loaded by the template already, through RMM
         from cuda.bindings import driver
     except ImportError:
-        raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU") from None
+        raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU") from None
 
     def call(name: str, *arguments: Any) -> Any:
         deadline = time.monotonic() + RELEASE_S

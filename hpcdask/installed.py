@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from .devices import CUDA_EXTRA
+from .devices import cuda_extra
 
 #: With any value but "false", libucx's Python package takes the system's UCX where there is one.
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -111,7 +111,7 @@ def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> 
 
 
 def _install() -> str:
-    return f'pip install "hpcdask[{CUDA_EXTRA}]"'
+    return f'pip install "hpcdask[{cuda_extra()}]"'
 
 
 def _ucx_problem(folder: str, version: str) -> str:

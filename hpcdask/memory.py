@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dask.utils import format_bytes
 
-from .devices import CUDA_EXTRA, Gpu
+from .devices import Gpu, cuda_extra
 from .errors import DeviceError, MissingExtra, UsageError
 from .full import device_out_of_memory, free, holders
 from .spec import WorkerSpec
@@ -116,9 +116,9 @@ def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None 
         )
     allocates = "--rmm-async" if spec.rmm_async else "--rmm-pool-size" if spec.rmm_pool_size else ""
     if allocates and "rmm" not in installed:
-        raise MissingExtra("rmm", CUDA_EXTRA, allocates)
+        raise MissingExtra("rmm", cuda_extra(), allocates)
     if spec.device_memory_limit and "dask_cuda" not in installed:
-        raise MissingExtra("dask-cuda", CUDA_EXTRA, "--device-memory-limit")
+        raise MissingExtra("dask-cuda", cuda_extra(), "--device-memory-limit")
     for library in ("torch", "numba"):  # cupy is in the default list: nobody need have asked for it
         if library in spec.rmm_allocator_external_lib_list and library not in installed:
             raise UsageError(
@@ -138,7 +138,7 @@ def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> st
     if not lost:
         return None
     names, effects = (" and ".join(part) for part in zip(*lost, strict=True))
-    return f'without {names}, {effects}: pip install "hpcdask[{CUDA_EXTRA}]"'
+    return f'without {names}, {effects}: pip install "hpcdask[{cuda_extra()}]"'
 
 
 def plan(
@@ -169,7 +169,8 @@ def plan(
     Raises
     ------
     UsageError
-        See `check`; or the workers of a device would take more than it has.
+        See `check`; or the workers of a device would take more than it has, or CuPy would have a
+        pool beside RMM's.
     """
     if gpu is None:
         return MemoryPlan()
@@ -184,6 +185,7 @@ def plan(
     else:
         pool_size = _amount("--rmm-pool-size", spec.rmm_pool_size, gpu, shared) or None
     if pool_size is not None:
+        _check_cupy(spec, installed)
         pool_size, allocator = max(ALIGNMENT, pool_size // ALIGNMENT * ALIGNMENT), "pool"
     limit = None
     if spec.device_memory_limit is not None:
@@ -201,6 +203,17 @@ def plan(
         device_store="dask_cuda" in installed,
         device_memory_limit=limit,
     )
+
+
+def _check_cupy(spec: WorkerSpec, installed: Collection[str]) -> None:
+    """Refuse a pool of RMM's beside one of CuPy's."""
+    listed = spec.rmm_allocator_external_lib_list
+    if "cupy" in installed and "cupy" not in listed:
+        raise UsageError(
+            f"--rmm-allocator-external-lib-list {','.join(listed) or 'none'} leaves out cupy, and "
+            f"it then has a pool of its own beside RMM's: each holds memory that the other lacks. "
+            f"Use {','.join(('cupy', *listed))}, or --rmm-pool-size 0"
+        )
 
 
 def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:

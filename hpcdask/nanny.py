@@ -24,7 +24,7 @@ from . import devices, full, memory, template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks, process_start
 from .context import CONTEXT_MADE, make_context
-from .devices import CUDA_EXTRA, Gpu
+from .devices import Gpu, cuda_extra
 from .errors import MissingExtra
 from .hooks import environment
 from .memory import ON_HOST, MemoryPlan
@@ -269,7 +269,7 @@ def check_extras(*, cuda: bool) -> None:
     except ModuleNotFoundError:
         found = None
     if not found:
-        raise MissingExtra("cuda-bindings", CUDA_EXTRA, "a worker on a GPU")
+        raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
 
 
 def make_nanny(

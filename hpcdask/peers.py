@@ -43,6 +43,10 @@ FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 MEASUREMENTS = 5
 #: Bytes per second below which device memory does not come over NVLink or PCIe.
 SLOW_RATE = 10e9
+SLOW_CAUSES = (
+    "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
+    "without access from GPU to GPU"
+)
 #: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
 UCX = "hpcdask.ucx"
 #: How distributed sends device memory; numba comes with it, and takes half a second to load.
@@ -404,9 +408,8 @@ def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
     near = [link for link in ucx if link.same_host]
     slow = [link for link in near if on_device and link.rate < SLOW_RATE]
     warnings += [
-        f"slow: {link.rate / 1e9:.1f} GB/s from worker {link.source} to {link.to} on one node, so "
-        f"CUDA IPC (NVLink) is not in use. See `hpcdask doctor` there, UCX_TLS, and whether the "
-        f"jobs are confined to their GPUs"
+        f"slow: {link.rate / 1e9:.3g} GB/s from worker {link.source} to {link.to} on one node, so "
+        f"CUDA IPC (NVLink) is not in use. {SLOW_CAUSES}"
         for link in slow
     ]
     if not ucx:

@@ -15,7 +15,7 @@ from .dialing import closed, settings
 from .fabric import Fabric, Port
 from .installed import PREFER_SYSTEM
 from .spec import WorkerSpec
-from .switches import Link, given, left_out, ucx_environment
+from .switches import Link, allows, given, left_out, ucx_environment
 
 #: Why ucx is not the default without fast links.
 SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"
@@ -28,6 +28,7 @@ NO_WAY = (
     "nothing to open connections with: it needs tcp on a network interface, or InfiniBand with an "
     "IP address"
 )
+NO_COPIES = "leaves out cuda_copy, without which UCX cannot send GPU memory"
 USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
     f"InfiniBand (its libucp.so must be in LD_LIBRARY_PATH or known to the loader)"
@@ -228,6 +229,10 @@ class Site:
                 shut.setdefault(setting, []).append(seat.host)
         for setting, hosts in shut.items():
             yield f"{setting} leaves UCX on {some(hosts)} {NO_WAY}"
+        for seat in self.seats:
+            ucx = seat.fabric.ucx
+            if seat.gpus and not ucx.problem and not allows(ucx.tls, "copies"):
+                yield f"UCX_TLS={ucx.tls} on {seat.host} {NO_COPIES}"
         if spec.rmm_async and any(seat.gpus for seat in self.seats):
             yield ASYNC
 

@@ -10,15 +10,18 @@ from .errors import UsageError
 from .spec import WorkerSpec, negative, option_name
 
 Link = Literal["nvlink", "infiniband", "tcp"]
+#: What a `UCX_TLS` may leave out: a link, or the copies without which UCX sends no GPU memory.
+Part = Literal["copies"] | Link
 SWITCHES = ("enable_nvlink", "enable_infiniband", "enable_rdmacm", "enable_tcp_over_ucx")
-#: Names in `UCX_TLS` of the transports over a link.
-NAMES = {
+#: Their names in `UCX_TLS`.
+NAMES: dict[Part, re.Pattern[str]] = {
+    "copies": re.compile(r"cuda|cuda_copy"),
     "nvlink": re.compile(r"cuda|cuda_ipc"),
     "infiniband": re.compile(r"ib|(rc|dc|ud)(_\w+)?"),
     "tcp": re.compile("tcp"),
 }
-#: Those that `UCX_TLS` must take out to leave the link without any.
-WHOLE = ({"ib"}, {"rc", "dc", "ud"}, {"cuda"}, {"cuda_ipc"}, {"tcp"})
+#: Those that `UCX_TLS` must take out to leave nothing of a part.
+WHOLE = ({"ib"}, {"rc", "dc", "ud"}, {"cuda"}, {"cuda_copy"}, {"cuda_ipc"}, {"tcp"})
 
 
 def given(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
@@ -76,15 +79,15 @@ def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
     return ""
 
 
-def allows(tls: str, link: Link) -> bool:
-    """Whether a value of ``UCX_TLS``, empty for none, leaves UCX a transport over a link."""
+def allows(tls: str, part: Part) -> bool:
+    """Whether a value of ``UCX_TLS``, empty for none, leaves UCX a transport of a part."""
     if not tls:
         return True
     if tls.startswith("^"):  # a single one of InfiniBand's leaves the others
-        out = {name for name in tls[1:].split(",") if NAMES[link].fullmatch(name)}
+        out = {name for name in tls[1:].split(",") if NAMES[part].fullmatch(name)}
         return not any(whole <= out for whole in WHOLE)
     names = [name.lstrip("\\") for name in tls.split(",")]
-    return "all" in names or any(map(NAMES[link].fullmatch, names))
+    return "all" in names or any(map(NAMES[part].fullmatch, names))
 
 
 def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, str]:

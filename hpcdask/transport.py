@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import switches
-from .devices import CUDA_EXTRA
+from .devices import cuda_extra
 from .errors import MissingExtra, UsageError
 from .fabric import Interface
 from .site import Seat, Site, some
@@ -97,7 +97,7 @@ def _choose(site: Site) -> Choice:
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
         return Choice("tcp", "--protocol tcp", hints)
     if lacking := site.where(lambda fabric: fabric.ucx.missing):
-        raise MissingExtra("distributed_ucxx", CUDA_EXTRA, f"--protocol ucx on {some(lacking)}")
+        raise MissingExtra("distributed_ucxx", cuda_extra(), f"--protocol ucx on {some(lacking)}")
     if obstacle := next(site.obstacles(), ""):
         raise UsageError(f"--protocol ucx cannot work: {obstacle}")
     return Choice("ucx", "--protocol ucx", tuple(site.cautions()))

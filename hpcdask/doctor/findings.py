@@ -110,3 +110,10 @@ def amount(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
     return f"{nbytes / 1024:.3g} KiB"
+
+
+def which(gpus: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> str:
+    """Name some of the GPUs by their number in nvidia-smi; empty for all."""
+    if len(chosen) == len(gpus):
+        return ""
+    return f"GPU {spans(gpu['index'] for gpu in chosen)}: "

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .findings import Facts, Finding, Reporter, amount, spans
+from hpcdask.devices import EACH_A_GPU
+
+from . import device_memory
+from .findings import Facts, Finding, Reporter, amount, spans, which
+from .queue import granted
 
 GROUP = "GPUs"
-#: Free device memory, as a fraction, below which somebody else is using the GPU.
-LEAST_FREE = 0.9
 MODES = {1: "exclusive (thread)", 2: "prohibited", 3: "exclusive (process)"}
 #: Clock limits that heat or a weak supply cause (NVML's clocks event reasons).
 SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
@@ -40,7 +42,7 @@ def check(facts: Facts) -> list[Finding]:
     for topic, look in CHECKS.items():
         found += look(say, topic, gpus)
     found += _nvlink(say, facts, gpus)
-    found += _leftovers(say, gpus)
+    found += device_memory.check(say, facts)
     found += _cores(say, facts, gpus)
     return found
 
@@ -54,7 +56,16 @@ def how_to_get(facts: Facts) -> str:
 
 
 def _none_here(say: Reporter, facts: Facts) -> Finding:
-    if facts.get("queue", {}).get("job"):
+    queue = facts.get("queue", {})
+    if given := granted(queue):
+        return say.warning(
+            "GPUs",
+            f"no driver in sight, but the job has GPUs ({given})",
+            "Pass them into the container: apptainer exec --nv, or docker run --gpus all. Outside "
+            "of one, see nvidia-smi on this node, and whether the step has them "
+            f"(srun {EACH_A_GPU})",
+        )
+    if queue.get("job"):
         return say.warning(
             "GPUs",
             "no NVIDIA GPU here, inside a job",
@@ -63,7 +74,7 @@ def _none_here(say: Reporter, facts: Facts) -> Finding:
     return say.ok(
         "GPUs",
         "no NVIDIA GPU here",
-        "Run it where the workers will be: srun --gpus-per-task=1 hpcdask doctor",
+        f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor",
     )
 
 
@@ -75,13 +86,6 @@ def _hidden_by(facts: Facts) -> str:
 def _names(gpus: list[dict[str, Any]]) -> str:
     kinds = Counter((gpu["name"], amount(gpu["memory"])) for gpu in gpus)
     return ", ".join(f"{count} x {name}, {memory}" for (name, memory), count in kinds.items())
-
-
-def which(gpus: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> str:
-    """Name some of the GPUs by their number in nvidia-smi; empty for all."""
-    if len(chosen) == len(gpus):
-        return ""
-    return f"GPU {spans(gpu['index'] for gpu in chosen)}: "
 
 
 def _hidden(say: Reporter, facts: Facts) -> Iterator[Finding]:
@@ -201,6 +205,24 @@ def _nvlink(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator
         yield say.ok("NVLink", "not between these GPUs")
 
 
+def _links(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+    known = [gpu for gpu in gpus if gpu.get("nvlinks") and not gpu["parent"]]
+    most: dict[str, int] = {}
+    for gpu in known:
+        most[gpu["name"]] = max(most.get(gpu["name"], 0), gpu["nvlinks"])
+    if lacking := [gpu for gpu in known if gpu["nvlinks"] < most[gpu["name"]]]:
+        first = lacking[0]
+        yield say.slow(
+            topic,
+            f"{which(gpus, lacking)}{first['nvlinks']} of {most[first['name']]} links up",
+            "It exchanges data slower than its peers: tell the site's staff, or leave the GPU out "
+            "with CUDA_VISIBLE_DEVICES",
+        )
+    elif known:
+        counts = " or ".join(map(str, dict.fromkeys(most.values())))
+        yield say.ok(topic, f"{which(gpus, known)}{counts} up on each")
+
+
 def _matrix(gpus: list[dict[str, Any]], joined: list[list[str]]) -> str:
     """Which GPU reaches which, by their numbers: ``0-1 2-3``."""
     number = {gpu["uuid"]: gpu["index"] for gpu in gpus}
@@ -208,46 +230,6 @@ def _matrix(gpus: list[dict[str, Any]], joined: list[list[str]]) -> str:
     for first, second in joined:
         peers.setdefault(number[first], set()).add(number[second])
     return ", ".join(f"{index} to {spans(there)}" for index, there in sorted(peers.items()))
-
-
-def _free(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    full = [gpu for gpu in gpus if gpu["free"] < LEAST_FREE * gpu["memory"]]
-    least = min(gpus, key=lambda gpu: float(gpu["free"]) / gpu["memory"])
-    if full:
-        yield say.warning(
-            topic,
-            f"{which(gpus, full)}{amount(least['free'])} of {amount(least['memory'])}",
-            "Others use the GPU: end what is left over (nvidia-smi lists it), or request the GPU "
-            "for yourself",
-        )
-    else:
-        yield say.ok(topic, f"at least {least['free'] / least['memory']:.0%} of each GPU")
-
-
-def _leftovers(say: Reporter, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    seen: dict[int, dict[str, Any]] = {}
-    for gpu in gpus:
-        for process in gpu.get("processes", []):
-            entry = seen.setdefault(process["pid"], {**process, "memory": 0, "on": []})
-            entry["memory"] += process["memory"] or 0
-            entry["on"].append(gpu["index"])
-    if not seen:
-        yield say.ok("other processes", "none on these GPUs")
-        return
-    texts = [
-        f"{p['pid']} ({p['name'] or 'cannot be seen from here'}"
-        + (f" of {p['user']}" if p["user"] else "")
-        + (f", {amount(p['memory'])}" if p["memory"] else "")
-        + f", on GPU {spans(p['on'])})"
-        for p in list(seen.values())[:8]
-    ]
-    more = f" and {len(seen) - 8} more" if len(seen) > 8 else ""
-    yield say.warning(
-        "other processes",
-        "; ".join(texts) + more,
-        "They share the GPUs' memory and time: if yours are left from an earlier run, end them "
-        "with kill PID",
-    )
 
 
 def _cores(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -274,5 +256,5 @@ CHECKS = {
     "compute mode": _mode,
     "persistence mode": _persistence,
     "clocks": _clocks,
-    "free memory": _free,
+    "NVLink links": _links,
 }

@@ -10,7 +10,7 @@ from hpcdask import dialing, fabric
 from hpcdask.installed import PREFER_SYSTEM
 from hpcdask.site import USE_SYSTEM
 from hpcdask.spec import WorkerSpec
-from hpcdask.switches import left_out
+from hpcdask.switches import allows, left_out
 
 from .findings import Facts, Finding, Reporter
 
@@ -162,6 +162,8 @@ def _tls(
         lost.append(f"{what} (no cuda_ipc)")
     if any(port.usable for port in known.infiniband) and left_out(WorkerSpec(), tls, "infiniband"):
         lost.append("InfiniBand is not used (no rc)")
+    if gpus and not allows(tls, "copies"):
+        lost.append("GPU memory is not sent by UCX (no cuda_copy)")
     if "UCX_TLS" in shut:
         lost.append(UNREACHABLE)
     if lost:

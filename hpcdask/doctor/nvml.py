@@ -17,7 +17,6 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "compute_mode": ("nvmlDeviceGetComputeMode", ()),
     "pcie_width": ("nvmlDeviceGetCurrPcieLinkWidth", ()),
     "pcie_max_width": ("nvmlDeviceGetMaxPcieLinkWidth", ()),
-    "pcie_gen": ("nvmlDeviceGetCurrPcieLinkGeneration", ()),
     "pcie_max_gen": ("nvmlDeviceGetMaxPcieLinkGeneration", ()),
     "clock_limits": ("nvmlDeviceGetCurrentClocksEventReasons", ()),
     "ecc_uncorrected": ("nvmlDeviceGetTotalEccErrors", (1, 0)),  # uncorrected, since the reset
@@ -79,10 +78,16 @@ def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
         "memory": gpu.memory,
         "free": _free(nvml, handle),
         "cores": list(gpu.cores),
-        "bus": bus,
+        "nvlinks": _nvlinks(nvml, card),
         "numa": _numa_node(bus),
         "processes": list(_processes(nvml, handle)),
     }
+
+
+def _nvlinks(nvml: Any, card: Any) -> int:
+    """How many of its links are up."""
+    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0))
+    return sum(bool(_ask(nvml, "nvmlDeviceGetNvLinkState", card, link)) for link in links)
 
 
 def _free(nvml: Any, handle: Any) -> int:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpcdask import devices
-from hpcdask.devices import Gpu, View
+from hpcdask.devices import EACH_A_GPU, Gpu, View
 from hpcdask.errors import DeviceError
 from hpcdask.ranks import QUEUE_JOBS, job_id
 
@@ -34,6 +34,22 @@ GPU_VARIABLES = re.compile(
     r"|JOB_GRES|CPUS_PER_GPU|MEM_PER_GPU)$|PBS_NGPUS$|PBS_GPUFILE$|LSB_GPU_\w+$|SGE_HGR_gpu$"
     r"|OAR_RESOURCE_PROPERTIES_FILE$|_CONDOR_AssignedGPUs$|FLUX_GPUS\w*$"
 )
+#: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
+GRANTED = (
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "SGE_HGR_gpu",
+    "_CONDOR_AssignedGPUs",
+)
+GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
+
+
+def granted(known: Facts) -> str:
+    """By which variable the job has GPUs on this node, as ``NAME=value``; empty for none."""
+    gpus: dict[str, str] = known.get("gpus", {})
+    named = [name for name in GRANTED if gpus.get(name)]
+    named += [name for name in GRANTED_COUNTS if gpus.get(name, "0") not in ("", "0")]
+    return f"{named[0]}={gpus[named[0]]}" if named else ""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Facts:
@@ -160,7 +176,7 @@ def check_ranks(facts: Facts, ranks: Sequence[int]) -> list[Finding]:
         devices.assign(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError as error:
         value, _, advice = str(error).partition(": ")
-        return [say.error(topic, value, advice or "Request one for each: --gpus-per-task=1")]
+        return [say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")]
     if idle := len(gpus) - len(ranks):
         return [
             say.warning(

@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Iterator
 
+from hpcdask.devices import OLDEST_CUDA, extra_for
+
 from .findings import Facts, Finding, Reporter
 
 GROUP = "software"
@@ -18,8 +20,6 @@ WANTED = re.compile(
 )
 #: Earlier ones run code of whoever reaches the scheduler (CVE-2026-23528).
 LEAST_DISTRIBUTED = (2026, 1, 0)
-#: CUDA versions for which there is an extra; drivers run older ones, too.
-OLDEST, NEWEST = 12, 13
 #: Least compute capability that CUDA 13 knows.
 FIRST_OF_13 = (7, 5)
 #: What CUDA workers need, and for what.
@@ -156,9 +156,9 @@ def _cuda(
     say: Reporter, packages: dict[str, str], driver: int, unfit: list[str], old: str
 ) -> Iterator[Finding]:
     """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
-    extra = f'pip install "hpcdask[cuda{min(driver, NEWEST)}]"'
-    if driver < OLDEST:
-        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST} or newer"
+    extra = f'pip install "hpcdask[{extra_for(driver, packages)}]"'
+    if driver < OLDEST_CUDA:
+        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
     if "cuda-bindings" not in packages:
         yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {extra}")
     for base, purpose in FAMILIES.items():

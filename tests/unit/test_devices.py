@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -552,6 +553,42 @@ def test_threads_that_were_there_before_are_bound_too():
 
 
 # Without NVML
+
+
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  {}  Release Build\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "model", "packages", "expected"),
+    [
+        ("", "", [], "cuda13"),
+        (CLOSED.format("580.65.06"), "NVIDIA H200", [], "cuda13"),
+        (OPEN.format("590.44.01"), "NVIDIA GH200 480GB", [], "cuda13"),
+        (CLOSED.format("535.104.05"), "NVIDIA A100-SXM4-80GB", [], "cuda12"),
+        (OPEN.format("570.172.08"), "NVIDIA H200", [], "cuda12"),
+        (CLOSED.format("580.65.06"), "Tesla V100-SXM2-32GB", [], "cuda12"),
+        (CLOSED.format("580.65.06"), "NVIDIA H200", ["cupy-cuda12x"], "cuda12"),
+        ("", "", ["rmm-cu12"], "cuda12"),
+        ("", "", ["cupy-cuda13x", "rmm-cu12"], "cuda13"),
+        (CLOSED.format("535.104.05"), "", ["cupy-cuda13x"], "cuda12"),
+    ],
+)
+def test_the_extra_that_messages_name(tmp_path, monkeypatch, version, model, packages, expected):
+    """It was CUDA 13's everywhere, whose libraries neither older drivers nor V100 run."""
+
+    def installed(name: str) -> str:
+        if name in packages:
+            return "1.0"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    folder = tmp_path / "proc/driver/nvidia/gpus/0000:17:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text(f"Model: \t\t {model}\n" if model else "")
+    if version:
+        (tmp_path / "proc/driver/nvidia/version").write_text(f"{version}GCC version: gcc 11.4.0\n")
+    assert devices.cuda_extra(f"{tmp_path}/") == expected
 
 
 def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[devices.DriverFile]:

@@ -71,13 +71,12 @@ def a_gpu(index: int, **changes: Any) -> Facts:
         "free": 139 * GIB,
         "cores": near,
         "numa": index // 4,
-        "bus": f"00000000:{index:02x}:00.0",
         "compute_mode": 0,
         "pcie_width": 16,
         "pcie_max_width": 16,
-        "pcie_gen": 1,  # idle
         "pcie_max_gen": 5,
         "clock_limits": 1,
+        "nvlinks": 18,
         "ecc_uncorrected": 0,
         "retirement_pending": False,
         "remap_failed": False,
@@ -188,7 +187,10 @@ def test_an_nvlink_box_is_well():
     assert made.verdict == "ok: nothing keeps Dask from running at full speed on these GPUs"
     assert only(made, "NVLink").value == "between all GPUs"
     assert only(made, "GPUs").value == "8 x NVIDIA H200, 140 GiB"
-    assert only(made, "PCIe").value == "gen 5 x16"  # an idle link's lower generation is no fault
+    assert only(made, "PCIe").value == "gen 5 x16"
+    assert only(made, "NVLink links").value == "18 up on each"
+    allocator = "an RMM pool of 70 GiB on each GPU for CuPy, which grows as needed"
+    assert only(made, "allocator").value == allocator
     assert only(made, "--protocol auto").value.startswith("would choose ucx")
 
 
@@ -204,6 +206,15 @@ def test_ucx_tls_without_cuda_ipc_is_slow(tls):
     assert "Unset UCX_TLS" in found.advice
     assert made.exit_code == 1
     assert made.verdict == "slow: Dask runs, but not at full speed (UCX_TLS)"
+
+
+@pytest.mark.parametrize("tls", ["tcp", "tcp,cuda_ipc", "^cuda", "^cuda_copy"])
+def test_ucx_tls_with_which_no_gpu_memory_is_sent(tls):
+    facts = nvlink_box()
+    facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
+    assert "GPU memory is not sent by UCX (no cuda_copy)" in only(examine(facts), "UCX_TLS").value
+    facts["gpus"] = laptop()["gpus"]
+    assert not [one for one in examine(facts).every() if "no cuda_copy" in one.value]
 
 
 @pytest.mark.parametrize("tls", ["all", "tcp,cuda", "^ib", "tcp,cuda_copy,cuda_ipc"])
@@ -288,6 +299,28 @@ def test_no_gpu_in_a_job_is_a_warning():
     assert "srun --gpus-per-task=1" in only(made, "GPUs").advice
 
 
+@pytest.mark.parametrize(
+    ("variables", "has"),
+    [
+        ({"SLURM_STEP_GPUS": "0,1"}, "SLURM_STEP_GPUS=0,1"),
+        ({"SLURM_JOB_GPUS": "0", "SLURM_GPUS_PER_NODE": "1"}, "SLURM_JOB_GPUS=0"),
+        ({"SLURM_GPUS_ON_NODE": "2"}, "SLURM_GPUS_ON_NODE=2"),
+        ({"PBS_NGPUS": "0"}, ""),
+        ({"SLURM_GPU_BIND": "none"}, ""),
+    ],
+)
+def test_a_job_with_gpus_and_no_driver_in_sight(variables, has):
+    """In a container that was started without --nv it was told to request GPUs."""
+    facts = laptop()
+    facts["queue"] |= {"system": "SLURM", "job": "7.r0", "request": "srun --gpus-per-task=1"}
+    facts["queue"]["gpus"] = variables
+    found = only(examine(facts), "GPUs")
+    assert found.status == "warning"
+    assert ("apptainer exec --nv" in found.advice) is bool(has)
+    assert ("Request them" in found.advice) is not bool(has)
+    assert has in found.value
+
+
 def test_a_driver_that_does_not_answer_is_an_error():
     facts = nvlink_box() | {"gpus": {"problem": "did not answer within 20 s"}}
     made = examine(facts)
@@ -353,6 +386,11 @@ PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
         (gpu_changed(compute_mode=3), "compute mode", "warning", "exclusive"),
         (gpu_changed(compute_mode=2), "compute mode", "error", "prohibited"),
         (gpu_changed(clock_limits=0x41), "clocks", "warning", "heat"),
+        (gpu_changed(nvlinks=17), "NVLink links", "warning", "slow: GPU 3: 17 of 18 links up"),
+        (gpu_changed(nvlinks=0), "NVLink links", "ok", "GPU 0-2,4-7: 18 up"),
+        (gpu_changed(free=10 * GIB), "allocator", "warning",
+         "GPU 3: no room for an RMM pool of 70 GiB in 10 GiB"),
+        (packages_changed(rmm_cu13=None), "allocator", "ok", "each library's own, without rmm"),
         (gpu_changed(free=10 * GIB), "free memory", "warning", "10 GiB of 140 GiB"),
         (gpu_changed(processes=[PROCESS]), "other processes", "warning",
          "77 (python of eve, 3 GiB, on GPU 3)"),
@@ -435,6 +473,16 @@ def test_a_gpu_that_is_too_old_for_the_newest_cuda():
     assert only(made, "cupy").status == "error"
     assert only(made, "cupy").advice.startswith("Tesla V100 runs CUDA 12 at most")
     assert 'pip install "hpcdask[cuda12]"' in only(made, "cupy").advice
+
+
+def test_the_cuda_of_the_packages_that_are_there_is_kept():
+    def change(facts: Facts) -> None:
+        old = {name.replace("13", "12"): it for name, it in CUDA13.items() if name != "rmm-cu13"}
+        facts["software"]["packages"] = old
+
+    made = one_changed(change)
+    assert bad(made) == ["rmm"]
+    assert only(made, "rmm").advice.endswith('pip install "hpcdask[cuda12]"')
 
 
 def test_a_link_whose_width_is_known_in_part():
@@ -817,6 +865,13 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setenv("FAKE_NVML", json.dumps(cards))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def nvlink_state(card: Facts, link: int) -> int:
+        if link >= card.get("links", 0):
+            raise fake.NVMLError_InvalidArgument("Invalid Argument")
+        return link != 1
+
+    monkeypatch.setattr(fake, "NVML_NVLINK_MAX_LINKS", 36, raising=False)
     for name, answer in {
         "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
@@ -825,6 +880,7 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
         "nvmlDeviceGetMemoryInfo": lambda card: fake.SimpleNamespace(total=80 << 30, free=79 << 30),
         "nvmlDeviceGetComputeMode": lambda card: 0,
         "nvmlDeviceGetPersistenceMode": lambda card: 1,
+        "nvmlDeviceGetNvLinkState": nvlink_state,
         "nvmlDeviceGetRemappedRows": lambda card: (0, 0, 1, 0),
         "nvmlDeviceGetComputeRunningProcesses": lambda card: [
             fake.SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)
@@ -847,13 +903,16 @@ def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(monkeypatch):
 
 
 def test_what_nvml_tells(monkeypatch):
-    stand_in_for_nvml(monkeypatch, [{"uuid": "GPU-a", "cores": [0, 1]}, {"uuid": "GPU-b"}])
+    stand_in_for_nvml(
+        monkeypatch, [{"uuid": "GPU-a", "cores": [0, 1], "links": 4}, {"uuid": "GPU-b"}]
+    )
     found = nvml.read()
     assert (found["driver"], found["cuda"]) == ("580.65.06", [13, 0])
     first, second = found["gpus"]
     assert (first["uuid"], first["cores"], first["free"]) == ("GPU-a", [0, 1], 79 << 30)
     assert first["retirement_pending"]
     assert first["pcie_width"] is None  # the stand-in has no such call
+    assert (first["nvlinks"], second["nvlinks"]) == (3, 0)
     assert second["index"] == 1
     assert second["processes"][0]["name"] is None
     json.dumps(found)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from hpcdask import fabric, installed
+from hpcdask.devices import cuda_extra
 from hpcdask.fabric import Fabric, Interface, Port
 from hpcdask.installed import PREFER_SYSTEM, Ucx
 
@@ -299,7 +300,7 @@ def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
 )
 def test_missing_packages(site, there, what):
     found = installed.installed_ucx(site(*there), {})
-    assert found.problem == f'{what}: pip install "hpcdask[cuda13]"'
+    assert found.problem == f'{what}: pip install "hpcdask[{cuda_extra()}]"'
     assert found.missing
 
 

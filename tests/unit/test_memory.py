@@ -109,6 +109,34 @@ def test_fractions_that_sharers_ask_for_are_of_the_device():
     assert (found.pool_size, found.device_memory_limit) == (2 * GIB, 4 * GIB)
 
 
+@pytest.mark.parametrize("asked", [{}, {"rmm_pool_size": 0.9}])
+@pytest.mark.parametrize(
+    ("listed", "instead"), [("numba", "cupy,numba"), ("torch", "cupy,torch"), ("none", "cupy")]
+)
+def test_a_pool_beside_cupy_s_own_is_refused(asked, listed, instead):
+    """CuPy ran out of memory at a tenth of the device."""
+    asked = {**asked, "rmm_allocator_external_lib_list": listed}
+    with pytest.raises(UsageError) as caught:
+        made(installed=ALL, **asked)
+    assert f"--rmm-allocator-external-lib-list {listed} leaves out cupy" in str(caught.value)
+    assert str(caught.value).endswith(f". Use {instead}, or --rmm-pool-size 0")
+    asked["rmm_allocator_external_lib_list"] = instead
+    assert made(installed=ALL, **asked).libraries == tuple(instead.split(","))
+
+
+@pytest.mark.parametrize(
+    ("options", "installed"),
+    [
+        ({"rmm_pool_size": 0}, ALL),
+        ({"shared": 2}, ALL),
+        ({}, ALL - {"rmm"}),
+        ({}, ALL - {"cupy"}),
+    ],
+)
+def test_cupy_may_be_left_out_where_there_is_one_pool(options, installed):
+    made(installed=installed, rmm_allocator_external_lib_list="torch", **options)
+
+
 def test_a_worker_on_the_cpu_has_nothing_to_plan():
     asked = WorkerSpec(rmm_pool_size="500GiB", device_memory_limit=0.5)
     found = plan(asked, None, protocol="tcp", installed=())

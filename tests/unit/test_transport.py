@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from hpcdask import dialing, fabric
-from hpcdask.devices import Gpu
+from hpcdask.devices import Gpu, cuda_extra
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.fabric import Fabric, Interface, Port
 from hpcdask.installed import PREFER_SYSTEM, Ucx
@@ -137,6 +137,8 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, seats(ucx=tls("tcp")), "tcp", "UCX_TLS=tcp on a leaves out NVLink"),
         (AUTO, seats(ucx=tls("tcp,cuda_copy")), "tcp", "UCX_TLS=tcp,"),
         (AUTO, seats(ucx=tls("^cuda_ipc")), "tcp", "UCX_TLS=^cuda_ipc"),
+        (AUTO, seats(ucx=tls("^cuda_copy")), "tcp", "UCX_TLS=^cuda_copy on a leaves out cuda_copy"),
+        (AUTO, nodes(ports=[IB], ucx=tls("rc,tcp", SYSTEM)), "tcp", "UCX_TLS=rc,tcp on n0 leaves"),
         (AUTO, seats(ucx=tls("^ib")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("all")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("tcp,cuda")), "ucx", "NVLink"),
@@ -258,7 +260,12 @@ def test_ucx_inside_nodes_only(spec, found, reason):
         (UCX, cpu(), ["workers compute on the CPU; without NVLink or InfiniBand ucx is slower"]),
         (UCX, [*seats(), *cpu(1, host="b")], ["not every worker has a GPU: none on b; without"]),
         (UCX, nodes(), ["no usable InfiniBand on n0, n1"]),
-        (UCX, seats(ucx=tls("tcp")), ["UCX_TLS=tcp on a leaves out NVLink: expect less"]),
+        (
+            UCX,
+            seats(ucx=tls("tcp,cuda_copy")),
+            ["UCX_TLS=tcp,cuda_copy on a leaves out NVLink: expect less"],
+        ),
+        (UCX, cpu(ucx=tls("tcp")), ["workers compute on the CPU; without"]),
         (
             NVLINK_ONLY,
             seats(ucx=tls("all")),
@@ -383,6 +390,20 @@ def test_a_job_is_refused_the_same(options, ucx, kind):
             nodes(ports=[IB], ucx=SYSTEM),
             "--enable-rdmacm leaves UCX on n0",
         ),
+        ({}, seats(ucx=tls("tcp")), "UCX_TLS=tcp on a leaves out cuda_copy, without which UCX"),
+        (
+            {},
+            nodes(ports=[IB], ucx=tls("rc,tcp", SYSTEM)),
+            "UCX_TLS=rc,tcp on n0 leaves out cuda_c",
+        ),
+        (
+            {},
+            [*seats("a", 2), *cpu(1, host="b", ucx=tls("tcp")), *seats("c", ucx=tls("tcp"))],
+            "UCX_TLS=tcp on c leaves out cuda_copy",
+        ),
+        ({}, seats(ucx=tls("^cuda_copy")), "leaves out cuda_copy"),
+        ({}, seats(ucx=tls("^cuda")), "leaves out cuda_copy"),
+        ({}, seats(ucx=tls("tcp,cuda_ipc")), "leaves out cuda_copy"),
         ({"enable_rdmacm": True, "enable_infiniband": False}, seats(), "leave one out"),
         ({"protocol": "tcp", "enable_nvlink": True}, seats(), "--enable-nvlink is for ucx"),
     ],
@@ -398,7 +419,7 @@ def test_a_node_without_the_package_is_named():
     with pytest.raises(MissingExtra) as error:
         choose(UCX, found)
     assert "--protocol ucx on b needs distributed_ucxx" in str(error.value)
-    assert 'pip install "hpcdask[cuda13]"' in str(error.value)
+    assert f'pip install "hpcdask[{cuda_extra()}]"' in str(error.value)
 
 
 def test_the_asynchronous_allocator_does_not_matter_on_the_cpu():
@@ -492,6 +513,7 @@ def test_devices_that_are_named(value, name, expected):
         ("10.1.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
         ("10.0.0.1", {"UCX_TLS": "rc,cuda"}, "10.1.0.1"),
         ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "rdmacm"}, "10.1.0.1"),
+        ("127.0.0.1", ucx_environment(WorkerSpec(enable_rdmacm=True), {}), "10.1.0.1"),
         ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "tcp"}, "10.0.0.1"),
         ("10.0.0.1", {"UCX_NET_DEVICES": "nothing"}, "10.0.0.1"),
         ("192.0.2.9", {"UCX_NET_DEVICES": "eno1"}, "192.0.2.9"),  # on no interface

@@ -1,0 +1,95 @@
+"""Device memory: what is free, who has the rest, and whether a worker's pool finds room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpcdask import memory
+from hpcdask.devices import Gpu
+from hpcdask.spec import WorkerSpec
+
+from .findings import Facts, Finding, Reporter, amount, spans, which
+from .software import family
+
+#: Free device memory, as a fraction, below which somebody else is using the GPU.
+LEAST_FREE = 0.9
+
+
+def check(say: Reporter, facts: Facts) -> Iterator[Finding]:
+    """What the memory of one node's GPUs says."""
+    gpus = facts["gpus"]["gpus"]
+    yield from _free(say, gpus)
+    yield from _allocator(say, facts, gpus)
+    yield from _leftovers(say, gpus)
+
+
+def _free(say: Reporter, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+    topic = "free memory"
+    full = [gpu for gpu in gpus if gpu["free"] < LEAST_FREE * gpu["memory"]]
+    least = min(gpus, key=lambda gpu: float(gpu["free"]) / gpu["memory"])
+    if full:
+        yield say.warning(
+            topic,
+            f"{which(gpus, full)}{amount(least['free'])} of {amount(least['memory'])}",
+            "Others use the GPU: end what is left over (nvidia-smi lists it), or request the GPU "
+            "for yourself",
+        )
+    else:
+        yield say.ok(topic, f"at least {least['free'] / least['memory']:.0%} of each GPU")
+
+
+def _allocator(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Who allocates device memory of a worker that has a GPU to itself."""
+    topic = "allocator"
+    if "software" not in facts:
+        return
+    packages = facts["software"]["packages"]
+    installed = {name for name in ("cupy", "rmm") if family(packages, name)}
+
+    def pool(gpu: dict[str, Any]) -> int:
+        device = Gpu(gpu["uuid"], gpu["name"], gpu["memory"])
+        plan = memory.plan(WorkerSpec(), device, protocol="tcp", installed=installed)
+        return plan.pool_size or 0
+
+    pools = ", ".join(dict.fromkeys(amount(pool(gpu)) for gpu in gpus))
+    if "rmm" not in installed:
+        yield say.ok(topic, "each library's own, without rmm")
+    elif full := [gpu for gpu in gpus if pool(gpu) > gpu["free"]]:
+        least = min(full, key=lambda gpu: int(gpu["free"]))
+        yield say.warning(
+            topic,
+            f"{which(gpus, full)}no room for an RMM pool of {amount(pool(least))} in "
+            f"{amount(least['free'])}",
+            "Workers would not start: end what uses the GPU, or give them a smaller "
+            "--rmm-pool-size",
+        )
+    else:
+        users = " for CuPy" if "cupy" in installed else ""
+        yield say.ok(topic, f"an RMM pool of {pools} on each GPU{users}, which grows as needed")
+
+
+def _leftovers(say: Reporter, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+    seen: dict[int, dict[str, Any]] = {}
+    for gpu in gpus:
+        for process in gpu.get("processes", []):
+            entry = seen.setdefault(process["pid"], {**process, "memory": 0, "on": []})
+            entry["memory"] += process["memory"] or 0
+            entry["on"].append(gpu["index"])
+    if not seen:
+        yield say.ok("other processes", "none on these GPUs")
+        return
+    texts = [
+        f"{p['pid']} ({p['name'] or 'cannot be seen from here'}"
+        + (f" of {p['user']}" if p["user"] else "")
+        + (f", {amount(p['memory'])}" if p["memory"] else "")
+        + f", on GPU {spans(p['on'])})"
+        for p in list(seen.values())[:8]
+    ]
+    more = f" and {len(seen) - 8} more" if len(seen) > 8 else ""
+    yield say.warning(
+        "other processes",
+        "; ".join(texts) + more,
+        "They share the GPUs' memory and time: if yours are left from an earlier run, end them "
+        "with kill PID",
+    )
