@@ -18,7 +18,8 @@ from .bootstrap import process_start
 
 #: Variables that queueing systems set inside a job, and how one asks each for a GPU.
 QUEUE_JOBS = {
-    "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1",
+    "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 "
+    "--gpu-bind=none",
     "PBS_JOBID": "#PBS -l select=1:ngpus=1",
     "LSB_JOBID": "#BSUB -gpu num=1",
     "OAR_JOB_ID": "oarsub -l gpu=1",
