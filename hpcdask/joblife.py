@@ -39,6 +39,8 @@ HAND_OVER_PAUSE_S = 1.0
 LEAVE_BEHIND_DEADLINE_S = 2.0
 #: Seconds that workers get to hear what one of them has heard.
 SETTLE_S = 1.0
+#: Seconds that a scheduler which takes a connection has to say who it is, beside those to connect.
+HANDSHAKE_DEADLINE_S = 3.0
 #: Seconds in which a scheduler whose connection broke must answer again.
 RECONNECT_DEADLINE_S = 2.0
 #: Seconds in which the scheduler has to say which workers it has.
@@ -227,17 +229,27 @@ class JobPart(Member):
     async def _connect(self, timeout: float | None) -> Comm:
         """A connection whose end tells that the scheduler is gone."""
         address = self.asked.scheduler
+        # connect's own deadline leaves out the handshake, and tells why it was missed
+        deadline = timeout + HANDSHAKE_DEADLINE_S if timeout else None
+        advice = "See whether the cluster still runs, and whether this node reaches that address"
         try:
-            async with asyncio.timeout(timeout):  # connect's own leaves out the handshake
+            async with asyncio.timeout(deadline):
                 line: Comm = await connect(
                     address, timeout=timeout or FOREVER_S, **self.connection_args
                 )
                 return line
         except OSError as error:
             waited = f" within {timeout:g} s" if timeout else ""
+            # the deadline may have cut off the last attempt before it was refused
+            refused = "connection refused" if await _refuses(address) else ""
             raise ClusterError(
-                f"no answer from the scheduler at {address}{waited}: {root_cause(error)}. See "
-                f"whether the cluster still runs, and whether this node reaches that address"
+                f"no answer from the scheduler at {address}{waited}: "
+                f"{refused or root_cause(error)}. {advice}"
+            ) from error
+        except Exception as error:  # what another program sends may be any
+            raise ClusterError(
+                f"what answers at {address} does not speak as a scheduler of Dask: "
+                f"{root_cause(error)}. {advice}"
             ) from error
 
     # The life of the workers
@@ -272,7 +284,8 @@ class JobPart(Member):
         """Raise if the scheduler is gone, rather than one of its connections."""
         await asyncio.sleep(0.1)  # all break at once, and are noticed one by one
         if self.line is None:
-            await asyncio.wait([self.gone], timeout=RECONNECT_DEADLINE_S + SETTLE_S)
+            answers_s = RECONNECT_DEADLINE_S + HANDSHAKE_DEADLINE_S
+            await asyncio.wait([self.gone], timeout=answers_s + SETTLE_S)
         if self.gone.done():
             raise self._loss()
 

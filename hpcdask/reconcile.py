@@ -400,8 +400,8 @@ def _state(job: Job, said: State, connected: int) -> State:
 
 
 def _reason(job: Job, state: State, answer: Seen | None) -> str:
-    if state in WAITING and answer:
-        return answer.reason
+    if answer:
+        return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
     return job.reason if state is job.state else ""
 
 
@@ -611,6 +611,10 @@ def plan(
     )
 
 
+def _is_paused(job: Job) -> bool:
+    return job.reason.startswith(PAUSED)
+
+
 def _age(job: Job) -> tuple[float, list[int], str]:
     return job.submitted, [int(number) for number in re.findall(r"\d+", job.id)], job.id
 
@@ -618,7 +622,8 @@ def _age(job: Job) -> tuple[float, list[int], str]:
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
     """The jobs to end when there are too many: waiting, then starting, then idle ones.
 
-    Jobs that are lost or unknown are left until it is clear what they are.
+    Of those that have nodes, suspended ones go first. Jobs that are lost or unknown are left until
+    it is clear what they are.
     """
     if surplus <= 0:
         return []
@@ -626,10 +631,11 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     waiting = [job for job in idle if job.state in WAITING]
     starting = [job for job in idle if job.state is State.STARTING]
     by_id = {job.id: job for job in counting if job.workers}
+    running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
     return [
         *sorted(waiting, key=_age, reverse=True),
-        *sorted(starting, key=_age, reverse=True),
-        *(by_id[name] for name in dict.fromkeys(closable) if name in by_id),
+        *sorted(starting, key=lambda job: (_is_paused(job), _age(job)), reverse=True),
+        *sorted(running, key=_is_paused, reverse=True),
     ][:surplus]
 
 

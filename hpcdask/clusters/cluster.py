@@ -12,9 +12,10 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 import warnings
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -76,6 +77,7 @@ class JobCluster(Scaling):
         loop: Any = None,
         **job_keywords: Any,
     ) -> None:
+        n_workers = options.number(n_workers or 0, "n_workers", "workers")
         module, job_name = self.jobqueue
         job_cls = getattr(options.import_jobqueue(module), job_name)
         self._config_name = config_name or job_cls.default_config_name()
@@ -169,6 +171,11 @@ class JobCluster(Scaling):
             keys.save_credentials(shared, str(folder.keys))
         await self._start_scheduler()
         folder.write_script(self.job_script())
+        for directive in self.queue.replaced(self.options.job):
+            self._say(
+                f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
+                f"tag in its place"
+            )
         self._warden = await asyncio.to_thread(warden.start_warden, folder)
         await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
@@ -179,7 +186,13 @@ class JobCluster(Scaling):
             policy=self._policy,
             say=self._say,
         )
-        self.keeper = Keeper(ledger, self.queue, folder, poll_interval_s=self._poll_interval_s)
+        self.keeper = Keeper(
+            ledger,
+            self.queue,
+            folder,
+            poll_interval_s=self._poll_interval_s,
+            over=self._end_by_itself,
+        )
         self.keeper.start()
         await super()._start()
         if self._n_workers:
@@ -226,9 +239,21 @@ class JobCluster(Scaling):
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=access)
 
     async def _close(self) -> None:
+        await asyncio.shield(self._begin_to_end())  # who waits may give up, and close again
+
+    def _begin_to_end(self) -> asyncio.Future[None]:
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
-        await asyncio.shield(self._ending)  # who waits may give up, and close again
+        return self._ending
+
+    def _end_by_itself(self) -> None:
+        """The scheduler is closed by somebody else, and nobody waits for the cluster's end."""
+
+        def tell(ending: asyncio.Future[None]) -> None:
+            if not ending.cancelled() and (error := ending.exception()) is not None:
+                self._say(f"error: {error}")
+
+        self._begin_to_end().add_done_callback(tell)
 
     async def _end(self) -> None:
         self.status = Status.closing
@@ -316,24 +341,30 @@ class JobCluster(Scaling):
         found: list[Job] = list(self.keeper.ledger.jobs.values()) if self.keeper else []
         return JobTable(found)
 
-    def job_logs(self, *ids: str, lines: int | None = None) -> dict[str, str]:
+    def job_logs(
+        self, *ids: str | int | Iterable[str | int], lines: int | None = None
+    ) -> dict[str, str]:
         """The logs of jobs, live or over.
 
         Parameters
         ----------
         *ids
-            Of the jobs; by default all.
+            Of the jobs, or lists of them; by default all.
         lines
             At most so many of the last lines; None for all.
         """
         if self._folder is None:
             return {}
         known = [str(job.id) for job in self.jobs()]
-        if unknown := set(ids) - set(known):
+        asked: list[str] = []
+        for some in ids:
+            asked += [str(some)] if isinstance(some, str | int) else map(str, some)
+        if unknown := set(asked) - set(known):
             raise UsageError(
                 f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
             )
-        return {job_id: "\n".join(self._folder.tail(job_id, lines)) for job_id in ids or known}
+        chosen = asked if ids else known
+        return {job_id: "\n".join(self._folder.tail(job_id, lines)) for job_id in chosen}
 
     @property
     def failure(self) -> HpcdaskError | None:
@@ -346,8 +377,15 @@ class JobCluster(Scaling):
 
     def __repr__(self) -> str:
         text = super().__repr__()
-        counts = self.jobs().counts()
-        return f"{text[:-1]}, {counts})" if counts else text
+        link = self.dashboard_link if self.status == Status.running else ""
+        failed = textwrap.shorten(str(self.failure), 100, placeholder=" …") if self.failure else ""
+        parts = [
+            text.removesuffix(")"),
+            self.jobs().counts(),
+            f"dashboard {link}" if link else "",
+            f"failed: {failed}" if failed else "",
+        ]
+        return f"{', '.join(filter(None, parts))})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         status = html(self.jobs(), self.failure)
@@ -369,3 +407,16 @@ def close_clusters() -> None:
         if getattr(cluster, "status", Status.closed) != Status.closed:
             with contextlib.suppress(Exception):
                 cluster.close(timeout=10)
+
+
+def _leave_to_parent() -> None:
+    """In a child that was forked: the clusters, and what their schedulers have on disk, stay."""
+    for cluster in list(JobCluster._instances):
+        # distributed removes the folder at the end of any process that knows it
+        folder = getattr(cluster.scheduler, "_workdir", None)
+        if folder is not None:
+            folder._finalizer.detach()
+    JobCluster._instances.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

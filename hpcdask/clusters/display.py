@@ -28,8 +28,8 @@ class JobTable(tuple[Job, ...]):
         for job in self:
             if job.state in OVER and (job.state == State.COMPLETED or job.cancelled):
                 continue
-            waits = job.state in (State.PENDING, State.REQUEUED) and job.reason
-            found[f"{job.state} ({job.reason})" if waits else str(job.state)] += 1
+            why = job.reason if job.state not in OVER else ""  # it waits, or is suspended
+            found[f"{job.state} ({why})" if why else str(job.state)] += 1
         return ", ".join(f"{count} {what}" for what, count in found.items())
 
     def _rows(self) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.batching import BATCH_INTERVAL_S
-from hpcdask.errors import HpcdaskError, JobsFailed, NoAnswer, QueueError
+from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import OVER, Failure, History, Job, Seen, State, observe, plan, record
@@ -28,15 +28,21 @@ from .submitter import Submitter
 
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
+#: Why a cluster ends that nobody closed.
+SHUT_DOWN = (
+    "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
+    "cluster is closed: make a new one"
+)
 
 
 class Arrivals(SchedulerPlugin):
-    """Tells the keeper of every worker that comes or goes."""
+    """Tells of every worker that comes or goes, and of the scheduler's end."""
 
     name = "hpcdask-arrivals"
 
-    def __init__(self, poke: Callable[[], None]) -> None:
+    def __init__(self, poke: Callable[[], None], over: Callable[[], None]) -> None:
         self._poke = poke
+        self._over = over
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """See `SchedulerPlugin.add_worker`."""
@@ -46,6 +52,10 @@ class Arrivals(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
         self._poke()
+
+    async def before_close(self) -> None:
+        """See `SchedulerPlugin.before_close`."""
+        self._over()
 
 
 class Keeper:
@@ -61,6 +71,8 @@ class Keeper:
         What the cluster keeps on disk.
     poll_interval_s
         Seconds between two queries of the queue.
+    over
+        Called when somebody else closes the scheduler.
 
     Attributes
     ----------
@@ -69,13 +81,20 @@ class Keeper:
     """
 
     def __init__(
-        self, ledger: Ledger, queue: Queue, folder: ClusterFolder, *, poll_interval_s: float
+        self,
+        ledger: Ledger,
+        queue: Queue,
+        folder: ClusterFolder,
+        *,
+        poll_interval_s: float,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
         self.ledger = ledger
         self.queue = queue
         self.folder = folder
         self.poll_interval_s = poll_interval_s
         self.failure: HpcdaskError | None = None
+        self._over = over
         self._history = History()
         self._waiting_users = 0
         tag = f"hpcdask:{ledger.cluster}"
@@ -94,7 +113,7 @@ class Keeper:
 
     def start(self) -> None:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
-        self.ledger.scheduler.add_plugin(Arrivals(self.poke))
+        self.ledger.scheduler.add_plugin(Arrivals(self.poke, self._scheduler_closes))
         self._loop = asyncio.create_task(self._watch())
 
     def poke(self) -> None:
@@ -141,6 +160,13 @@ class Keeper:
     def _asked(self) -> bool:
         ledger, waiting = self.ledger, time.time() < self._submitter.retry_at
         return ledger.closing or waiting or len(ledger.counting()) >= ledger.wanted
+
+    def _scheduler_closes(self) -> None:
+        if not self.ledger.closing:
+            self.failure = ClusterError(SHUT_DOWN)
+            self.ledger.say(f"error: {SHUT_DOWN}")
+            self.closing()
+            self._over()
 
     def closing(self) -> None:
         """From now on, the end of a worker or a job is meant."""
@@ -356,21 +382,31 @@ class Keeper:
 
     def _give_up(self, failure: Failure) -> None:
         job = failure.job
-        code = "unknown" if job.exit_code is None else job.exit_code
-        how = f"{job.state}, {job.reason}" if job.reason else str(job.state)
-        what = (
-            f"{failure.count} jobs in a row ended before their workers connected"
-            if failure.kind == "start"
-            else f"{failure.count} jobs died within an hour"
-        )
+        late = job.overdue and not job.arrived
+        what = f"{failure.count} jobs died within an hour"
+        if failure.kind == "start":
+            did = "brought no workers" if late else "ended before their workers connected"
+            what = f"{failure.count} jobs in a row {did}"
+        how = self._lateness(job) if late else _end_of(job)
         tail = "\n".join(self.folder.tail(job.id, 10))
         self._fail(
             JobsFailed(
-                f"{what}. The last was job {job.id}: {how}, exit code {code}. "
+                f"{what}. The last was job {job.id}: {how}. "
                 f"Script and log are in {self.folder.path}"
                 + (f", its log ends:\n{tail}" if tail else ", its log is empty")
             )
         )
+
+    def _lateness(self, job: Job) -> str:
+        which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
+        limit_s = self.ledger.policy.start_timeout_s
+        return f"{which} did not connect within {limit_s:g} s (start_timeout)"
+
+
+def _end_of(job: Job) -> str:
+    """How a job ended, in words."""
+    code = "unknown" if job.exit_code is None else job.exit_code
+    return ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
 
 
 def _words(error: BaseException) -> str:

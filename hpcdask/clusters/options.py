@@ -6,6 +6,7 @@ comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -31,6 +32,12 @@ NO_ADDRESS = "<scheduler's address>"
 SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
 #: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
 SHARED = {"interface", "local_directory", "death_timeout"}
+#: Keywords of dask-jobqueue whose values are lists, in its old names too.
+LISTS = (
+    *("job_extra_directives", "job_extra", "job_directives_skip", "header_skip"),
+    *("job_script_prologue", "env_extra", "worker_extra_args", "extra"),
+    *("submit_command_extra", "cancel_command_extra"),
+)
 
 
 def import_jobqueue(module: str) -> Any:
@@ -150,6 +157,8 @@ def read_job_options(
             f"({', '.join(sorted(known))}) and of the workers ({', '.join(sorted(SPEC_FIELDS))})"
         )
     _refuse_other_workers(given, config_name)
+    _refuse_texts(given, config_name)
+    nodes_per_job = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
     for_job = {name: value for name, value in given.items() if name in known}
     settings = {name: value for name, value in given.items() if name in SPEC_FIELDS}
     settings = {**_worker_extra_args(for_job, config_name), **settings}
@@ -160,7 +169,7 @@ def read_job_options(
     spec = WorkerSpec(**{name: value for name, value in settings.items() if value is not None})
 
     gpus, in_header = _gpus(gpus_per_job, nodes_per_job, spec, queue, for_job, config_name)
-    if nodes_per_job < 1 or gpus % nodes_per_job:
+    if gpus % nodes_per_job:
         raise UsageError(
             f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
         )
@@ -298,7 +307,7 @@ def _make_job(
     for name in ("cores", "processes"):
         if name in keywords and (not isinstance(keywords[name], int) or keywords[name] < 1):
             raise UsageError(f"{name}={keywords[name]!r} is not a number from 1 on")
-    parse_memory(_configured("memory", for_job, config_name), "memory")
+    _check_memory(_configured("memory", for_job, config_name))
     quiet: dict[str, Any] = {
         f"jobqueue.{config_name}.log-directory": None,
         f"jobqueue.{config_name}.worker-extra-args": [],
@@ -314,6 +323,44 @@ def _make_job(
                 f'memory="64GiB", or set jobqueue.{config_name}.cores and .memory'
             ) from None
         raise UsageError(" ".join(str(error).split())) from error
+
+
+def _check_memory(value: Any) -> None:
+    """Refuse what a worker may have, and a job may not: no limit, or one that others choose."""
+    if value is None:
+        return
+    try:
+        amount = parse_memory(value, "memory")
+    except UsageError:
+        amount = None
+    if not amount:
+        raise UsageError(
+            f"memory: {value!r} is not an amount of memory for a job. "
+            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
+        )
+
+
+def _refuse_texts(for_job: Mapping[str, Any], config_name: str) -> None:
+    """Refuse a text for a list, which would be taken for a list of its characters."""
+    for name in LISTS:
+        value = _configured(name, for_job, config_name)
+        if value and isinstance(value, str):
+            raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
+
+
+def number(value: Any, name: str, of: str, least: int = 0) -> int:
+    """What counts something; 2.0 is a number too.
+
+    Raises
+    ------
+    UsageError
+        It is a text, has a fraction or is less than `least`.
+    """
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, str) and int(value) == value >= least:
+            return int(value)
+    some = ", ".join(str(least + more) for more in range(3))
+    raise UsageError(f"{name}={value!r} is not a number of {of}: {some}, …")
 
 
 def _python(for_job: Mapping[str, Any], config_name: str) -> str:

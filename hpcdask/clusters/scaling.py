@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Collection
@@ -16,13 +17,20 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec import parse_memory
 
-from .keeper import Keeper
-from .options import JobOptions
+from .keeper import SHUT_DOWN, Keeper
+from .options import JobOptions, number, seconds
 
 
 def job_of(state: WorkerState) -> str:
     """A worker's job, by which workers come and go together: the name without the last number."""
     return str(state.name).rpartition("-")[0]
+
+
+def _workers(value: Any, name: str, of: str, each: float, default: float = 0) -> float:
+    """How many workers a bound is, of which there are `each` in one of what it counts."""
+    if value is None or value == math.inf:
+        return default
+    return number(value, f"adapt: {name}", of) * each
 
 
 class JobAdaptive(Adaptive):
@@ -73,6 +81,9 @@ class Scaling(Cluster):
     ) -> Any:
         """Ask for this many workers, and wait until the queue has their jobs.
 
+        Jobs are whole: a job more is asked for where its workers are some too many. In an event
+        loop it returns at once, and what it returns can be awaited.
+
         Parameters
         ----------
         n
@@ -92,19 +103,20 @@ class Scaling(Cluster):
             The queue does not take the jobs, or does not answer. A limit of the site is a warning,
             and tried again later.
         """
-        size = self.options.workers
         workers = max(
-            n or 0,
-            jobs * size,
+            number(n or 0, "scale: n", "workers"),
+            number(jobs or 0, "scale: jobs", "jobs") * self.options.workers,
             math.ceil((parse_memory(memory, "memory") or 0) / self._worker_memory()),
-            math.ceil((cores or 0) / self._worker_threads()),
+            math.ceil(number(cores or 0, "scale: cores", "cores") / self._worker_threads()),
         )
-        if workers < 0 or (n or 0) < 0 or jobs < 0:
-            raise UsageError(f"scale: {min(n or 0, jobs)} is not a number of workers")
         self._running_keeper()
         if workers:
             self.queue.check()
-        return self.sync(self._scale, workers)
+        if not self.asynchronous:
+            return self.sync(self._scale, workers)
+        scaling = asyncio.ensure_future(self._scale(workers))
+        scaling.add_done_callback(lambda _: scaling.cancelled() or scaling.exception())
+        return scaling
 
     async def _scale(self, n: int, *, by_hand: bool = True) -> None:
         keeper = self._running_keeper()
@@ -118,7 +130,9 @@ class Scaling(Cluster):
 
     def _running_keeper(self) -> Keeper:
         if self.keeper is None or self.status not in (Status.starting, Status.running):
-            raise UsageError("this cluster is closed: make a new one")
+            failure = self.keeper.failure if self.keeper else None
+            shut_down = failure is not None and str(failure) == SHUT_DOWN
+            raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
         return self.keeper
 
     def adapt(  # type: ignore[override]
@@ -137,6 +151,8 @@ class Scaling(Cluster):
     ) -> Adaptive:
         """Let the number of workers follow the work.
 
+        Both ends are whole jobs: the minimum is rounded up, the maximum down.
+
         Parameters
         ----------
         minimum, maximum
@@ -151,34 +167,46 @@ class Scaling(Cluster):
         Raises
         ------
         UsageError
-            `minimum` is above `maximum`, or there is no such queueing system on this machine.
+            `minimum` is above `maximum`, `maximum` is less than a job, a value is not understood,
+            or there is no such queueing system on this machine.
         """
-        size, memory = self.options.workers, self._worker_memory()
-        threads = self._worker_threads()
-        low = [minimum or 0]
-        high: list[float] = [math.inf if maximum is None else maximum]
-        if minimum_jobs is not None:
-            low.append(minimum_jobs * size)
-        if maximum_jobs is not None:
-            high.append(maximum_jobs * size)
-        if minimum_memory is not None:
-            low.append(math.ceil((parse_memory(minimum_memory, "minimum_memory") or 0) / memory))
-        if maximum_memory is not None:
-            high.append((parse_memory(maximum_memory, "maximum_memory") or 0) // memory)
-        if minimum_cores is not None:
-            low.append(math.ceil(minimum_cores / threads))
-        if maximum_cores is not None:
-            high.append(maximum_cores // threads)
-        if max(low) > min(high) or max(low) < 0:
+        memory, threads = self._worker_memory(), self._worker_threads()
+        size = self.options.workers
+        low = max(
+            _workers(minimum, "minimum", "workers", 1),
+            _workers(minimum_jobs, "minimum_jobs", "jobs", size),
+            (parse_memory(minimum_memory, "minimum_memory") or 0) / memory,
+            _workers(minimum_cores, "minimum_cores", "cores", 1 / threads),
+        )
+        amount = parse_memory(maximum_memory, "maximum_memory")
+        high = min(
+            _workers(maximum, "maximum", "workers", 1, math.inf),
+            _workers(maximum_jobs, "maximum_jobs", "jobs", size, math.inf),
+            math.inf if amount is None else amount / memory,
+            _workers(maximum_cores, "maximum_cores", "cores", 1 / threads, math.inf),
+        )
+        if 0 < high < size:
             raise UsageError(
-                f"adapt: the minimum of {max(low)} workers is above the maximum of {min(high):g}"
+                f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
             )
+        least = math.ceil(low / size) * size
+        most = high if high == math.inf else int(high // size) * size
+        if least > most:
+            whole = f", in whole jobs of {size}" if size > 1 else ""
+            raise UsageError(
+                f"adapt: the minimum of {least} workers is above the maximum of {most:g}{whole}"
+            )
+        if kwargs.get("interval"):  # 0 is for who adapts by hand
+            kwargs["interval"] = seconds(kwargs["interval"], "adapt: interval")
+        if "target_duration" in kwargs:
+            duration = seconds(kwargs["target_duration"], "adapt: target_duration")
+            kwargs["target_duration"] = duration
         keeper = self._running_keeper()
         self.queue.check()
         keeper.forgive()
         if size > 1:
             kwargs.setdefault("worker_key", job_of)
-        return super().adapt(Adaptive, minimum=max(low), maximum=min(high), **kwargs)
+        return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
 
     def _worker_memory(self) -> int:
         return max(1, self.options.spec.memory_limit or int(self.options.job.worker_memory))

@@ -106,6 +106,10 @@ class Queue(ABC):
             Shell command of the worker.
         """
 
+    def replaced(self, job: Any) -> list[str]:
+        """Directives that the user wrote and that `script` overrules with the tag."""
+        return []
+
     @staticmethod
     @abstractmethod
     def parse_walltime(text: str) -> timedelta:

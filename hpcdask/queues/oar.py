@@ -56,10 +56,8 @@ class OarQueue(Queue):
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
-        colons = text.count(":")
-        return forms.parse_clock(
-            text + ":0" * max(0, 2 - colons), "smh", "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS"
-        )
+        units = "smh"[max(0, 2 - text.count(":")) :]  # the first number is of hours
+        return forms.parse_clock(text, units, "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS")
 
     # What is asked of the queue
 

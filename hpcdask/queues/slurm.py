@@ -111,6 +111,14 @@ class SlurmQueue(Queue):
             f"{OUTPUT}{double_quoted(log, 'the folder of logs')}",
         ]
 
+    def replaced(self, job: Any) -> list[str]:
+        """See `Queue.replaced`."""
+        return [
+            directive
+            for directive in job.job_extra_directives
+            if any(re.match("--comment(=|$)", word) for word in _words(directive))
+        ]
+
     def _gpus(self, request: Request) -> str:
         kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
         if self.gpu_request == "gpus":

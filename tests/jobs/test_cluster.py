@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -23,12 +24,12 @@ from distributed import Client
 from distributed.core import Status
 
 import hpcdask
-from hpcdask.clusters import retire, submitter
-from hpcdask.errors import JobsFailed, NoAnswer, Refused, UsageError
+from hpcdask.clusters import departures, retire, scaling, submitter
+from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import State
+from hpcdask.reconcile import OVER, State
 from launching import clean_environment, describe, end, leftovers, wait_for, walk
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
@@ -84,6 +85,13 @@ def test_scale_up_and_down(folder: Path):
         } == ids
         for job_id, log in cluster.job_logs().items():
             assert f"job {job_id}" in log
+        assert cluster.dashboard_link
+        assert f"2 running, dashboard {cluster.dashboard_link})" in repr(cluster)
+        (one, other) = sorted(ids)
+        assert set(cluster.job_logs([one], other)) == ids
+        assert set(cluster.job_logs(job.id for job in cluster.jobs())) == ids
+        with pytest.raises(UsageError, match=f"no job 5. There are: .*{re.escape(one)}"):
+            cluster.job_logs(5)
         counted = client.map(lambda number: (number, os.urandom(4)), range(20), pure=False)
         before = client.gather(counted)
         cluster.scale(1)
@@ -170,6 +178,7 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
         with pytest.raises(JobsFailed, match=r"exit code 3"):
             future.result(timeout=20)
         assert "Failed" in cluster._repr_html_()
+        assert re.search(r", failed: 3 jobs in a row [^\n]*\)$", repr(cluster))
         time.sleep(1)  # for nothing to happen
         assert len(cluster.jobs()) == 3
     assert capsys.readouterr().err.count("jobs in a row") == 1
@@ -279,6 +288,140 @@ def test_jobs_are_watched_while_others_are_submitted(folder: Path):
             assert queue.queries >= 1
 
     asyncio.run(work())
+
+
+def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
+    """As that of distributed's clusters."""
+
+    async def work() -> None:
+        async with make(folder, asynchronous=True) as cluster:
+            cluster.scale(1)
+            await asyncio.wait_for(cluster.wait_for_workers(1), 30)
+            await cluster.scale(0)
+            assert all(job.cancelled or job.leaving for job in cluster.jobs())
+
+            async def refuse(script: str, count: int) -> list[str]:
+                raise Refused("Invalid account")
+
+            cluster.queue.submit = refuse
+            problems: list[dict] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+            cluster.scale(1)
+            with pytest.raises(Refused, match="Invalid account"):
+                await cluster.wait_for_workers(1)
+            with pytest.raises(Refused, match="Invalid account"):
+                await cluster.scale(1)
+            gc.collect()
+            assert not problems
+
+    asyncio.run(work())
+
+
+def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """It went on as if it ran, and submitted jobs that found no scheduler."""
+    with make(folder, death_timeout="3s") as cluster:
+        cluster.scale(2)
+        cluster.wait_for_workers(2, timeout=30)
+        Client(cluster.scheduler_address, security=cluster.security).shutdown()
+        wait_for(lambda: cluster.status == Status.closed, 30, "the cluster to close")
+        assert len(cluster.jobs()) == 2
+        assert set(states(cluster)) <= OVER
+        assert not keys(folder)
+        for ask in (lambda: cluster.scale(1), cluster.adapt):
+            with pytest.raises(UsageError, match="the scheduler was shut down"):
+                ask()
+        with pytest.raises(ClusterError, match="the scheduler was shut down"):
+            cluster.wait_for_workers(1, timeout=10)
+    assert capsys.readouterr().err.count("the scheduler was shut down") == 1
+
+
+def test_jobs_that_outlive_their_scheduler_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    async def cancel(self, ids) -> None:
+        raise QueueError("scancel failed")
+
+    monkeypatch.setattr(LocalQueue, "cancel", cancel)
+    monkeypatch.setattr(departures, "CLOSE_S", 0.2)
+    monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: Slow())
+    with make(folder) as cluster:
+        cluster.scale(1)
+        (job,) = cluster.jobs()
+        Client(cluster.scheduler_address, security=cluster.security).shutdown()
+        wait_for(lambda: cluster.status == Status.closed, 30, "the cluster to close")
+        cluster._warden.dismiss()  # it would cancel the job at the end of this process
+        said: list[str] = []
+
+        def told() -> bool:
+            said.append(capsys.readouterr().err)
+            return f"after they were cancelled (scancel failed): {job.id}. See" in "".join(said)
+
+        wait_for(told, 10, "the line that names the job")
+
+
+class Busy(LocalQueue):
+    """Takes one job, and then no more until it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 1
+        self.refused = 0
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        if len(self._entries) + count > self.most:
+            self.refused += 1
+            raise Refused("QOSMaxSubmitJobPerUserLimit", for_now=True)
+        return await super().submit(script, count)
+
+
+def test_a_limit_of_the_site_keeps_what_runs_and_goes_on_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(submitter, "RETRY_S", (0.2, 0.4))
+    queue = Busy()
+    monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: queue)
+    with make(folder) as cluster, cluster.get_client() as client:
+        cluster.scale(2)  # which is told nothing but a warning
+        client.wait_for_workers(1, timeout=30)
+        tried = queue.refused
+        wait_for(lambda: queue.refused > tried + 1, 30, "two more attempts")
+        assert cluster.failure is None
+        assert len(cluster.jobs()) == 1
+        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        queue.most = 2
+        client.wait_for_workers(2, timeout=30)
+    said = capsys.readouterr().err
+    told = "warning: QOSMaxSubmitJobPerUserLimit. 1 of 2 jobs are there; trying again later"
+    assert said.count("QOSMaxSubmitJobPerUserLimit") == said.count(told) == 1
+
+
+def test_one_idle_sample_cancels_nothing(folder: Path):
+    """A burst's work comes with pauses, and jobs wait for hours."""
+    samples: list[int] = []
+
+    class Sampled(scaling.JobAdaptive):
+        async def safe_target(self) -> int:
+            samples.append(len(cluster.jobs()))
+            return 2 if len(samples) % 3 else 0
+
+    with make(folder) as cluster:
+        cluster.adapt(minimum=0, maximum=2, interval="50ms", Adaptive=Sampled)
+        wait_for(lambda: len(samples) > 12, 30, "four idle samples")
+        assert len(cluster.jobs()) == 2
+        assert not any(job.cancelled or job.leaving for job in cluster.jobs())
+
+
+def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
+    prologue = ["exec sleep 100"]
+    keywords = {"job_script_prologue": prologue, "start_timeout": "1s", "poll_interval": 0.1}
+    with make(folder, **keywords) as cluster:
+        cluster.scale(1)
+        with pytest.raises(JobsFailed, match=r"3 jobs in a row brought no workers") as error:
+            cluster.wait_for_workers(1, timeout=30)
+        last = cluster.jobs()[-1].id
+        told = f"job {last}: its workers did not connect within 1 s (start_timeout)"
+        assert told in str(error.value)
+        assert "exit code" not in str(error.value)
 
 
 def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -444,7 +587,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("how", ["raise", "SIGTERM", "SIGKILL"])
 def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     program = tmp_path / "notebook.py"
     program.write_text(NOTEBOOK)
@@ -460,11 +603,41 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     )
     assert notebook.stdout is not None
     assert notebook.stdout.readline() == "here\n"
-    if how == "SIGKILL":
-        notebook.kill()
+    if how != "raise":
+        notebook.send_signal(signal.Signals[how])
     notebook.communicate(timeout=30)
-    assert notebook.returncode == {"raise": 1, "SIGKILL": -9}[how]
+    assert notebook.returncode == {"raise": 1, "SIGTERM": -15, "SIGKILL": -9}[how]
     # the fixture waits for the jobs, their processes and the keys to be gone
+
+
+FORKING = """
+import os, sys, time
+from hpcdask import LocalCUDAJobCluster
+cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
+start = time.monotonic()
+if not (child := os.fork()):
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - start < 5)
+print(os.path.exists(cluster.scheduler.local_directory), cluster.status.name)
+cluster.close()
+"""
+
+
+def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
+    """Its end took 10 s, and removed what the scheduler has on disk."""
+    program = tmp_path / "forking.py"
+    program.write_text(FORKING)
+    keywords = repr({**ONE, "shared_temp_directory": str(folder)})
+    done = subprocess.run(
+        [sys.executable, program, keywords],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "3 True\nTrue running\n", done.stderr
+    assert not done.stderr
 
 
 @pytest.mark.parametrize(
@@ -495,6 +668,23 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
         ({"poll_interval": "nan"}, "poll_interval: 'nan' is not a time. Accepted: 90s"),
         ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time. Accepted: 90s"),
         ({"start_timeout": -1}, "start_timeout: -1 is not a time. Accepted: 90s"),
+        ({"memory": 0}, "memory: 0 is not an amount of memory for a job. Accepted: .*bytes$"),
+        ({"memory": "0"}, "memory: '0' is not an amount of memory for a job"),
+        ({"memory": "auto"}, "memory: 'auto' is not an amount of memory for a job"),
+        (
+            {"job_extra_directives": "--qos=x"},
+            re.escape("job_extra_directives='--qos=x' is a text: give a list, ['--qos=x']"),
+        ),
+        (
+            {"job_script_prologue": "module load x"},
+            re.escape("job_script_prologue='module load x' is a text: give a list"),
+        ),
+        ({"worker_extra_args": "--nthreads 3"}, "worker_extra_args='--nthreads 3' is a text"),
+        ({"job_directives_skip": "-n"}, "job_directives_skip='-n' is a text"),
+        ({"n_workers": -1}, "n_workers=-1 is not a number of workers: 0, 1, 2, …"),
+        ({"n_workers": "2"}, "n_workers='2' is not a number of workers"),
+        ({"nodes_per_job": "2"}, "nodes_per_job='2' is not a number of nodes: 1, 2, 3, …"),
+        ({"nodes_per_job": 0}, "nodes_per_job=0 is not a number of nodes"),
     ],
 )
 def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
@@ -511,6 +701,19 @@ def test_directives_written_for_dask_jobqueue_count(folder: Path):
         assert script.count("gpu") == 1
         assert "#SBATCH --gres=gpu:a100:4\n" in script
         assert "--workers 4" in script
+
+
+def test_a_comment_of_ones_own_is_replaced_and_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    keywords = {"cores": 8, "memory": "8GiB", "shared_temp_directory": folder}
+    keywords |= {"job_extra_directives": ["--qos=x", "--comment mine"]}
+    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
+        script = cluster.job_script()
+        assert script.index("--comment mine") < script.index('--comment="hpcdask:')
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if "comment" in line]
+    assert line.startswith("hpcdask: warning: the directive '--comment mine' has no effect")
 
 
 @pytest.mark.parametrize(
@@ -538,6 +741,55 @@ def test_bad_numbers_submit_nothing(folder: Path):
         assert not cluster.jobs()
     with pytest.raises(UsageError, match="closed"):
         cluster.scale(1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"n": "2"}, "scale: n='2' is not a number of workers: 0, 1, 2, …"),
+        ({"n": 1.5}, "scale: n=1.5 is not a number of workers"),
+        ({"jobs": "2"}, "scale: jobs='2' is not a number of jobs"),
+        ({"cores": -4}, "scale: cores=-4 is not a number of cores"),
+    ],
+)
+def test_scale_takes_numbers_only(folder: Path, keywords: dict, message: str):
+    with make(folder) as cluster:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            cluster.scale(**keywords)
+        assert not cluster.jobs()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"interval": "soon"}, "interval: 'soon' is not a time"),
+        ({"target_duration": 0}, "target_duration: 0 is not a time"),
+        ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
+        ({"minimum_jobs": -1}, "adapt: minimum_jobs=-1 is not a number of jobs"),
+        ({"maximum": "2"}, "adapt: maximum='2' is not a number of workers"),
+        ({"maximum": 1}, "adapt: the maximum of 1 workers is less than a job, which has 2"),
+        ({"maximum_memory": "1MB"}, "is less than a job, which has 2"),
+        (
+            {"minimum": 3, "maximum": 3},
+            "minimum of 4 workers is above the maximum of 2, in whole jobs",
+        ),
+    ],
+)
+def test_a_bad_option_of_adapt_is_told_and_forgotten(folder: Path, keywords: dict, message: str):
+    with make(folder, processes=2, cores=2) as cluster:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            cluster.adapt(**keywords)
+        assert cluster.adapt(maximum=2).maximum == 2
+
+
+def test_adapt_counts_in_whole_jobs(folder: Path):
+    """A maximum of 3 workers in jobs of 2 became two jobs, which are 4."""
+    with make(folder, processes=2, cores=2) as cluster:
+        adaptive = cluster.adapt(minimum=1, maximum=3)
+        assert (adaptive.minimum, adaptive.maximum) == (2, 2)
+        adaptive = cluster.adapt(maximum_jobs=2)
+        assert (adaptive.minimum, adaptive.maximum) == (0, 4)
+        assert cluster.adapt(maximum=0).maximum == 0
 
 
 def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -209,8 +210,45 @@ def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
 def test_no_scheduler_at_the_start(site):
     start = time.time()
     job = site.job("--death-timeout", "1s")
-    end_of_one(job, 1, f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler")
+    end_of_one(
+        job,
+        1,
+        f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler at "
+        f"tls://127.0.0.1:1 within 1 s: connection refused. See",
+    )
     assert time.time() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "no answer from the scheduler at .* within 0.5 s: TimeoutError. See"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers at .* does not speak as a scheduler of Dask: "),
+        (struct.pack("<QQ", 1, 3) + b"\xc1ab", "what answers at .* does not speak as a sched"),
+    ],
+)
+def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told: str):
+    """A line says so: a port of something else gave a traceback."""
+    part = object.__new__(joblife.JobPart)
+    part.connection_args = {}
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(answer or b"")
+            await reader.read(-1)
+        finally:
+            writer.close()
+
+    async def work() -> None:
+        async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
+            address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            part.asked = SimpleNamespace(scheduler=address)
+            with pytest.raises(ClusterError, match=told) as error:
+                await part._connect(0.5)
+            assert "\n" not in str(error.value)
+        gc.collect()  # distributed leaves the connection open
+
+    asyncio.run(work())
 
 
 def test_a_scheduler_that_does_not_know_the_keys(site, client, tmp_path):

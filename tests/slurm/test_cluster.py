@@ -87,6 +87,23 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     assert {job.state for job in cluster.jobs() if not job.nodes} == {State.CANCELLED}
 
 
+def test_a_suspended_job_is_told_and_goes_first(user: Login):
+    """It looked like any that runs, and the one that computed was given up."""
+    with user.make() as cluster, cluster.get_client() as client:
+        cluster.scale(2)
+        wait_for_running(cluster, 2)
+        paused, other = live(cluster)
+        user.site.run("scontrol", "suspend", paused)
+        wait_for(lambda: "1 running (SUSPENDED" in repr(cluster), 20, "the queue's reason")
+        user.site.run("scontrol", "resume", paused)
+        wait_for(lambda: "2 running," in repr(cluster), 20, "no reason any more")
+        user.site.run("scontrol", "suspend", paused)
+        wait_for(lambda: "1 running (SUSPENDED" in repr(cluster), 20, "the queue's reason")
+        cluster.scale(1)
+        wait_for(lambda: set(user.queued()) == {other}, 30, "the suspended job to go")
+        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+
+
 def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
     sbatch, scancel = user.wrap("sbatch"), user.wrap("scancel")
     with user.make() as cluster, cluster.get_client() as client:

@@ -501,3 +501,8 @@ def test_walltimes(kind: str, text: str):
 def test_walltimes_that_are_none(kind: str, text: str):
     with pytest.raises(UsageError, match="is not one of"):
         door(kind).parse_walltime(text)
+
+
+def test_the_error_of_a_walltime_shows_it_as_it_was_given():
+    with pytest.raises(UsageError, match=r"^walltime='soon' is not one of HOURS, "):
+        door("OAR").parse_walltime("soon")

@@ -220,6 +220,17 @@ def test_the_workers_of_a_suspended_job_have_time_to_start():
     assert look(job, State.STARTING, now=T + 900).overdue
 
 
+@pytest.mark.parametrize("reason", ["suspended", "SUSPENDED: x", "STOPPED"])
+def test_a_suspended_job_says_so_until_it_goes_on(reason):
+    job = running("7")
+    paused = look(job, Seen("7", State.STARTING, reason=reason), names(job))
+    assert (paused.state, paused.reason) == (State.RUNNING, reason)
+    assert observe(paused, None, asked=False, workers=names(job), held=1, now=T).reason == reason
+    assert look(paused, None, names(job)).reason == reason  # no answer about it
+    assert look(paused, State.STARTING, names(job)).reason == ""
+    assert look(job, Seen("7", State.STARTING, reason="ending"), names(job)).reason == ""
+
+
 def test_a_job_whose_node_boots_has_time_to_start():
     job = pending("7")
     boots = Seen("7", State.PENDING, reason="CONFIGURING", nodes="n1")
@@ -382,6 +393,15 @@ def test_then_idle_workers_retire_in_the_schedulers_order():
     assert decide(4, *jobs, closable=["3", "1", "5"]) == Actions(retire=("3", "1"))
     assert decide(0, *jobs, closable=["3", "1", "3"]) == Actions(retire=("3", "1"))
     assert decide(0, *jobs) == Actions()
+
+
+def test_suspended_jobs_are_given_up_before_others_that_run():
+    jobs = [running(str(number)) for number in range(3)]
+    jobs[1] = replace(jobs[1], reason="SUSPENDED")
+    assert decide(2, *jobs, closable=["0", "1", "2"]) == Actions(retire=("1",))
+    assert decide(1, *jobs, closable=["0", "1", "2"]) == Actions(retire=("1", "0"))
+    jobs = [starting("1", reason="STOPPED"), starting("2")]
+    assert decide(1, *jobs) == Actions(cancel=("1",))
 
 
 def test_a_partly_started_job_may_hold_results_and_is_retired():
