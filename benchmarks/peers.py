@@ -59,6 +59,9 @@ NAMES = {
     "fft": "FFT",
     "stencil": "five-point stencil",
 }
+#: Cases that no machine without a GPU has.
+ON_GPUS = {"packed", "transfer", "transpose", "scaling", "crowd"}
+CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs")
 
 
 def gpu_names() -> list[str]:
@@ -455,6 +458,10 @@ def main() -> None:
         return
     gpus = gpu_names()
     wanted = options.cases.split(",")
+    if unknown := [name for name in wanted if name not in CASES]:
+        parser.error(f"--cases has no {', '.join(unknown)}: {', '.join(CASES)}")
+    if not gpus and set(wanted) <= ON_GPUS:
+        parser.error(f"{', '.join(wanted)} need GPUs, and this machine has none")
     results: dict[str, Any] = {
         "machine": (
             f"{len(gpus)} x {gpus[0]}, {os.cpu_count()} CPU cores"

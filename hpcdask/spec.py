@@ -259,7 +259,7 @@ class WorkerSpec:
     )
     rmm_allocator_external_lib_list: tuple[str, ...] = _field(
         ("cupy",),
-        "Libraries that allocate through RMM: cupy (which a pool wants among them), torch and numba; or none.",
+        "Libraries that allocate through RMM: cupy (which a pool wants), torch, numba; or none.",
         _libraries,
         metavar="LIST",
     )

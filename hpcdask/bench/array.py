@@ -33,8 +33,10 @@ PUBLISHED_S: dict[Device, dict[str, float]] = {
     "cpu": {"one CPU core": 9540.0},
     "cuda": {"one GPU": 97.0, "8 GPUs": 19.0},
 }
-# Of the memory of all devices, for operations that keep the array.
+# Of the memory of all devices, for operations that keep the array; of each, where all get all of
+# it. The stock form of these has a copy that is transposed.
 USABLE_FRACTION = 0.5
+ON_EACH = ("matmul",)
 
 
 def published(device: Device, hardware: str | None = None) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ def run_array(
 
     build_warmup(0)  # input errors come before the first line of output
     announce(case, cluster)
-    measure(cluster.client, build_warmup, 1)
+    measure(cluster.client, build_warmup, 0, n_warmup=1)
     timed = measure(cluster.client, build, repeats, timeline=timeline)
     (result,) = timed.results
     if form == "tuned":
@@ -145,10 +147,14 @@ def _run_pattern(
     timeline: bool,
 ) -> dict[str, Any]:
     device, n = cluster.device, math.isqrt(nbytes // array_workload.ITEM_NBYTES)
-    usable = int(USABLE_FRACTION * cluster.memory_nbytes)
+    n_workers = sum(cluster.devices.values())
+    on_each = operation in ON_EACH
+    parts = n_workers * (2 if form == "stock" else 1) if on_each else 1
+    usable = int(USABLE_FRACTION * cluster.memory_nbytes) // parts
     if operation in KEPT and nbytes > usable:
+        where = "every worker" if on_each else "the workers"
         raise WorkloadError(
-            f"{operation} keeps its array of {decimal_bytes(nbytes)} on the workers; {cluster} "
+            f"{operation} keeps its array of {decimal_bytes(nbytes)} on {where}; {cluster} "
             f"have room for {decimal_bytes(usable)}: --size {usable // 10**6}MB is the most. "
             f"{', '.join(name for name in OPERATIONS if name not in KEPT)} take any size"
         )
@@ -181,5 +187,5 @@ def _run_pattern(
         timed,
         {"operation": operation},
         patterns.check(operation, result, n),
-        work=Work(**patterns.work(operation, n, sum(cluster.devices.values()))),
+        work=Work(**patterns.work(operation, n, n_workers)),
     )

@@ -30,6 +30,8 @@ TEXT = {"text_font": {"value": FONT}, "text_font_size": "12px"}
 #: Pixels of a row, and of the axis below.
 ROW, ROOM = 46, 70
 TIMELINE_HEIGHT = 768
+#: Pixels in which all labels have room; on narrower pages a chart can be moved sideways.
+LEAST_WIDTH = 640
 LABEL_CHARACTERS = 44
 
 
@@ -207,6 +209,7 @@ def rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", *
         y_range=Range1d(start=len(labels) - 0.3, end=-0.7),
         height=ROOM + row * len(labels),
         sizing_mode="stretch_width",
+        min_width=LEAST_WIDTH,
         tools=tools,
         active_scroll=None,  # a page that scrolls must not get stuck in a chart
         min_border_right=20,

@@ -29,7 +29,7 @@ from hpcdask.bench.cluster import Cluster, connect, inspect
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.records import decimal_bytes, describe, say, tell
-from hpcdask.bench.startup import run_startup
+from hpcdask.bench.startup import AHEAD, age, run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.devices import visible_gpus
@@ -287,7 +287,12 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
 
 
 @bench.command("array")
-@click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes of float64.")
+@click.option(
+    "--size",
+    type=Size(),
+    help="Bytes of float64. Default, for each worker thread: 250GB on GPUs, 800MB without; 8GB and "
+    "64MB for operations other than sum.",
+)
 @click.option(
     "--operation",
     type=click.Choice(OPERATIONS),
@@ -298,7 +303,7 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
 @form_options
 @common_options
 def array_command(
-    size: int,
+    size: int | None,
     operation: str,
     forms: list[Form],
     repeats: int,
@@ -307,7 +312,18 @@ def array_command(
 ) -> None:
     """Time computations on a square array of normal(10, 1) float64."""
     how: dict[str, Any] = {"operation": operation, "repeats": repeats, "chunk_nbytes": chunk_nbytes}
-    _execute([partial(run_array, nbytes=size, form=form, **how) for form in forms], **options)
+    name = "array" if operation == "sum" else "operation"
+    _execute([_sized(name, run_array, size, form=form, **how) for form in forms], **options)
+
+
+def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -> Measurement:
+    """Return a measurement whose size, if it is not given, suits the cluster."""
+
+    def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
+        size = nbytes or SIZES[cluster.device][name] * cluster.n_slots
+        return run(cluster, nbytes=size, timeline=timeline, **how)
+
+    return measure
 
 
 @bench.command("svd")
@@ -427,23 +443,17 @@ def all_command(repeats: int, **options: Any) -> None:
     What cannot be measured on it is left out, with a line that says why.
     """
 
-    def sized(run: Measurement, size: str, **how: Any) -> Measurement:
-        def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
-            nbytes = SIZES[cluster.device][size] * cluster.n_slots
-            return run(cluster, nbytes, repeats=repeats, timeline=timeline, **how)
-
-        return measure
-
     forms = get_args(Form)
     operations = [name for name in OPERATIONS if name != "sum"]
+    how: dict[str, Any] = {"repeats": repeats}
     measurements = [
         run_startup,
-        *(sized(run_array, "array", form=form) for form in forms),
-        *(sized(run_array, "operation", operation=name) for name in operations),
-        *(sized(run_svd, "svd", form=form) for form in forms),
-        sized(run_svd, "svd", packed=True),
-        *(sized(run_svd_exact, "exact", form=form) for form in forms),
-        sized(run_zarr, "zarr"),
+        *(_sized("array", run_array, form=form, **how) for form in forms),
+        *(_sized("operation", run_array, operation=name, **how) for name in operations),
+        *(_sized("svd", run_svd, form=form, **how) for form in forms),
+        _sized("svd", run_svd, packed=True, **how),
+        *(_sized("exact", run_svd_exact, form=form, **how) for form in forms),
+        _sized("zarr", run_zarr, **how),
         _exchange(None, None, repeats=repeats, alone=False),
     ]
     _execute(measurements, leave_out=True, **options)
@@ -516,6 +526,7 @@ def _surround(argv: Sequence[str], device: str) -> None:
     options = [] if device == "auto" else ["--device", device]
     command = [sys.executable, "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
     sys.stdout.flush()
+    os.environ[AHEAD] = repr(age())
     os.execv(command[0], command)
 
 

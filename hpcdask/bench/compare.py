@@ -19,6 +19,8 @@ Record = Mapping[str, Any]
 
 #: A median may be this many times the other without being called slower.
 TOLERANCE = 1.05
+#: Runs that a verdict needs.
+LEAST_RUNS = 2
 NUMBERS = ("seconds_median", "seconds_min", "seconds_max")
 SAME_WORKLOAD = ("workload", "form", "shape", "dtype", "devices", "workers", "label")
 
@@ -35,8 +37,9 @@ class Change:
         Least, median and greatest time in seconds; None where the run does not have it.
     verdict
         ``"slower"``: the ratio of the medians is above 1.05, and the times of the two runs do not
-        overlap. ``"faster"``: the other way round. ``"same"``: neither. ``"wrong"``: a check
-        failed after, whatever the times. ``"only before"``, ``"only after"``: the other run does
+        overlap. ``"faster"``: the other way round. ``"same"``: neither. ``"one run"``: one of
+        the two was timed once, which tells nothing. ``"wrong"``: a check failed after, whatever the
+        times. ``"only before"``, ``"only after"``: the other run does
         not have it.
     """
 
@@ -109,6 +112,10 @@ def _is_check(value: Any) -> bool:
 #: What other fields have to be, where they are there.
 FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bytes": ("a number", _is_number),
+    "seconds": (
+        "a list of times",
+        lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    ),
     "devices": ("counts by name", lambda value: isinstance(value, dict)),
     "versions": ("versions by name", lambda value: isinstance(value, dict)),
     "rates": (
@@ -180,11 +187,18 @@ def _change(old: Record | None, new: Record | None) -> Change:
         verdict = "wrong"
     elif before is None or after is None:
         verdict = "only after" if before is None else "only before"
+    elif min(map(_runs, (old, new))) < LEAST_RUNS:
+        verdict = "one run"
     elif after[1] > TOLERANCE * before[1] and after[0] > before[2]:
         verdict = "slower"
     elif before[1] > TOLERANCE * after[1] and before[0] > after[2]:
         verdict = "faster"
     return Change(name, before, after, verdict)
+
+
+def _runs(record: Record | None) -> int:
+    """How often it was timed; the least and greatest of start-up are over workers."""
+    return len((record or {}).get("seconds") or range(LEAST_RUNS))
 
 
 def _times(record: Record | None) -> tuple[float, float, float] | None:

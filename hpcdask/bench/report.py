@@ -87,7 +87,7 @@ def html(records: Sequence[Record]) -> str:
     """
     if not records:
         raise UsageError("a report needs one result at least, and there is none")
-    rates = {name: rate for r in records for name, rate in (r.get("rates") or {}).items()}
+    rates = _rates(records)
     shown = [record for record in records if record["workload"] != LIMITS]
     labels = _labels(shown)
     charts = _charts(shown, labels)
@@ -96,7 +96,10 @@ def html(records: Sequence[Record]) -> str:
     if charts:
         script, places = components({name: chart.figure for name, chart in charts.items()})
         script = Resources(mode="inline", components=["bokeh"]).render() + script
-    drawn = {name: page.legend(chart.legend) + places[name] for name, chart in charts.items()}
+    drawn = {
+        name: f"{page.legend(chart.legend)}<div class='wide'>{places[name]}</div>"
+        for name, chart in charts.items()
+    }
     parts = [
         _header(records, rates),
         _alarm(shown, labels),
@@ -107,6 +110,12 @@ def html(records: Sequence[Record]) -> str:
         *(_timeline(shown[i], labels[i], drawn[f"timeline{i}"]) for i in _with_timeline(shown)),
     ]
     return page.document("hpcdask bench", script, "\n".join(filter(None, parts)))
+
+
+def _rates(records: Sequence[Record]) -> Mapping[str, float]:
+    """Return what the hardware allows, unless that was measured on several clusters."""
+    found: list[Mapping[str, float]] = [r["rates"] for r in records if r.get("rates")]
+    return found[0] if found and all(rates == found[0] for rates in found) else {}
 
 
 def _labels(records: Sequence[Record]) -> list[str]:

@@ -14,7 +14,7 @@ from hpcdask.bench.records import describe
 from hpcdask.bootstrap import STARTED, marks, process_start
 from hpcdask.workloads import Check, WorkloadError
 
-__all__ = ["phases", "run_startup"]
+__all__ = ["AHEAD", "age", "phases", "run_startup"]
 
 #: Processes whose start is that of the launch, or of the job's script.
 LAUNCHERS = {
@@ -22,6 +22,8 @@ LAUNCHERS = {
     *("hydra_pmi_proxy", "srun", "slurmstepd", "palsd"),
 }
 LAUNCHER_DONE = "launcher done"
+#: Seconds that this process took before it became the runner: the bench's own imports.
+AHEAD = "HPCDASK_BENCH_AHEAD"
 #: What ends with each event; those before the first fork are paid once per rank.
 PHASES = {
     LAUNCHER_DONE: "launcher",
@@ -113,9 +115,14 @@ def _marks() -> Marks:
     started = float(os.environ.get(STARTED, "nan"))
     above = psutil.Process().parents()
     launched = min((_began(p.pid) for p in above if p.name() in LAUNCHERS), default=started)
-    before = max(0.0, started - launched)
+    before = max(0.0, started - launched - float(os.environ.get(AHEAD, "0")))
     first = [(before, LAUNCHER_DONE)] if before else []
     return [*first, *((before + seconds, event) for seconds, event in marks)]
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    return time.time() - _began(os.getpid())
 
 
 def _began(pid: int) -> float:

@@ -19,13 +19,14 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, announce, decimal_bytes, record
 from hpcdask.bench.timing import hold, measure
 from hpcdask.errors import UsageError
-from hpcdask.workloads import Check, Form, packing, planted, to_host
+from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
 
 __all__ = ["check_form", "run_svd", "run_svd_exact"]
 
-# Room for scratch arrays and the results beside a persisted input.
-USABLE_FRACTION = 0.8
+# Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
+# Python too, and Dask pauses them at 0.8 of their memory.
+USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
 #: https://blog.dask.org/2020/05/13/large-svds
 PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
 # Of the blog's matrix of 10_000_000 x 20 float64.
@@ -158,7 +159,7 @@ def run_svd(
 
 
 def _check_room(nbytes: int, per_byte: int, cluster: Cluster, instead: str = "") -> None:
-    usable = int(USABLE_FRACTION * cluster.memory_nbytes) * per_byte
+    usable = int(USABLE_FRACTION[cluster.device] * cluster.memory_nbytes) * per_byte
     if nbytes > usable:
         options = [f"--size {usable // 10**6}MB is the most"]
         if instead:

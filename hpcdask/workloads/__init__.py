@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import runpy
+import sys
 from dataclasses import asdict, dataclass
 from numbers import Integral
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
+import dask.array as da
 import numpy as np
 from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, Task, convert_legacy_graph
@@ -27,10 +30,13 @@ __all__ = [
     "Form",
     "WorkloadError",
     "array_module",
+    "check_dask",
+    "check_device",
     "check_unmasked",
     "check_whole",
     "client_cupy",
     "count_tasks",
+    "run_bench",
     "slab_rows",
     "to_host",
 ]
@@ -88,8 +94,35 @@ def check_whole(name: str, value: object) -> None:
     WorkloadError
         Naming it.
     """
-    if not isinstance(value, Integral) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
+
+
+def check_device(device: object) -> None:
+    """Refuse what is no `Device`.
+
+    Raises
+    ------
+    WorkloadError
+        Naming those there are.
+    """
+    if device not in get_args(Device):
+        raise WorkloadError(f'device={device!r} is not accepted: "cuda" or "cpu"')
+
+
+def check_dask(x: object) -> None:
+    """Refuse what is no dask array.
+
+    Raises
+    ------
+    WorkloadError
+        Saying how to make one.
+    """
+    if not isinstance(x, da.Array):
+        raise WorkloadError(
+            f"x is {type(x).__name__}, not a dask array: "
+            "x = da.from_array(x, chunks=(rows_of_a_chunk, -1))"
+        )
 
 
 def check_unmasked(block: Any) -> None:
@@ -112,8 +145,9 @@ def array_module(device: Device) -> Any:
     Raises
     ------
     WorkloadError
-        CuPy is not installed where this runs.
+        Another device, or CuPy is not installed where this runs.
     """
+    check_device(device)
     if device == "cpu":
         return np
     try:
@@ -223,3 +257,12 @@ def count_tasks(*collections: Any) -> int:
     expr = FinalizeCompute(collections_to_expr(collections)).optimize()
     graph = convert_legacy_graph(expr.__dask_graph__())
     return sum(isinstance(node, (Alias, Task)) for node in graph.values())
+
+
+def run_bench(name: str) -> None:
+    """Be ``hpcdask bench NAME``, with the arguments of this process.
+
+    For modules that are run as programs; that they import the bench is not to be.
+    """
+    sys.argv[1:1] = [name]
+    runpy.run_module("hpcdask.bench", run_name="__main__", alter_sys=True)

@@ -22,8 +22,10 @@ from hpcdask.workloads import (
     Device,
     WorkloadError,
     array_module,
+    check_device,
     check_whole,
     client_cupy,
+    run_bench,
     slab_rows,
 )
 
@@ -110,8 +112,10 @@ def tuned(
     Raises
     ------
     WorkloadError
-        Empty array, a negative seed, or a chunk with an odd number of rows before the last.
+        Empty array, a negative seed, another device, or a chunk with an odd number of rows before
+        the last.
     """
+    check_device(device)
     check_whole("seed", seed)
     if not rows or min(rows) < 1 or n_columns < 1:
         raise WorkloadError(f"an array of {sum(rows)} x {n_columns} has no elements")
@@ -210,6 +214,7 @@ def stock(n: int, *, device: Device = "cuda") -> da.Array:
     WorkloadError
         ``"cuda"`` on a client without GPU or CuPy.
     """
+    check_device(device)
     library = client_cupy() if device == "cuda" else np
     rs = da.random.RandomState(RandomState=library.random.RandomState)
     x = rs.normal(LOC, SCALE, size=(n, n), chunks=(STOCK_CHUNK, STOCK_CHUNK))
@@ -238,3 +243,7 @@ def check(total: float, count: int, shape: tuple[int, int]) -> list[Check]:
         Check("count", count, expected, 0),
         Check("mean", float(total) / expected, LOC + STEP, 6 * SCALE / math.sqrt(expected)),
     ]
+
+
+if __name__ == "__main__":
+    run_bench("array")

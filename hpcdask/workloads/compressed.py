@@ -30,7 +30,7 @@ import numpy as np
 from dask.sizeof import sizeof
 from numpy.typing import NDArray
 
-from hpcdask.workloads import WorkloadError, check_unmasked, to_host
+from hpcdask.workloads import WorkloadError, check_dask, check_unmasked, to_host
 
 __all__ = ["CompressedBlock", "compress", "compress_array", "decompress", "decompress_array"]
 
@@ -129,6 +129,7 @@ def compress_array(x: da.Array) -> da.Array:
     WorkloadError
         Python objects, or chunks above 2 GiB.
     """
+    check_dask(x)
     largest = math.prod(max(sizes) for sizes in x.chunks) * x.dtype.itemsize
     _validate(x.dtype, largest)
     return _map(compress, x)

@@ -22,7 +22,7 @@ import numpy as np
 from dask.delayed import Delayed, delayed
 from distributed import get_worker
 
-from hpcdask.workloads import Check, Device, WorkloadError, array_module, to_host
+from hpcdask.workloads import Check, Device, WorkloadError, array_module, run_bench, to_host
 
 __all__ = [
     "Received",
@@ -330,3 +330,7 @@ def check_sum(found: np.ndarray[Any, Any], n: int, seed: int) -> list[Check]:
         Check("x + x.T, sum", float(found[:, 0::2].sum()), total, abs(total) * 1e-12),
         Check("x + x.T, largest deviation", float(found[:, 1::2].max()), 0.0, 0.0),
     ]
+
+
+if __name__ == "__main__":
+    run_bench("exchange")

@@ -23,7 +23,7 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import Device, WorkloadError, array_module
+from hpcdask.workloads import Device, WorkloadError, array_module, check_device
 from hpcdask.workloads.svd import svd_rows
 from hpcdask.workloads.zarr import SPLIT_EVERY, find, n_missing_chunks, open_rows
 from hpcdask.workloads.zarr_reading import StoredArray
@@ -211,6 +211,7 @@ def count_variants(
         A threshold is out of range; from workers, a value above 3, or another type than uint8.
     """
     _check_thresholds(max_missing, min_maf)
+    check_device(device)
     partial = da.map_blocks(
         _count,
         x,

@@ -24,7 +24,13 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import WorkloadError, array_module, check_unmasked, packing_cpu
+from hpcdask.workloads import (
+    WorkloadError,
+    array_module,
+    check_dask,
+    check_unmasked,
+    packing_cpu,
+)
 from hpcdask.workloads.packing_cpu import PER_BYTE, n_bytes, padded, validate_values
 
 __all__ = ["multiply", "multiply_transposed", "pack", "pack_array", "unpack", "unpack_array"]
@@ -194,6 +200,7 @@ def pack_array(x: da.Array) -> da.Array:
     WorkloadError
         No axis, not integers, or chunks of another size.
     """
+    check_dask(x)
     if x.ndim < 1 or x.dtype.kind not in "bui":
         raise WorkloadError(
             f"a {x.dtype} array with {x.ndim} axes cannot be packed: integers or booleans with at "

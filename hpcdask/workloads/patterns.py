@@ -43,6 +43,7 @@ from hpcdask.workloads import (
     Device,
     Form,
     WorkloadError,
+    check_device,
     check_whole,
     client_cupy,
     slab_rows,
@@ -108,6 +109,7 @@ def build(
     """
     _validate(name, n)
     check_whole("seed", seed)
+    check_device(device)
     if form == "stock":
         return _stock(name, _stock_normals(n, device, seed))
     if form != "tuned":

@@ -44,8 +44,11 @@ from hpcdask.workloads import (
     SLABS_PER_SLOT,
     Device,
     WorkloadError,
+    check_dask,
+    check_device,
     check_whole,
     client_cupy,
+    run_bench,
     slab_rows,
 )
 from hpcdask.workloads.graphs import Graph
@@ -69,8 +72,10 @@ ALIGNED_COLUMNS = 32
 EXACT_COLUMNS = 20
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-# Partial sums are (n + l) x l float64, 3.2 MB at the reference size.
+# Partial sums are (n + l) x l float64, 3.2 MB at the reference size. So many are added in one Dask
+# task if they are small, or smaller than a chunk; else two, so that few have to be kept.
 SPLIT_EVERY = 8
+SMALL_NBYTES = 1 << 24
 #: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Blocks are tuples, of which dask needs to know no more than that they are not CuPy arrays
@@ -212,6 +217,7 @@ def svd_rows(
         arrays, or values whose products overflow or underflow; in the first pass.
     """
     work = np.dtype(dtype)
+    check_device(device)
     n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
     m = x.shape[0]
     whole: dict[str, Any] = {
@@ -270,6 +276,8 @@ def svd_exact(x: da.Array, *, device: Device = "cuda") -> tuple[da.Array, da.Arr
         Not a matrix, not real, unknown chunk sizes, a short side that is split, before anything
         is computed; NaN or infinite values, in the first pass.
     """
+    check_device(device)
+    check_dask(x)
     if x.ndim == 2 and x.shape[0] < x.shape[1]:
         _check_matrix(x, axis=0)
         v, s, u = _exact(x.T, device, sign_of_left=True)
@@ -287,6 +295,7 @@ def _exact(
 
 
 def _check_matrix(x: da.Array, axis: int = 1) -> int:
+    check_dask(x)
     if x.ndim != 2:
         raise WorkloadError(f"x has {x.ndim} dimensions; an SVD wants a matrix")
     if any(math.isnan(size) for sizes in x.chunks for size in sizes):
@@ -306,6 +315,7 @@ def _check_matrix(x: da.Array, axis: int = 1) -> int:
 
 def _check_packed(x: da.Array, n: int) -> int:
     _check_matrix(x)
+    check_whole("packed_columns", n)
     if x.dtype != np.uint8 or n < 1 or x.shape[1] != -(-n // 4):
         raise WorkloadError(
             f"{n} packed columns are {-(-n // 4)} columns of uint8; x is {x.shape[1]} of {x.dtype}"
@@ -326,14 +336,15 @@ def _decompose(
 ) -> tuple[da.Array, da.Array, da.Array]:
     how = {"rows": rows, "width": width, "seed": seed}
     basis: tuple[da.Array, ...] = ()
+    branches = _branches(x, rows.n, width)
     sums = _sums(x, basis, how, "0")
     for number in range(n_power_iter + passes - 1):
         if number < n_power_iter:
-            basis = (_ended(orthonormal, sums, (), 2, rows=rows, m=x.shape[0]),)
+            basis = (_ended(orthonormal, sums, (), 2, branches, rows=rows, m=x.shape[0]),)
         else:
-            basis = (_ended(precondition, sums, basis, 2, **how),)
+            basis = (_ended(precondition, sums, basis, 2, branches, **how),)
         sums = _sums(x, basis, how, str(number + 1))
-    solution = _ended(solve, sums, basis, 1, k=k, sign_of_left=sign_of_left, **how)
+    solution = _ended(solve, sums, basis, 1, branches, k=k, sign_of_left=sign_of_left, **how)
     s = _part(solution, "k", 0, {"k": k})
     v = _part(solution, "kv", 1, {"k": k, "v": rows.n})
     u = da.blockwise(
@@ -365,6 +376,7 @@ def _ended(
     sums: da.Array,
     basis: tuple[da.Array, ...],
     ndim: int,
+    branches: int,
     **how: Any,
 ) -> da.Array:
     """Add the sums of all chunks and hand them to a function, as one block.
@@ -374,13 +386,20 @@ def _ended(
     """
     graph = Graph(function.__name__, sums.name, [b.name for b in basis], how)
     parts: list[Any] = [TaskRef(key) for key in flatten(sums.__dask_keys__())]
-    while len(parts) > SPLIT_EVERY:
+    while len(parts) > branches:
         parts = [
-            graph.task(combine, List(*parts[i : i + SPLIT_EVERY]))
-            for i in range(0, len(parts), SPLIT_EVERY)
+            graph.task(combine, List(*parts[i : i + branches]))
+            for i in range(0, len(parts), branches)
         ]
     bases = [TaskRef((b.name, 0, 0)) for b in basis]
     return graph.block(end, function, List(*parts), *bases, ndim=ndim, after=[sums, *basis], **how)
+
+
+def _branches(x: da.Array, n: int, width: int) -> int:
+    """How many sums are added in one Dask task."""
+    chunk_nbytes = max(x.chunks[0]) * x.shape[1] * x.dtype.itemsize
+    sums_nbytes = SPLIT_EVERY * (n + width) * width * np.dtype(np.float64).itemsize
+    return SPLIT_EVERY if sums_nbytes <= max(chunk_nbytes, SMALL_NBYTES) else 2
 
 
 def _starts(x: da.Array, reader: str) -> da.Array:
@@ -431,9 +450,16 @@ def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da
     WorkloadError
         ``"cuda"`` on a client without GPU or CuPy, or ``k`` out of range.
     """
+    check_device(device)
+    check_dask(x)
+    check_whole("k", k)
     if not 1 <= k <= min(x.shape):
         raise WorkloadError(f"k={k} is out of range: 1 to {min(x.shape)}")
     seed = None
     if device == "cuda":
         seed = da.random.RandomState(RandomState=client_cupy().random.RandomState)
     return cast("tuple[da.Array, da.Array, da.Array]", da.linalg.svd_compressed(x, k, seed=seed))
+
+
+if __name__ == "__main__":
+    run_bench("svd")

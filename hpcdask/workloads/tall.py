@@ -3,7 +3,8 @@
 A matrix A has chunks Aᵢ of some rows, and Yᵢ = Aᵢ · basis. Sums over the chunks travel as a plain
 tuple ``(z, gram, y_sums, parts)``, whose arrays distributed can send from device to device:
 
-- from Gram matrices: ``z`` = Σ AᵢᵀYᵢ (n, width), ``gram`` = Σ YᵢᵀYᵢ, ``y_sums`` = Σ 1ᵀYᵢ;
+- from Gram matrices: ``z`` = Σ AᵢᵀYᵢ (n, width), ``gram`` = Σ YᵢᵀYᵢ, ``y_sums`` = Σ 1ᵀYᵢ. Where
+  the basis is the identity, ``z`` is ``gram``, and None here;
 - from QR: only ``parts``, a list of `Part`.
 
 A basis is a tuple ``(matrix, by_qr)``. A matrix None is the identity.
@@ -28,6 +29,7 @@ from hpcdask.workloads import (
     integer_gpu,
     to_host,
 )
+from hpcdask.workloads.compressed import CompressedBlock, decompress
 from hpcdask.workloads.packing import multiply, multiply_transposed, unpack
 
 __all__ = [
@@ -123,6 +125,7 @@ class Rows:
                     tile = tile.view()
                     tile.flags.writeable = False
                 tile = self.prepare(tile)
+                _check_prepared(tile, floats.shape)
             if tile.dtype != dtype:
                 floats[...] = tile
                 tile = floats
@@ -145,15 +148,16 @@ class Rows:
         return integer_gpu.multiply_transposed(block, left, self.n)
 
     def products(self, block: Any, basis: Any) -> tuple[Any, Any, Any]:
-        """Return z, gram and y_sums of a chunk, float64."""
+        """Return z, or None if it is gram, gram and y_sums of a chunk, float64."""
         xp = array_module(self.device)
         if basis is not None and self.fused(block):
             y = self._multiply(block, basis)
             z = self._multiply_transposed(block, y).astype(np.float64, copy=False)
             return z, *_sums_of(y, xp)
         width = self.n if basis is None else basis.shape[1]
-        zt, gram, y_sums = xp.zeros((width, self.n)), xp.zeros((width, width)), xp.zeros(width)
-        part = xp.empty((width, self.n), self.work)
+        gram, y_sums = xp.zeros((width, width)), xp.zeros(width)
+        if basis is not None:
+            zt, part = xp.zeros((width, self.n)), xp.empty((width, self.n), self.work)
         for tile in self.tiles(block, self.work):
             y = tile if basis is None else tile @ basis
             if basis is not None:
@@ -163,7 +167,7 @@ class Rows:
             gram_of_tile, sums_of_tile = _sums_of(y, xp)
             gram += gram_of_tile
             y_sums += sums_of_tile
-        return (gram if basis is None else zt.T), gram, y_sums
+        return (None if basis is None else zt.T), gram, y_sums
 
     def times(self, block: Any, right: Any) -> Any:
         """Return a chunk times (n, l), float64."""
@@ -186,6 +190,17 @@ class Rows:
             out = out + q[start : start + tile.shape[0]].T @ tile
             start += tile.shape[0]
         return out
+
+
+def _check_prepared(tile: Any, shape: tuple[int, ...]) -> None:
+    found, dtype = getattr(tile, "shape", None), getattr(tile, "dtype", None)
+    if found != shape or dtype is None or dtype.kind not in "buif":
+        what = type(tile).__name__ if found is None else f"{dtype} of shape {found}"
+        raise WorkloadError(
+            f"prepare returned {what} for rows of shape {shape}: real numbers of that shape are "
+            "accepted"
+        )
+    check_unmasked(tile)
 
 
 def _scaled(y: Any, xp: Any) -> tuple[Any, Any]:
@@ -215,10 +230,9 @@ def products(
     Raises
     ------
     WorkloadError
-        NaN or infinite values, or a masked array.
+        NaN or infinite values, a masked array, or another kind of chunk than said.
     """
-    block, first = only(block), int(only(start)[0])
-    check_unmasked(block)
+    block, first = _chunk(block, rows.device), int(only(start)[0])
     matrix, by_qr = _basis(basis, rows, width, seed)
     if by_qr:
         # A chunk without rows, as filters leave them, begins at the row where the next one does
@@ -228,9 +242,28 @@ def products(
     matrix = None if matrix is None else xp.asarray(matrix, rows.work)
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite gets an error below
         z, gram, y_sums = rows.products(block, matrix)
-    if not bool(xp.isfinite(gram).all() & xp.isfinite(z).all()):
+    if not all(bool(xp.isfinite(part).all()) for part in (gram, z) if part is not None):
         _name_what_is_not_finite(block, first, rows)
     return z, gram, y_sums, []
+
+
+def _chunk(nested: Any, device: Device) -> Any:
+    """Return the rows that blockwise hands over."""
+    block = only(nested)
+    if isinstance(block, CompressedBlock):
+        block = decompress(block)
+    check_unmasked(block)
+    if not hasattr(block, "nbytes"):  # such as SciPy's, which have no rows to slice either
+        raise WorkloadError(
+            f"a chunk is {type(block).__name__}; NumPy and CuPy arrays are accepted: "
+            "x = x.map_blocks(lambda block: block.toarray()) makes them of sparse matrices"
+        )
+    if device == "cuda" and isinstance(block, np.ndarray):
+        raise WorkloadError(
+            'chunks are NumPy arrays, and device="cuda" is for CuPy arrays: device="cpu", or '
+            "x = x.map_blocks(cupy.asarray)"
+        )
+    return block
 
 
 def _basis(basis: Any, rows: Rows, width: int, seed: int | None) -> Basis:
@@ -299,10 +332,12 @@ def _name_what_is_not_finite(block: Any, first: int, rows: Rows) -> None:
 
 def combine(flat: list[Any]) -> tuple[Any, Any, Any, list[Part]]:
     """Add the sums of some chunks."""
-    if flat[0][0] is None:
+    if flat[0][1] is None:
         return None, None, None, [part for sums in flat for part in sums[3]]
-    z, gram, y_sums = (functools.reduce(operator.add, (sums[i] for sums in flat)) for i in range(3))
-    return z, gram, y_sums, []
+    gram, y_sums = (functools.reduce(operator.add, (sums[i] for sums in flat)) for i in (1, 2))
+    if flat[0][0] is None:
+        return None, gram, y_sums, []
+    return functools.reduce(operator.add, (sums[0] for sums in flat)), gram, y_sums, []
 
 
 def end(function: Callable[..., Any], blocks: list[Any], *basis: Any, **how: Any) -> Any:
@@ -321,7 +356,7 @@ def orthonormal(sums: Any, *, rows: Rows, m: int) -> Basis:
     """Return the basis of the next power iteration."""
     z, gram, y_sums, _ = only(sums)
     _refuse_underflow(gram, y_sums, rows.work)
-    q, r = np.linalg.qr(to_host(z))
+    q, r = np.linalg.qr(to_host(gram if z is None else z))
     if len(r) > m:  # what is past the rank of A is rounding, and must not be taken for its range
         q = q @ np.linalg.svd(r)[0][:, :m]
     return q, False
@@ -397,7 +432,7 @@ def solve(
     else:
         _refuse_underflow(gram, y_sums, rows.work)
         whiten, _ = _whiten(to_host(gram), rows.work)
-        of_chunks, small = {}, (to_host(z) @ whiten).T
+        of_chunks, small = {}, (to_host(gram if z is None else z) @ whiten).T
         sums_of_q = to_host(y_sums) @ whiten
     turn, s, v = np.linalg.svd(small, full_matrices=False)
     turn, s, v = turn[:, :k], s[:k], v[:k]
@@ -418,7 +453,7 @@ def _fill(part: Floats, k: int) -> Floats:
 
 def left(block: Any, start: Any, solution: Any, *, rows: Rows) -> Floats:
     """Left singular vectors of a chunk."""
-    block, found = only(block), only(solution)
+    block, found = _chunk(block, rows.device), only(solution)
     if not block.shape[0]:
         return np.empty((0, len(found.s)))
     xp = array_module(rows.device)

@@ -27,7 +27,7 @@ from typing import Any, cast
 import dask.array as da
 import numpy as np
 
-from hpcdask.workloads import Device, WorkloadError, slab_rows
+from hpcdask.workloads import Device, WorkloadError, check_device, run_bench, slab_rows
 from hpcdask.workloads.zarr_reading import StoredArray, StoredRows, zarr_module
 
 __all__ = ["find", "n_missing_chunks", "open_rows", "read_all"]
@@ -192,6 +192,7 @@ def open_rows(
         As from `find`, before anything is computed. From workers: the store is not on a shared
         file system, it has changed, or a chunk in it is damaged.
     """
+    check_device(device)
     stored = find(path, component)
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
     rows = slab_rows(
@@ -258,3 +259,7 @@ def _sum_of_chunk(block: Any, *, device: Device, total: str) -> Any:
         tile = block[start : start + step]
         out += np.asarray(tile.sum(axis=1, dtype=of_row).sum(dtype=total).item(), total)
     return out
+
+
+if __name__ == "__main__":
+    run_bench("zarr")

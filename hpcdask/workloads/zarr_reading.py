@@ -192,9 +192,11 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
             codecs.pop()
         store.blosc = array.shards is None and bool(codecs) and "Blosc" in codecs[-1]
         sharding: Any = array.metadata.codecs[0] if array.shards else None
+        if sharding:
+            n_chunks = math.prod(map(operator.floordiv, array.shards, array.chunks))
+            store.index_nbytes = n_chunks * INDEX_ENTRY_NBYTES
         if sharding and sharding.index_location.value == "start":
             store.index_type = f"{'<>'[sharding.index_codecs[0].endian.value == 'big']}u8"
-            store.indexed = math.prod(map(operator.floordiv, array.shards, array.chunks))
     return array
 
 
@@ -260,20 +262,20 @@ def _checked_store() -> Any:
         ----------
         blosc
             Files are chunks of Blosc.
-        indexed
-            Chunks of a shard that begins with where they are; else 0. One that ends with it is
-            found to be cut off.
+        index_nbytes
+            Files are shards, which have this much at least: where their chunks are.
         index_type
-            Of the numbers that say so.
+            Of the numbers that say so, in shards that begin with them. Others are found to be cut
+            off, but for empty ones, which zarr takes for missing.
         """
 
         blosc = False
-        indexed = 0
-        index_type = "<u8"
+        index_nbytes = 0
+        index_type = ""
 
         async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
             found = await super().get(key, prototype, byte_range)
-            if found is not None and (self.blosc or self.indexed):
+            if found is not None and (self.blosc or self.index_nbytes):
                 expected = self._expected(found.as_numpy_array(), byte_range)
                 if len(found) < expected:
                     raise ValueError(f"{len(found)} bytes of {expected} are there")
@@ -283,11 +285,13 @@ def _checked_store() -> Any:
             if self.blosc:
                 header = found[:BLOSC_HEADER_NBYTES].tobytes()
                 return max(BLOSC_HEADER_NBYTES, int.from_bytes(header[12:], "little"))
+            if hasattr(byte_range, "suffix"):
+                return int(byte_range.suffix)
             if byte_range is not None:
                 return int(byte_range.end - byte_range.start)
-            if len(found) < self.indexed * INDEX_ENTRY_NBYTES:
-                return self.indexed * INDEX_ENTRY_NBYTES
-            index = found[: self.indexed * INDEX_ENTRY_NBYTES].tobytes()
+            if not self.index_type or len(found) < self.index_nbytes:
+                return self.index_nbytes
+            index = found[: self.index_nbytes].tobytes()
             starts, sizes = np.frombuffer(index, self.index_type).reshape(-1, 2).T
             there = starts != np.iinfo(np.uint64).max
             return int((starts + sizes)[there].max(initial=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,35 @@ def test_a_wrong_result_is_a_failure(site: Site) -> None:
     ended = site.run(program)
     assert ended.code == 1, str(ended)
     assert "wrong: [(1, 70779), (2, 1), " in ended.err
+
+
+def test_a_workload_is_a_program_too(site: Site) -> None:
+    """It ended at once, with exit code 0 and no result."""
+    argv = ["-m", "hpcdask.workloads.array", "--size", "8MB", "--repeats", "1"]
+    ended = site.run(*argv, find=False)
+    assert ended.code == 0, str(ended)
+    line = json.loads(ended.out)
+    assert (line["workload"], line["bytes"], line["workers"]) == ("array", 8_000_000, 2)
+    ended = site.run("-m", "hpcdask.workloads.svd", "--size", "1", find=False)
+    assert ended.code == 2, str(ended)
+    assert "hpcdask: error: size 1 B is too small" in ended.err
+
+
+def test_the_launcher_s_time_is_not_that_of_the_bench(site: Site) -> None:
+    """`mpirun hpcdask bench startup` imports the bench before it becomes the runner."""
+    script = site.folder / "slow.py"
+    script.write_text(SLOW_BENCH)
+    done = site.launcher.popen(2, "python", str(script), cwd=site.folder, env=site.env)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0, err
+    phases = {part["name"]: part["seconds"] for part in json.loads(out)["phases"]}
+    assert phases["launcher"] < SLEEP_S, phases
+
+
+SLEEP_S = 8
+SLOW_BENCH = f"""
+import sys, time
+time.sleep({SLEEP_S})
+from hpcdask.bench.command import main
+sys.exit(main(["startup", "--device", "cpu"]))
+"""

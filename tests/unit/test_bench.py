@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -165,6 +166,31 @@ def _wrong(cluster):
     return record(case, cluster, timing.Timed([1.0], None, 1), {}, checks)
 
 
+@pytest.mark.parametrize(
+    ("options", "nbytes"), [([], 2 * 10**6), (["--operation", "mean"], 2 * 10**5)]
+)
+def test_the_array_s_size_suits_the_cluster(client, capsys, monkeypatch, options, nbytes):
+    """It was 2 TB, also without a GPU."""
+    monkeypatch.setitem(command.SIZES["cpu"], "array", 10**6)
+    monkeypatch.setitem(command.SIZES["cpu"], "operation", 10**5)
+    assert command.main(["array", "--device", "cpu", "--repeats", "1", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == pytest.approx(nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("form", ["tuned", "stock"])
+def test_bars_tell_the_warm_up(client, monkeypatch, form):
+    titles = []
+
+    @contextlib.contextmanager
+    def progress(_client, title, _n_tasks):
+        titles.append(title)
+        yield
+
+    monkeypatch.setattr(timing, "progress", progress)
+    run_array(bench_cluster.inspect(client, "cpu"), 8_000_000, repeats=2, form=form)
+    assert titles == ["warm-up", "run 1 of 2", "run 2 of 2"]
+
+
 def test_progress_follows_the_scheduler(client, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(timing, "PROGRESS_INTERVAL_S", 0.01)
@@ -206,9 +232,9 @@ def no_cluster(monkeypatch):
         ("svd", ["--size", "5MB", "--k", "0"], "k=0 is out of range"),
         ("svd", ["--size", "5MB", "--k", "101", "--form", "stock"], "k=101 is out of range"),
         ("svd", ["--size", "90GB"], "does not fit 2 x cpu"),
-        ("svd", ["--size", "90GB"], "or --packed, up to 6871MB; or --stream, any size"),
-        ("svd", ["--size", "90GB", "--packed"], "6871MB is the most; or --stream, any size"),
-        ("svd", ["--size", "90GB", "--exact"], "--size 1717MB is the most"),
+        ("svd", ["--size", "90GB"], "or --packed, up to 2576MB; or --stream, any size"),
+        ("svd", ["--size", "90GB", "--packed"], "2576MB is the most; or --stream, any size"),
+        ("svd", ["--size", "90GB", "--exact"], "--size 644MB is the most"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(client, capsys, workload, argv, message):
@@ -235,7 +261,9 @@ def test_without_a_cluster_it_becomes_the_program_of_a_runner(argv, runner, monk
     started = []
     monkeypatch.setattr(os, "execv", lambda *command: started.append(command) or sys.exit(7))
     monkeypatch.delitem(dask.config.config, "scheduler-address", raising=False)
+    monkeypatch.delenv(startup.AHEAD, raising=False)
     assert command.main(["array", "--size", "1MB", *argv]) == 7
+    assert 0 < float(os.environ[startup.AHEAD]) <= startup.age()
     again = ["array", "--size", "1MB", *argv]
     whole = [sys.executable, "-m", "hpcdask.run", *runner, "-m", "hpcdask.bench", *again]
     assert started == [(sys.executable, whole)]
@@ -277,6 +305,24 @@ def test_when_a_process_began():
     assert startup._began(process.pid) == math.inf
 
 
+@pytest.mark.parametrize(("ahead", "launcher"), [(None, 30.0), (28.0, 2.0), (31.0, None)])
+def test_imports_of_the_bench_are_not_the_launcher_s(monkeypatch, ahead, launcher):
+    """Before it becomes the runner it takes seconds, which workers wait for otherwise."""
+    monkeypatch.setenv(startup.STARTED, "1000.0")
+    monkeypatch.delenv(startup.AHEAD, raising=False)
+    if ahead is not None:
+        monkeypatch.setenv(startup.AHEAD, str(ahead))
+    above = [SimpleNamespace(pid=1, name=lambda: "mpirun")]
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: above))
+    monkeypatch.setattr(startup, "_began", lambda pid: 970.0)
+    monkeypatch.setattr(startup, "marks", [(1.0, "registered")])
+    found = startup._marks()
+    if launcher is None:
+        assert found == [(1.0, "registered")]
+    else:
+        assert found == [(launcher, startup.LAUNCHER_DONE), (launcher + 1.0, "registered")]
+
+
 def test_phases_of_a_worker_that_was_started_again():
     life = [(1.0, "options read"), (2.0, "distributed imported"), (9.0, "worker forked")]
     marks = [*life, (9.5, "registered"), (9.75, "warm")]
@@ -316,10 +362,16 @@ def test_operations(client, capsys, operation):
     assert lines[0]["rates"] == RATES
 
 
-def test_an_operation_that_keeps_its_array_needs_room(client, capsys):
-    argv = ["array", "--size", "90GB", "--device", "cpu", "--operation", "matmul"]
+@pytest.mark.parametrize(
+    ("operation", "where", "most"),
+    [("matmul", "every worker", "536MB"), ("stencil", "the workers", "1073MB")],
+)
+def test_an_operation_that_keeps_its_array_needs_room(client, capsys, operation, where, most):
+    argv = ["array", "--size", "90GB", "--device", "cpu", "--operation", operation]
     assert command.main(argv) == 2
-    assert "--size 1073MB is the most. sum, mean, std" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"keeps its array of 90.0 GB on {where}; 2 x cpu" in said
+    assert f"--size {most} is the most. sum, mean, std" in said
 
 
 @pytest.mark.parametrize(
@@ -396,13 +448,20 @@ def test_a_worker_that_is_to_see_no_gpu_has_none(monkeypatch, visible):
     assert bench_cluster.probe()["gpu"] is False
 
 
-def test_zarr_from_a_temporary_store(client, capsys):
+def test_zarr_from_a_temporary_store(client, capsys, monkeypatch):
+    counted = []
+    count = zarr.workload.count_variants
+    monkeypatch.setattr(
+        zarr.workload, "count_variants", lambda x, **how: counted.append(x) or count(x, **how)
+    )
     assert command.main(["zarr", "--size", "4MB", "--device", "cpu", "--repeats", "1"]) == 0
     out, err = capsys.readouterr()
     line = json.loads(out)
     assert [part["name"] for part in line["phases"]] == ["load alone", "compute alone"]
     assert len(line["checks"]) == 3
     assert all(check["ok"] for check in line["checks"])
+    # from memory all is computed that the whole way computes: twice, after that was built thrice
+    assert len(counted) == 3 + 2
     folder = re.search(r"genotypes to (\S+)/genotypes.zarr", err)[1]
     assert not Path(folder).exists()
 
@@ -645,3 +704,18 @@ def test_help_lists_the_workloads(capsys):
     assert command.main([]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("array", "svd", "exchange", "startup", "--compare"))
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [("svdd", "--cases has no svdd: startup, tasks, array, svd,"), ("crowd", "crowd need GPUs")],
+)
+def test_cases_beside_the_peers_that_there_are_not(cases, message):
+    """They printed nothing."""
+    script = Path(command.__file__).parents[2] / "benchmarks" / "peers.py"
+    argv = [sys.executable, str(script), "--cases", cases]
+    done = subprocess.run(
+        argv, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr

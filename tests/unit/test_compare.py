@@ -55,6 +55,21 @@ def test_verdicts(after, verdict):
     assert compare.compare([line(times=after)], [line()])[0].verdict == swapped
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1)])
+def test_one_run_tells_nothing(before, after):
+    """Least and greatest of start-up are over workers, and do not tell how launches differ."""
+    old, new = line(seconds=[1.0] * before), line(times=(3, 3, 3), seconds=[3.0] * after)
+    (change,) = compare.compare([old], [new])
+    assert change.verdict == "one run"
+    assert compare.exit_code([change]) == 0
+    assert compare.table([change]).endswith("one run")
+    new["checks"] = [{"name": "mean", "ok": False}]
+    assert compare.compare([old], [new])[0].verdict == "wrong"
+    assert compare.compare([line(seconds=[1.0] * 2)], [line(times=(3, 3, 3), seconds=[3.0] * 2)])[
+        0
+    ].verdict == ("slower")
+
+
 def test_a_little_slower_is_the_same():
     single = [line(times=(1.0, 1.0, 1.0))]
     assert compare.compare(single, [line(times=(1.05, 1.05, 1.05))])[0].verdict == "same"
@@ -127,6 +142,7 @@ def test_nothing_in_common():
         ('{"workload": "limits", "rates": {}}\nhpcdask: 3 s', r"line 2: not JSON \(Expecting"),
         ('{"workload": "array"}', r"seconds_median is None, not a time in seconds"),
         (json.dumps(line(times=(0, "1", 1))), r"seconds_median is '1'"),
+        (json.dumps(line(seconds=3)), r"seconds is 3, not a list of times"),
         (json.dumps(line(times=(float("nan"), 1, 1))), r"seconds_min is nan"),
         ('{"workload": "limits"}', r"line 1: the limits have no rates"),
         ("[" * 100_000, r"line 1: not JSON"),

@@ -194,6 +194,20 @@ def test_sections_without_data_are_left_out(records, sections):
     assert ("class='rates'" in page) == (records == [ALL[0]])
 
 
+def test_rates_of_several_clusters_are_nobody_s():
+    """Those of the last row of a table stood above all."""
+    one, other = {"memory": 2e10}, {"memory": 4e10}
+    rows = [{**ALL[1], "rates": rates} for rates in (one, one, other)]
+    assert "class='rates'" in report.html(rows[:2])
+    assert "class='rates'" not in report.html(rows)
+
+
+def test_charts_keep_their_labels_on_a_narrow_page():
+    page = report.html([ALL[1]])
+    assert '"min_width":640' in page
+    assert re.search(r"<div class='wide'>\s*<div id=", page)
+
+
 def test_failed_checks_stand_out():
     wrong = record("svd")
     wrong["checks"] += [

@@ -30,8 +30,10 @@ from hpcdask.workloads import (
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads import svd as svd_workload
 from hpcdask.workloads.compressed import compress_array
+from hpcdask.workloads.genotypes import count_variants
 from hpcdask.workloads.made_genotypes import write_genotypes
 from hpcdask.workloads.packing import pack_array
+from hpcdask.workloads.zarr import open_rows
 
 FEW = settings(max_examples=20, deadline=None)
 
@@ -492,6 +494,64 @@ def test_rows_are_prepared_tile_by_tile(monkeypatch):
     np.testing.assert_allclose(u * s @ v, centred(matrix), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("prepare", "what"),
+    [
+        (lambda tile: tile[::2], r"(float64|uint8) of shape \(10, 4\)"),
+        (lambda tile: tile.mean(1, keepdims=True), r"float64 of shape \(20, 1\)"),
+        (lambda tile: tile[:, :2], r"(float64|uint8) of shape \(20, 2\)"),
+        (lambda tile: tile * (1 + 1j), r"complex128 of shape \(20, 4\)"),
+        (lambda tile: tile.astype(str), r"<U\d+ of shape \(20, 4\)"),
+        (lambda tile: None, "NoneType"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float64", "uint8"])
+def test_what_prepare_returns_is_checked(prepare, what, dtype):
+    """Rows were left out, repeated or made real, without a word."""
+    x = da.from_array(np.arange(80).reshape(20, 4).astype(dtype), chunks=(20, -1))
+    with pytest.raises(WorkloadError, match=f"prepare returned {what} for rows of shape"):
+        svd_workload.svd_rows(x, 2, prepare=prepare, device="cpu")[1].compute()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool"])
+def test_prepare_may_return_any_real_numbers(dtype):
+    matrix = np.random.default_rng(0).integers(0, 2, (60, 5)).astype("uint8")
+    x = da.from_array(matrix, chunks=(20, -1))
+    s = svd_workload.svd_rows(x, 2, prepare=lambda tile: tile.astype(dtype), device="cpu")[1]
+    exact = np.linalg.svd(matrix.astype(float), compute_uv=False)[:2]
+    np.testing.assert_allclose(s.compute(), exact, rtol=1e-6)
+
+
+@FEW
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+    n=st.integers(1, 25),
+    dtype=st.sampled_from(["f4", "f8", "i1", "u1", "i2", "u2", "?", ">f4", ">u2"]),
+    work=st.sampled_from(["float32", "float64"]),
+    passes=st.sampled_from([1, 2]),
+    order=st.sampled_from("CF"),
+    seed=st.integers(0, 99),
+)
+def test_svd_of_any_type_and_chunks_equals_numpy(sizes, n, dtype, work, passes, order, seed):
+    m, kind = sum(sizes), np.dtype(dtype)
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((m, n))
+    if kind.kind != "f":
+        least, greatest = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        values = rng.integers(least, greatest, (m, n), endpoint=True)
+    matrix = values.astype(kind, order=order)
+    k = min(m, n, 4)
+    x = da.from_array(matrix, chunks=(tuple(sizes), n))
+    how = {"dtype": work, "passes": passes, "oversample": n, "device": "cpu"}
+    u, s, v = dask.compute(*svd_workload.svd_rows(x, k, **how))
+    exact = np.linalg.svd(matrix.astype(float), compute_uv=False)
+    resolved = (1e-2 if work == "float32" else 1e-5) * max(exact[0], 1)
+    np.testing.assert_allclose(s, exact[:k], atol=resolved)
+    # what is below that may be zero, or noise
+    rest = math.hypot(np.linalg.norm(exact[k:]), math.sqrt(k) * resolved)
+    assert np.linalg.norm(u * s @ v - matrix) <= 1.01 * rest + resolved
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("svd", ["rows", "exact"])
 def test_svd_says_where_x_is_not_finite(value, svd):
@@ -553,11 +613,78 @@ def test_exact_svd_errors(x, match):
         (da.zeros((9, 4), chunks=(3, 4)), 1, {"dtype": "float16"}, "float32 or float64"),
         (da.zeros((9, 4), chunks=(3, 4)), 1, {"passes": 3}, "passes=3 is not accepted: 1 or 2"),
         (da.zeros((9, 4), chunks=(3, 4)), 1, {"packed_columns": 13}, "13 packed columns are 4 co"),
+        (da.zeros((9, 4), chunks=(3, 4)), 1, {"packed_columns": 4.0}, "packed_columns=4.0 is not"),
+        (da.zeros((9, 4), chunks=(3, 4)), True, {}, "k=True is not accepted: a whole number"),
+        (np.zeros((9, 4)), 1, {}, r"x is ndarray, not a dask array: x = da\.from_array"),
     ],
 )
 def test_svd_errors_come_before_computing(x, k, options, match):
     with pytest.raises(WorkloadError, match=match):
         svd_workload.svd_rows(x, k, device="cpu", **options)
+
+
+X = da.ones((9, 4), chunks=(3, 4), dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: svd_workload.svd_rows(X, 2, device=device),
+        lambda device: svd_workload.svd_exact(X, device=device),
+        lambda device: svd_workload.stock(X, 2, device=device),
+        lambda device: array_workload.tuned((2, 2), 4, device=device),
+        lambda device: array_workload.stock(4, device=device),
+        lambda device: patterns.build("mean", 64, device),
+        lambda device: open_rows("/not/there", device=device, n_slots=1),
+        lambda device: count_variants(X, device=device).compute(),
+    ],
+)
+def test_another_device_is_named(make):
+    """The array was computed on the CPU."""
+    with pytest.raises(WorkloadError, match=r"""device='gpu' is not accepted: "cuda" or "cpu\""""):
+        make("gpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: svd_workload.svd_exact(x, device="cpu"),
+        lambda x: svd_workload.stock(x, 2, device="cpu"),
+        pack_array,
+        compress_array,
+    ],
+)
+def test_what_is_no_dask_array_is_named(make):
+    with pytest.raises(WorkloadError, match=r"x is ndarray, not a dask array: x = da\.from_array"):
+        make(np.ones((9, 4), np.uint8))
+
+
+@pytest.mark.parametrize("k", ["2", 2.5, True])
+def test_the_stock_svd_wants_a_whole_k_too(k):
+    with pytest.raises(WorkloadError, match=f"k={k!r} is not accepted: a whole number"):
+        svd_workload.stock(X, k, device="cpu")
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_numpy_chunks_are_no_cupy_arrays(part):
+    lazy = svd_workload.svd_rows(X, 2, device="cuda")[part]
+    with pytest.raises(WorkloadError, match=r'chunks are NumPy arrays.*device="cpu"'):
+        lazy.compute()
+
+
+def test_chunks_that_are_no_arrays():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = X.map_blocks(sparse.csr_matrix, meta=np.empty((0, 0), np.uint8))
+    with pytest.raises(WorkloadError, match=r"a chunk is csr_matrix; NumPy and CuPy arrays"):
+        svd_workload.svd_rows(x, 2, device="cpu")[1].compute()
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_svd_of_compressed_chunks(part):
+    pytest.importorskip("numcodecs")
+    x = da.random.default_rng(0).integers(0, 4, (90, 12), chunks=(30, -1)).astype("uint8")
+    ours, same = (svd_workload.svd_rows(y, 3, device="cpu")[part] for y in (compress_array(x), x))
+    np.testing.assert_allclose(ours.compute(), same.compute(), atol=1e-12)
 
 
 def test_svd_wants_known_chunk_sizes():
@@ -593,6 +720,30 @@ def test_svd_exact_needs_less_than_three_chunks(dependent):
     matrix[:, 3] = matrix[:, 4] if dependent else matrix[:, 3]  # then it takes QRs
     x = da.from_array(matrix, chunks=(200_000, 8))
     assert peak_in_chunks(svd_workload.svd_exact(x, device="cpu")[1:], matrix.nbytes / 4) < 3
+
+
+@pytest.mark.parametrize(("k", "bound"), [(None, 11), (290, 11)])
+def test_svd_of_wide_sums_keeps_few_of_them(k, bound):
+    """It kept 13 of them."""
+    n = 600
+    x = da.from_array(np.random.default_rng(0).random((9600, n), np.float32), chunks=(1200, -1))
+    if k is None:
+        u_s_v, width = svd_workload.svd_exact(x, device="cpu"), n
+    else:
+        u_s_v, width = svd_workload.svd_rows(x, k, device="cpu"), k + 10
+    assert peak_in_chunks(u_s_v[1:], (n + width) * width * 8) < bound
+
+
+def test_wide_sums_are_added_two_by_two():
+    x = da.zeros((16 * 100, 1000), chunks=(100, -1))
+    assert count_tasks(*svd_workload.svd_exact(x, device="cpu")[1:]) == (
+        16 + 2 * (16 + tree(16, 2)) + RESULTS
+    )
+    # in chunks that are much larger than the sums, they are not wide
+    x = da.zeros((20 * 10**6, 2000), chunks=(10**6, -1))
+    assert count_tasks(*svd_workload.svd_rows(x, 500, device="cpu")[1:]) == (
+        20 + tree(20, 8) + RESULTS  # x is made in the tasks that read it
+    )
 
 
 @FEW
