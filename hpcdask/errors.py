@@ -19,7 +19,6 @@ Each message says what happened, where, and what to do next, in one line.
 
 from __future__ import annotations
 
-from asyncio import CancelledError
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -148,8 +147,10 @@ class Refused(QueueError):
 
 def root_cause(error: BaseException) -> str:
     """The first cause of an error, in one line."""
-    # a deadline of asyncio has its own means as the cause
-    while error.__cause__ is not None and not isinstance(error.__cause__, CancelledError):
-        error = error.__cause__
+    while (cause := error.__cause__) is not None:
+        # a deadline of asyncio has its own means as the cause; asyncio is not imported for it
+        if type(cause).__name__ == "CancelledError":
+            break
+        error = cause
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

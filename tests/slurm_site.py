@@ -152,7 +152,8 @@ class SlurmSite:
         """Return the sorted names of the nodes that are up and run nothing."""
         # Not `-t idle`, which lists nodes that still clean up after a job
         lines = self.run("sinfo", "-h", "-N", "-o", "%T %N").stdout.splitlines()
-        return sorted(line.split()[1] for line in lines if line.startswith("idle "))
+        # one line for each partition that a node is in
+        return sorted({line.split()[1] for line in lines if line.startswith("idle ")})
 
     def cancel_all(self, timeout: float = 20) -> None:
         """Cancel all jobs, and wait until none is in the queue and every node is idle.

@@ -444,3 +444,37 @@ def test_sigkill_of_the_notebook_and_its_warden(user: Login):
     assert "no keys are left" in done
     assert not user.key_files()
     assert json.loads(folder.read_text())["ended"]
+
+
+# Jobs that others take the place of
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm_programs")
+def test_a_preempted_job_is_replaced_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    conf = {
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "CANCEL",
+        "PartitionName": "urgent Nodes=ALL PriorityTier=10",
+    }
+    with (
+        SlurmSite(nodes=1, gpus_per_node=1, conf=conf) as site,
+        login(site, tmp_path, monkeypatch) as user,
+        user.make(n_workers=1) as cluster,
+        cluster.get_client() as client,
+    ):
+        wait_for_running(cluster, 1)
+        computation = Computation(client)
+        (first,) = live(cluster)
+        urgent = site.submit(
+            "-p", "urgent", "--gres=gpu:1", "--output=/dev/null", "--wrap", "sleep 5"
+        )
+        site.wait_for_state(urgent, "RUNNING")
+        wait_for(lambda: job(cluster, first).state == State.PREEMPTED, 30, "it to be preempted")
+        wait_for(lambda: "1 pending" in repr(cluster), 20, "another that waits")
+        computation.check(lost=True)
+        assert site.state(urgent) == "COMPLETED"
+        assert len(cluster.jobs()) == 2
+        assert cluster.failure is None

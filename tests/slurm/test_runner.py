@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -431,3 +432,17 @@ def test_rank_0_that_never_arrives(desk):
     result = step.end(30)
     assert result.code in (137, 143), result
     assert "rank 1 of 2" in errors(result.err)[0]
+
+
+# hpcdask doctor
+
+
+def test_the_doctor_reports_once_for_all_nodes(desk):
+    step = desk.srun("-N2", "-n4", sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
+    result = step.end(60)
+    made = json.loads(result.out)
+    assert result.code == made["exit_code"], result.err
+    assert made["ranks"] == 4
+    assert [node["ranks"] for node in made["nodes"]] == [[0, 1, 2, 3]]  # one host, by its name
+    assert "SLURM" in result.out
+    assert not errors(result.err)
