@@ -31,6 +31,8 @@ def ways(
 ) -> set[str]:
     """The names of the interfaces that UCX can use, the loopback perhaps among them.
 
+    Where it is not clear over which one a port is reached, all of them count.
+
     Parameters
     ----------
     interfaces, ports
@@ -45,11 +47,12 @@ def ways(
     found: set[str] = set()
     if allows(tls, "tcp") and _manages(managers, "tcp"):
         found |= {name for name in (LOOPBACK, *by_kind) if named(devices, name)}
-    if {"ib", "rdmacm"} <= set(transports) and allows(tls, "infiniband"):
+    if "ib" in transports and allows(tls, "infiniband") and _manages(managers, "rdmacm"):
         for port in ports:
-            if port.usable and named(devices, port.name) and _manages(managers, "rdmacm"):
+            if port.usable and named(devices, port.name):
+                # bonds, bridges and the like are on top of a port's own
                 ip = {name for name, kind in by_kind.items() if kind == "infiniband"}
-                found |= (set(port.interfaces) & set(by_kind)) or ip
+                found |= (set(port.interfaces) & set(by_kind)) or ip or set(by_kind)
     return found
 
 
@@ -131,6 +134,7 @@ def host(address: str, environ: Mapping[str, str] | None = None) -> str:
     usable = ways(known, fabric.infiniband(), transports, settings)
     here = {one.name for one in known if one.address == address}
     others = [one for one in fabric.interfaces() if one.name in usable]
+    others = others or [one for one in known if one.name == LOOPBACK and one.name in usable]
     if not here or here & usable or not others:
         return address
     return min(others, key=lambda one: (KINDS.index(one.kind), -one.speed, one.name)).address

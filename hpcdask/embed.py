@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,11 +173,14 @@ class Runner:
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """Ignore SIGINT, here and in processes that are started inside of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread
+        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def initialize(

@@ -279,7 +279,8 @@ class Member:
             loop.add_signal_handler(number, self.pass_on, number)
         launcher = ranks.mpi_launcher()
         if launcher is not None:
-            with contextlib.suppress(OSError):  # a kernel before 5.3, or it is gone already
+            # an old kernel, a Python made for one (conda), or it is gone already
+            with contextlib.suppress(OSError, AttributeError):
                 gone = os.pidfd_open(launcher)
                 loop.add_reader(gone, self._without_launcher, gone, handle)
 

@@ -119,6 +119,8 @@ def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None 
         raise MissingExtra("rmm", cuda_extra(), allocates)
     if spec.device_memory_limit and "dask_cuda" not in installed:
         raise MissingExtra("dask-cuda", cuda_extra(), "--device-memory-limit")
+    if spec.rmm_pool_size and (why := _two_pools(spec, installed)):
+        raise UsageError(why)
     for library in ("torch", "numba"):  # cupy is in the default list: nobody need have asked for it
         if library in spec.rmm_allocator_external_lib_list and library not in installed:
             raise UsageError(
@@ -128,8 +130,10 @@ def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None 
 
 
 def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> str | None:
-    """What the default settings do without because a package is missing, in one line; or None."""
+    """What the default settings do without, for a missing package mostly, in one line; or None."""
     installed = packages() if installed is None else installed
+    if spec.rmm_pool_size is None and (why := _two_pools(spec, installed)):
+        return why
     lost = []
     if spec.rmm_pool_size is None and not spec.rmm_async and "rmm" not in installed:
         lost.append(("rmm", "there is no memory pool that all libraries share"))
@@ -169,8 +173,7 @@ def plan(
     Raises
     ------
     UsageError
-        See `check`; or the workers of a device would take more than it has, or CuPy would have a
-        pool beside RMM's.
+        See `check`; or the workers of a device would take more than it has.
     """
     if gpu is None:
         return MemoryPlan()
@@ -185,7 +188,6 @@ def plan(
     else:
         pool_size = _amount("--rmm-pool-size", spec.rmm_pool_size, gpu, shared) or None
     if pool_size is not None:
-        _check_cupy(spec, installed)
         pool_size, allocator = max(ALIGNMENT, pool_size // ALIGNMENT * ALIGNMENT), "pool"
     limit = None
     if spec.device_memory_limit is not None:
@@ -205,15 +207,17 @@ def plan(
     )
 
 
-def _check_cupy(spec: WorkerSpec, installed: Collection[str]) -> None:
-    """Refuse a pool of RMM's beside one of CuPy's."""
+def _two_pools(spec: WorkerSpec, installed: Collection[str]) -> str:
+    """What is wrong with a pool of RMM's beside one of CuPy's; empty where there is one."""
     listed = spec.rmm_allocator_external_lib_list
-    if "cupy" in installed and "cupy" not in listed:
-        raise UsageError(
-            f"--rmm-allocator-external-lib-list {','.join(listed) or 'none'} leaves out cupy, and "
-            f"it then has a pool of its own beside RMM's: each holds memory that the other lacks. "
-            f"Use {','.join(('cupy', *listed))}, or --rmm-pool-size 0"
-        )
+    pool = spec.rmm_pool_size is None or spec.rmm_pool_size > 0
+    if spec.rmm_async or not pool or not {"cupy", "rmm"} <= set(installed) or "cupy" in listed:
+        return ""
+    return (
+        f"--rmm-allocator-external-lib-list {','.join(listed) or 'none'} leaves out cupy, and "
+        f"it then has a pool of its own beside RMM's: each holds memory that the other lacks. "
+        f"Use {','.join(('cupy', *listed))}, or --rmm-pool-size 0"
+    )
 
 
 def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:

@@ -106,7 +106,7 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> Program:
     except UsageError as error:
         if rank is None or rank.index == 0:
             print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
-            if rank is not None and rank.size > 1:
+            if rank is not None and rank.launcher == "hydra":
                 from hpcdask.rendezvous import abort_launch
 
                 abort_launch(rank, error.exit_code)  # another may be late, or never come

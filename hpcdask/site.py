@@ -24,10 +24,7 @@ ASYNC = (
     "ucx then copies it at 0.24 to 0.37 GB/s"
 )
 NO_IPC = "by a cgroup or a container, so CUDA IPC and NVLink do not work between"
-NO_WAY = (
-    "nothing to open connections with: it needs tcp on a network interface, or InfiniBand with an "
-    "IP address"
-)
+NO_WAY = "nothing to open connections with: it needs tcp on a network interface, or InfiniBand"
 NO_COPIES = "leaves out cuda_copy, without which UCX cannot send GPU memory"
 USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "

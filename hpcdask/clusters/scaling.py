@@ -20,17 +20,22 @@ from hpcdask.spec import parse_memory
 from .keeper import SHUT_DOWN, Keeper
 from .options import JobOptions, number, seconds
 
+#: Calls of `scale` under way: the event loop itself holds tasks weakly.
+_scalings: set[asyncio.Future[None]] = set()
+
 
 def job_of(state: WorkerState) -> str:
     """A worker's job, by which workers come and go together: the name without the last number."""
     return str(state.name).rpartition("-")[0]
 
 
-def _workers(value: Any, name: str, of: str, each: float, default: float = 0) -> float:
-    """How many workers a bound is, of which there are `each` in one of what it counts."""
+def _workers(
+    value: Any, name: str, of: str, *, each: int = 1, share: int = 1, default: float = 0
+) -> float:
+    """How many workers a bound is: `each` for one of what it counts, or one for a `share`."""
     if value is None or value == math.inf:
         return default
-    return number(value, f"adapt: {name}", of) * each
+    return number(value, f"adapt: {name}", of) * each / share
 
 
 class JobAdaptive(Adaptive):
@@ -115,7 +120,9 @@ class Scaling(Cluster):
         if not self.asynchronous:
             return self.sync(self._scale, workers)
         scaling = asyncio.ensure_future(self._scale(workers))
+        _scalings.add(scaling)
         scaling.add_done_callback(lambda _: scaling.cancelled() or scaling.exception())
+        scaling.add_done_callback(_scalings.discard)
         return scaling
 
     async def _scale(self, n: int, *, by_hand: bool = True) -> None:
@@ -173,17 +180,17 @@ class Scaling(Cluster):
         memory, threads = self._worker_memory(), self._worker_threads()
         size = self.options.workers
         low = max(
-            _workers(minimum, "minimum", "workers", 1),
-            _workers(minimum_jobs, "minimum_jobs", "jobs", size),
+            _workers(minimum, "minimum", "workers"),
+            _workers(minimum_jobs, "minimum_jobs", "jobs", each=size),
             (parse_memory(minimum_memory, "minimum_memory") or 0) / memory,
-            _workers(minimum_cores, "minimum_cores", "cores", 1 / threads),
+            _workers(minimum_cores, "minimum_cores", "cores", share=threads),
         )
         amount = parse_memory(maximum_memory, "maximum_memory")
         high = min(
-            _workers(maximum, "maximum", "workers", 1, math.inf),
-            _workers(maximum_jobs, "maximum_jobs", "jobs", size, math.inf),
+            _workers(maximum, "maximum", "workers", default=math.inf),
+            _workers(maximum_jobs, "maximum_jobs", "jobs", each=size, default=math.inf),
             math.inf if amount is None else amount / memory,
-            _workers(maximum_cores, "maximum_cores", "cores", 1 / threads, math.inf),
+            _workers(maximum_cores, "maximum_cores", "cores", share=threads, default=math.inf),
         )
         if 0 < high < size:
             raise UsageError(

@@ -16,9 +16,7 @@ from .findings import Facts, Finding, Reporter
 
 GROUP = "network"
 SETTINGS = "settings"
-UNREACHABLE = (
-    "workers open no connection by UCX (no tcp on an interface, no InfiniBand with an IP address)"
-)
+UNREACHABLE = "workers open no connection by UCX (no tcp on an interface, no InfiniBand)"
 
 
 def read() -> Facts:

@@ -230,6 +230,13 @@ def test_bad_value_is_said_once(mpis, script):
     assert_refused(result, "--memory-limit", "'lots'", "64GiB")
 
 
+def test_a_python_without_pidfd(mpirun, script, tmp_path):
+    """As conda's, which is made for old kernels."""
+    (tmp_path / "sitecustomize.py").write_text("import os; del os.pidfd_open")
+    result = mpirun.run(2, *CPU, script, env={"PYTHONPATH": str(tmp_path)})
+    assert_works(result, 2)
+
+
 def test_help_is_printed_once(mpis):
     result = mpis.run(2, *CPU, "--help")
     assert result.code == 0, result.err

@@ -425,6 +425,11 @@ def test_rank_that_never_arrives(desk):
     assert not result.out
 
 
+def test_bad_value_of_an_option(desk):
+    result = desk.srun("-N2", "-n2", *RUN, "--memory-limit", "lots", desk.write(COUNT)).end(30)
+    assert_refused(result, "--memory-limit", "'lots'")
+
+
 def test_rank_0_that_never_arrives(desk):
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then exec sleep 600; fi; exec "$@"'
     options = ("--timeout", "4s", desk.write(COUNT))

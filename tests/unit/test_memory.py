@@ -109,13 +109,16 @@ def test_fractions_that_sharers_ask_for_are_of_the_device():
     assert (found.pool_size, found.device_memory_limit) == (2 * GIB, 4 * GIB)
 
 
-@pytest.mark.parametrize("asked", [{}, {"rmm_pool_size": 0.9}])
 @pytest.mark.parametrize(
     ("listed", "instead"), [("numba", "cupy,numba"), ("torch", "cupy,torch"), ("none", "cupy")]
 )
-def test_a_pool_beside_cupy_s_own_is_refused(asked, listed, instead):
-    """CuPy ran out of memory at a tenth of the device."""
-    asked = {**asked, "rmm_allocator_external_lib_list": listed}
+def test_a_pool_beside_cupy_s_own_is_refused(listed, instead):
+    """CuPy ran out of memory at a tenth of the device. By default, it is told."""
+    asked = {"rmm_allocator_external_lib_list": listed}
+    assert made(installed=ALL, **asked).allocator == "pool"
+    told = memory.missing(WorkerSpec(**asked), installed=ALL)
+    assert f"{listed} leaves out cupy" in told
+    asked["rmm_pool_size"] = 0.9
     with pytest.raises(UsageError) as caught:
         made(installed=ALL, **asked)
     assert f"--rmm-allocator-external-lib-list {listed} leaves out cupy" in str(caught.value)

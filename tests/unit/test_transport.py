@@ -377,18 +377,12 @@ def test_a_job_is_refused_the_same(options, ucx, kind):
         ({"enable_tcp_over_ucx": False}, seats(), "--disable-tcp-over-ucx leaves UCX on a nothing"),
         ({}, seats(ucx=tls("sm,self")), "UCX_TLS=sm,self leaves UCX on a nothing to open"),
         ({}, seats(ucx=tls("rc,cuda"), ports=[IB], net=[ETH, IB0]), "UCX_TLS=rc,cuda leaves UCX"),
-        ({}, seats(ucx=tls("rc,cuda", SYSTEM), ports=[IB]), "InfiniBand with an IP address"),
         ({}, seats(ucx=own(devices="mlx5_0:1"), ports=[IB]), "UCX_NET_DEVICES=mlx5_0:1 leaves UCX"),
         ({}, nodes(ucx=own(devices="lo")), "UCX_NET_DEVICES=lo leaves UCX on n0, n1 nothing"),
         (
             {},
             seats(ucx=own(tls="rc", devices="eno1")),
             "UCX_TLS=rc leaves UCX on a",
-        ),
-        (
-            {"enable_rdmacm": True},
-            nodes(ports=[IB], ucx=SYSTEM),
-            "--enable-rdmacm leaves UCX on n0",
         ),
         ({}, seats(ucx=tls("tcp")), "UCX_TLS=tcp on a leaves out cuda_copy, without which UCX"),
         (
@@ -478,6 +472,25 @@ def test_switches_that_contradict_each_other(options):
 
 
 # Where UCX is reached
+
+
+@pytest.mark.parametrize(
+    ("port", "interface"),
+    [
+        (IB, ETH),  # without IP over it, as far as can be seen
+        (dataclasses.replace(IB, interfaces=("ib0",)), IB0),
+        (
+            dataclasses.replace(ROCE, interfaces=("eth0", "eth1")),
+            Interface("bond0", "", "other", 0),
+        ),
+        (dataclasses.replace(ROCE, interfaces=("eth0",)), Interface("eth0.9", "", "ethernet", 0)),
+    ],
+)
+@pytest.mark.parametrize("setting", [{"tls": "rc,sm,cuda"}, {"devices": "mlx5_0:1"}])
+def test_rdma_is_not_refused_where_it_may_work(port, interface, setting):
+    spec = WorkerSpec(protocol="ucx")
+    found = nodes(ports=[port], net=[interface], ucx=own(SYSTEM, **setting))
+    assert choose(spec, found).protocol == "ucx"
 
 
 @pytest.mark.parametrize(
