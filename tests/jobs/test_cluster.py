@@ -790,6 +790,8 @@ def test_adapt_counts_in_whole_jobs(folder: Path):
         adaptive = cluster.adapt(maximum_jobs=2)
         assert (adaptive.minimum, adaptive.maximum) == (0, 4)
         assert cluster.adapt(maximum=0).maximum == 0
+    with make(folder, cores=49) as cluster:  # 98 times 1/49 is less than 2
+        assert cluster.adapt(maximum_cores=98).maximum == 2
 
 
 def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):

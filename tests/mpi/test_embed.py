@@ -35,6 +35,7 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
     [
         ("openmpi", "runner", "return"),
         ("openmpi", "runner-mpi", "exit"),
+        ("openmpi", "runner-thread", "return"),
         ("openmpi", "initialize", "raise"),
         ("mpich", "runner-mpi", "raise"),
         ("mpich", "initialize", "return"),

@@ -75,9 +75,20 @@ def spoil(folder: str) -> None:
 parent = os.getpid()
 if end == "spoil":
     threading.Thread(target=spoil, args=[os.environ["TMPDIR"]], daemon=True).start()
-if how.startswith("runner"):
+
+
+def with_runner() -> None:
+    global runner
     with hpcdask.Runner(device="cpu", nthreads=1) as runner, Client(runner) as client:
         work(client)
+
+
+if how == "runner-thread":
+    thread = threading.Thread(target=with_runner)
+    thread.start()
+    thread.join()
+elif how.startswith("runner"):
+    with_runner()
 else:
     hpcdask.initialize(
         device="cpu", nthreads=1, protocol=None, worker_options={"resources": {"A": 1}}
