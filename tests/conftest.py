@@ -1,6 +1,7 @@
 """Fixtures for tests that launch real programs."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 
 from launching import Launcher, mpich_launcher, openmpi_launcher
+
+
+def pytest_configure() -> None:
+    """End by SIGTERM as by Ctrl-C: fixtures end what they started, such as a SLURM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

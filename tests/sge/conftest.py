@@ -26,5 +26,5 @@ def sge() -> Iterator[SgeSite]:
 @pytest.fixture(autouse=True)
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if site := request.node.funcargs.get("sge"):
+    if site := (request.node.funcargs or {}).get("sge"):
         site.cancel_all()

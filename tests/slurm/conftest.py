@@ -34,7 +34,7 @@ def slurm_programs() -> None:
 def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for name in ("slurm", "slurm_accounting"):
-        if site := request.node.funcargs.get(name):
+        if site := (request.node.funcargs or {}).get(name):
             site.cancel_all()
 
 
