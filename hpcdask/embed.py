@@ -66,7 +66,7 @@ class Runner:
                 f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
                 f"python -m hpcdask.run, with _ in place of -"
             )
-        self.spec = RunSpec(**options)
+        self.spec = RunSpec.from_keywords(options)
         if self.spec.layout != "shared":
             raise UsageError(
                 "--layout dedicated needs python -m hpcdask.run: a program that runs on "

@@ -31,7 +31,7 @@ from . import (
 from .bootstrap import STARTED, Janitor
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
-from .errors import HpcdaskError, UsageError
+from .errors import HpcdaskError, UsageError, root_cause
 from .fabric import Fabric
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
@@ -203,7 +203,7 @@ class Member:
             except Exception as error:
                 if failed is None:
                     raise
-                failed(str(nanny.name), f"{type(error).__name__}: {error}")
+                failed(str(nanny.name), root_cause(error))
             else:
                 self._watchers.append(asyncio.create_task(self._notice_end(nanny)))
 

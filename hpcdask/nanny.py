@@ -415,6 +415,34 @@ def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:
         ) from None
 
 
+def check_preloads(spec: WorkerSpec) -> None:
+    """Find what workers and nannies are to load, before any of them starts.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, or no such package. Packages are not imported for it.
+    """
+    import importlib.util
+    import sys
+
+    from .errors import UsageError
+
+    for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
+        for name in names:
+            if name.endswith(".py"):
+                found = os.path.exists(name)
+                what = f"the file {name} is not there (looked in {os.getcwd()})"
+            elif " " in name or "://" in name:  # a program's text, or on the web
+                continue
+            else:
+                top = name.partition(".")[0]
+                found = top in sys.modules or importlib.util.find_spec(top) is not None
+                what = f"there is no module {top} (a file's name ends in .py)"
+            if not found:
+                raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
+
+
 def purge(base: str) -> None:
     """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
     import glob

@@ -152,7 +152,7 @@ def _launch(
     from .follower import follow
     from .leader import Leader
     from .member import Member, complain, leave, new_scratch, start_template
-    from .nanny import quiet
+    from .nanny import check_preloads, quiet
 
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
@@ -170,6 +170,10 @@ def _launch(
     template.prepare_forks()
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
+    try:
+        check_preloads(spec)
+    except UsageError as error:
+        problem = problem or error
 
     nursery = children.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer

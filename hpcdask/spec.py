@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dask.utils import parse_bytes, parse_timedelta
 
@@ -196,6 +197,18 @@ def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, *
     return field(default=default, metadata={"help": text, "parse": parse, **more})
 
 
+def _documented(cls: Any) -> Any:
+    """Add the fields to the docstring, in the words that the command line has for them."""
+    lines = ["", "    Parameters", "    ----------"]
+    for item in dataclasses.fields(cls):
+        lines.append(f"    {item.name} : {str(item.type).replace('Literal', '')}")
+        lines += [f"        {line}" for line in textwrap.wrap(item.metadata["help"], 88)]
+    before, raises, after = cls.__doc__.partition("\n    Raises\n")
+    cls.__doc__ = before.rstrip() + "\n" + "\n".join(lines) + "\n" + raises + after
+    return cls
+
+
+@_documented
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker is: its device, its memory, its threads, its network.
@@ -308,6 +321,18 @@ class WorkerSpec:
             value = spec.metadata["parse"](getattr(self, spec.name), option_name(spec.name))
             object.__setattr__(self, spec.name, value)
 
+    @classmethod
+    def from_keywords(cls, given: Mapping[str, Any]) -> Self:
+        """As the class itself, whose errors name options, for who writes keywords."""
+        try:
+            return cls(**given)
+        except UsageError as error:
+            option, colon, rest = str(error).partition(":")
+            name = option.removeprefix("--").replace("-", "_")
+            if not colon or name not in given:
+                raise
+            raise UsageError(f"{name}:{rest}") from None
+
     def to_argv(self) -> list[str]:
         """The options that give this spec again, as an argv list.
 
@@ -391,6 +416,7 @@ def options(cls: Any) -> list[Any]:
     return result
 
 
+@_documented
 @dataclass(frozen=True)
 class RunSpec(WorkerSpec):
     """A `WorkerSpec` and what the runner needs beside it."""

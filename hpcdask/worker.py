@@ -214,10 +214,11 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
     from hpcdask import children, template
     from hpcdask.joblife import JobPart
     from hpcdask.member import new_scratch, start_template
-    from hpcdask.nanny import quiet
+    from hpcdask.nanny import check_preloads, quiet
 
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
+    check_preloads(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     template.prepare_forks()
     quiet()

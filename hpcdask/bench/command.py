@@ -40,6 +40,7 @@ __all__ = ["bench", "main"]
 
 SVD_NBYTES = 200 * 10**9
 EXACT_NBYTES = 16 * 10**8
+TABLE_NBYTES = 2 * 10**12
 #: Bytes for each worker thread: seconds for each, and the Dask blog's sizes on 8 GPUs.
 SIZES: dict[Device, dict[str, int]] = {
     "cuda": {
@@ -250,8 +251,31 @@ def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
     line["rates"] = rates
 
 
+class Workloads(click.Group):
+    """The workloads, whose options stand behind them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the group's own options."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            having = [
+                name
+                for name, command in self.commands.items()
+                if any(error.option_name in param.opts for param in command.params)
+            ]
+            if not having:
+                raise
+            one = "all" if "all" in having else having[0]
+            raise UsageError(
+                f"{error.option_name} is an option of workloads, and stands behind one: "
+                f"hpcdask bench {one} {error.option_name} …"
+            ) from None
+
+
 @click.group(
     "bench",
+    cls=Workloads,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog="Example: hpcdask bench array --size 10GB --form both",
@@ -403,7 +427,7 @@ def startup_command(**options: Any) -> None:
 
 
 @bench.command("table")
-@click.option("--size", type=Size(), default="2TB", show_default=True, help="Bytes, on GPUs.")
+@click.option("--size", type=Size(), help="Bytes, on GPUs. Default: 2TB.")
 @click.option(
     "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
 )
@@ -411,16 +435,19 @@ def startup_command(**options: Any) -> None:
 @click.option("--json", "json_file", type=OutputFile(), metavar="FILE")
 @click.option("--report", "report_file", type=OutputFile(".html"), metavar="FILE.html")
 def table_command(
-    size: int, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
+    size: int | None, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
 ) -> None:
     """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
     if (rank := ranks.detect()) is not None and rank.size > 1:
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
     _check_outputs(json_file, report_file)
+    gpus = [gpu.uuid for gpu in visible_gpus()]
+    if size is not None and not gpus:
+        raise UsageError("--size is that on GPUs, and this machine has none: see --cpu-size")
     try:
         with _reported(report_file) as lines:
-            for row in table.rows(os.sched_getaffinity(0), [gpu.uuid for gpu in visible_gpus()]):
-                nbytes = cpu_size if row.device == "cpu" else size
+            for row in table.rows(os.sched_getaffinity(0), gpus):
+                nbytes = cpu_size if row.device == "cpu" else size or TABLE_NBYTES
                 for line in table.run_row(row, nbytes, repeats):
                     lines.append(line)
                     tell(line, json_file)

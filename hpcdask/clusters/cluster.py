@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -87,30 +88,38 @@ class JobCluster(Scaling):
                     f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
                 )
         self.queue = self._make_queue(job_keywords)
-        if interface is None:
-            interface = dask.config.get(f"jobqueue.{self._config_name}.interface", None)
-        self.options = options.read_job_options(
-            job_cls,
-            self.queue,
-            self._config_name,
-            gpus_per_job=gpus_per_job,
-            gpu_type=gpu_type,
-            nodes_per_job=nodes_per_job,
-            protocol=protocol,
-            given={**job_keywords, "interface": interface},
-        )
-        self._poll_interval_s = options.seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
-        walltime = self.options.walltime
-        self._policy = Policy(
-            start_timeout_s=options.seconds(start_timeout, "start_timeout") or 300.0,
-            walltime_s=None if walltime in (None, timedelta.max) else walltime.total_seconds(),
-        )
-        self._scheduler_cls = scheduler_cls
-        self._scheduler_options = self._read_scheduler_options(scheduler_options, interface)
-        self._base = shared_temp_directory or dask.config.get(
-            f"jobqueue.{self._config_name}.shared-temp-directory", None
-        )
-        self._logs = options.log_directory(job_keywords, self._config_name)
+        with options.section(self._config_name, job_cls.default_config_name()):
+            if interface is None:
+                interface = dask.config.get(f"jobqueue.{self._config_name}.interface", None)
+            self.options = options.read_job_options(
+                job_cls,
+                self.queue,
+                self._config_name,
+                gpus_per_job=gpus_per_job,
+                gpu_type=gpu_type,
+                nodes_per_job=nodes_per_job,
+                protocol=protocol,
+                given={**job_keywords, "interface": interface},
+                own=[
+                    name
+                    for name in inspect.signature(JobCluster).parameters
+                    if name != "job_keywords"
+                ],
+            )
+            self._poll_interval_s = (
+                options.seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
+            )
+            walltime = self.options.walltime
+            self._policy = Policy(
+                start_timeout_s=options.seconds(start_timeout, "start_timeout") or 300.0,
+                walltime_s=None if walltime in (None, timedelta.max) else walltime.total_seconds(),
+            )
+            self._scheduler_cls = scheduler_cls
+            self._scheduler_options = self._read_scheduler_options(scheduler_options, interface)
+            self._base = shared_temp_directory or dask.config.get(
+                f"jobqueue.{self._config_name}.shared-temp-directory", None
+            )
+            self._logs = options.log_directory(job_keywords, self._config_name)
         self._asked_security = security
         self._n_workers = n_workers
         if n_workers:

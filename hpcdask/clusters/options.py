@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import os
 import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ import dask.config
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
+from hpcdask.queues.forms import walltime_text
 from hpcdask.spec import LEAST_MEMORY_LIMIT, WorkerSpec, parse_memory, parse_seconds
 
 from .gpudirectives import is_per_node, requested_gpus
@@ -30,6 +32,19 @@ from .gpudirectives import is_per_node, requested_gpus
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"
 SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
+#: What others call a keyword.
+MEANT = {
+    **dict.fromkeys(("gpus", "ngpus", "n_gpus", "num_gpus", "gpus_per_node"), "gpus_per_job"),
+    **dict.fromkeys(("gpu", "gpu_model"), "gpu_type"),
+    **dict.fromkeys(("nodes", "n_nodes"), "nodes_per_job"),
+    **dict.fromkeys(("time", "time_limit", "runtime"), "walltime"),
+    **dict.fromkeys(("threads", "n_threads", "threads_per_worker"), "nthreads"),
+    **dict.fromkeys(("mem", "ram"), "memory"),
+    **dict.fromkeys(("cpus", "ncpus", "n_cores", "cpus_per_task"), "cores"),
+    "partition": "queue",
+    "workers": "n_workers",
+}
+MISSING = object()
 #: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
 SHARED = {"interface", "local_directory", "death_timeout"}
 #: Keywords of dask-jobqueue whose values are lists, in its old names too.
@@ -141,8 +156,11 @@ def read_job_options(
     nodes_per_job: int,
     protocol: str | None,
     given: Mapping[str, Any],
+    own: Collection[str] = (),
 ) -> JobOptions:
     """Read the keywords that describe a job and its workers.
+
+    `own` are the names of the cluster's other keywords.
 
     Raises
     ------
@@ -150,12 +168,8 @@ def read_job_options(
         A keyword is unknown or its value is not understood.
     """
     known = job_keywords(job_cls)
-    unknown = set(given) - known - SPEC_FIELDS
-    if unknown:
-        raise UsageError(
-            f"unknown keyword {', '.join(sorted(unknown))}. There are those of dask-jobqueue "
-            f"({', '.join(sorted(known))}) and of the workers ({', '.join(sorted(SPEC_FIELDS))})"
-        )
+    if unknown := set(given) - known - SPEC_FIELDS:
+        raise UsageError(_unknown(sorted(unknown), own, known))
     _refuse_other_workers(given, config_name)
     _refuse_texts(given, config_name)
     nodes_per_job = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
@@ -166,7 +180,9 @@ def read_job_options(
         settings[name] = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
     if protocol is not None:
         settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
-    spec = WorkerSpec(**{name: value for name, value in settings.items() if value is not None})
+    spec = WorkerSpec.from_keywords(
+        {name: value for name, value in settings.items() if value is not None}
+    )
 
     gpus, in_header = _gpus(gpus_per_job, nodes_per_job, spec, queue, for_job, config_name)
     if gpus % nodes_per_job:
@@ -200,6 +216,41 @@ def read_job_options(
         _python(for_job, config_name),
         walltime,
     )
+
+
+def _unknown(names: Sequence[str], own: Collection[str], known: Collection[str]) -> str:
+    near = difflib.get_close_matches(names[0], [*own, *known, *SPEC_FIELDS], 1)
+    hints = [MEANT[names[0]]] if names[0] in MEANT else near
+    return (
+        f"unknown keyword {', '.join(names)}: {f'did you mean {hints[0]}? ' if hints else ''}There "
+        f"are those of hpcdask's clusters ({', '.join(sorted(own))}), of the workers "
+        f"({', '.join(sorted(SPEC_FIELDS))}) and of dask-jobqueue ({', '.join(sorted(known))})"
+    )
+
+
+@contextlib.contextmanager
+def section(config_name: str, usual: str) -> Iterator[None]:
+    """What a section of the configuration leaves out is that of the usual one.
+
+    Raises
+    ------
+    UsageError
+        There is no such section.
+    """
+    if dask.config.get(f"jobqueue.{config_name}", None) is None:
+        sections = ", ".join(sorted(dask.config.get("jobqueue")))
+        raise UsageError(
+            f"config_name={config_name!r}: Dask's configuration has no section "
+            f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
+            f"jobqueue.{usual}"
+        )
+    missing = {
+        f"jobqueue.{config_name}.{key}": value
+        for key, value in dask.config.get(f"jobqueue.{usual}").items()
+        if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
+    }
+    with dask.config.set(missing):
+        yield
 
 
 def _threads(spec: WorkerSpec, gpus: int, cores: int) -> int | None:
@@ -370,7 +421,7 @@ def _python(for_job: Mapping[str, Any], config_name: str) -> str:
 
 def _walltime(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> timedelta | None:
     text = _configured("walltime", for_job, config_name)
-    return None if text is None else queue.parse_walltime(str(text))
+    return None if text is None else queue.parse_walltime(walltime_text(text))
 
 
 def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:

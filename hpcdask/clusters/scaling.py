@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import inspect
 import math
 from collections.abc import Collection
 from typing import Any
@@ -20,6 +22,8 @@ from hpcdask.spec import parse_memory
 from .keeper import SHUT_DOWN, Keeper
 from .options import JobOptions, number, seconds
 
+#: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
+ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
 #: Calls of `scale` under way: the event loop itself holds tasks weakly.
 _scalings: set[asyncio.Future[None]] = set()
 
@@ -36,6 +40,19 @@ def _workers(
     if value is None or value == math.inf:
         return default
     return number(value, f"adapt: {name}", of) * each / share
+
+
+def _check_names(given: Collection[str]) -> None:
+    bounds = [
+        name for name in inspect.signature(Scaling.adapt).parameters if name[:3] in ("min", "max")
+    ]
+    for name in given:
+        if name not in ADAPTIVE:
+            near = difflib.get_close_matches(name, [*bounds, *ADAPTIVE], 1, 0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(
+                f"adapt: unknown keyword {name}: {hint}There are {', '.join([*bounds, *ADAPTIVE])}"
+            )
 
 
 class JobAdaptive(Adaptive):
@@ -86,8 +103,9 @@ class Scaling(Cluster):
     ) -> Any:
         """Ask for this many workers, and wait until the queue has their jobs.
 
-        Jobs are whole: a job more is asked for where its workers are some too many. In an event
-        loop it returns at once, and what it returns can be awaited.
+        Jobs are whole, so the number is rounded up to those of whole jobs. Of several parameters
+        the one that means most workers counts. In an event loop it returns at once, and what it
+        returns can be awaited.
 
         Parameters
         ----------
@@ -166,17 +184,26 @@ class Scaling(Cluster):
             Workers.
         minimum_jobs, maximum_jobs, minimum_memory, maximum_memory, minimum_cores, maximum_cores
             The same in jobs, bytes of host memory or threads of all workers together.
+            The strictest of several counts.
         Adaptive
             Class that decides.
         **kwargs
-            Passed to `distributed.deploy.adaptive.Adaptive`.
+            ``interval``, ``target_duration`` (times), ``wait_count``, ``worker_key`` and
+            ``memory_ratio`` of `distributed.deploy.adaptive.Adaptive`.
+
+        Returns
+        -------
+        distributed.deploy.adaptive.Adaptive
+            Its ``stop()`` ends the following, as `scale` does.
 
         Raises
         ------
         UsageError
-            `minimum` is above `maximum`, `maximum` is less than a job, a value is not understood,
-            or there is no such queueing system on this machine.
+            A keyword is unknown, `minimum` is above `maximum`, `maximum` is less than a job, a
+            value is not understood, or there is no such queueing system on this machine.
         """
+        if Adaptive is JobAdaptive:
+            _check_names(kwargs)
         memory, threads = self._worker_memory(), self._worker_threads()
         size = self.options.workers
         low = max(

@@ -50,6 +50,22 @@ def first_life(request: Request, job_id: str) -> str:
     return f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"
 
 
+def walltime_text(value: Any) -> str:
+    """A walltime as it is written, of which YAML may have made a number.
+
+    Raises
+    ------
+    UsageError
+        It is a number: 7200 is what YAML makes of 02:00:00, and SLURM takes it as minutes.
+    """
+    if isinstance(value, int | float):
+        raise UsageError(
+            f"walltime={value} is a number, and queues differ in what that counts: write "
+            f'"02:00:00", in quotes in a YAML file too'
+        )
+    return str(value)
+
+
 async def read(script: str) -> str:
     """Return a script's text; the file system may be slow."""
     return await asyncio.to_thread(Path(script).read_text)

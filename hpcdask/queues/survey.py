@@ -76,7 +76,11 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
         The clusters, and the systems of theirs that did not answer, with what is wrong.
     """
     folders = {folder.name: folder for folder in list_clusters(base)}
-    named = {folder.queue for folder in folders.values()}
+    named = {
+        folder.queue
+        for folder in folders.values()
+        if folder.ended is None or folder.submissions()  # else it has nothing there
+    }
     clusters = {
         folder.name: Found(folder.name, folder.queue, folder)
         for folder in folders.values()

@@ -72,6 +72,13 @@ class Asked:
         return self.ranks * (self.cpus_per_gpu or 1)
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Options of the runner, which in a job expects GPUs if it is not told that none are."""
+        named = any(word.partition("=")[0] == "--device" for word in self.run)
+        theirs = any("gpu" in line.lower() or "gres" in line for line in self.directives)
+        return self.run if self.gpus_per_node or named or theirs else (*self.run, "--device", "cpu")
+
+    @property
     def name(self) -> str:
         """The job's name: the program's."""
         if not self.program:
@@ -81,7 +88,7 @@ class Asked:
     @property
     def words(self) -> list[str]:
         """What stands behind ``python -m hpcdask.run``."""
-        return [*self.run, *(["-m"] if self.is_module else []), *self.program]
+        return [*self.options, *(["-m"] if self.is_module else []), *self.program]
 
     def label(self) -> str:
         """A name for files and tags, which no other job has."""
@@ -99,7 +106,14 @@ def working_folder() -> str:
 
 def read_memory(text: str | None) -> int | None:
     """Bytes of ``--mem``."""
-    return parse_memory(text, "--mem")
+    try:
+        return None if text is None else parse_memory("" if text == "auto" else text, "--mem")
+    except UsageError as error:
+        raise UsageError(
+            f"--mem: {text!r} is not{str(error).partition(' is not')[2]}".replace(
+                "0 (no limit), auto", "0 for all of the node's (SLURM)"
+            )
+        ) from None
 
 
 def read_run(text: str) -> tuple[str, ...]:
@@ -135,9 +149,10 @@ def check(asked: Asked) -> None:
     for word in asked.words:
         one_line(word, "the program's argument")
     one_line(asked.folder, "the current folder")
+    alone = parse(asked.run).program
     launch = parse(asked.words)
     found = launch.program
-    if (found.target if found else None) != (asked.program[0] if asked.program else None):
+    if alone or (found.target if found else None) != (asked.program[0] if asked.program else None):
         raise UsageError(
             f"--run {shlex.join(asked.run)!r} has more than options of python -m hpcdask.run: "
             f"the program stands behind the options of hpcdask submit"

@@ -33,7 +33,7 @@ OPTIONS = (
         show_default=True,
         type=click.IntRange(0),
         metavar="N",
-        help="One Dask worker is started per GPU; with 0, one per node.",
+        help="One Dask worker is started per GPU; with 0, one per node, on its CPU.",
     ),
     click.option(
         "-t",
@@ -42,7 +42,9 @@ OPTIONS = (
         metavar="TIME",
         help="Walltime, such as 1:00:00. Default: as configured for dask-jobqueue, 30 min.",
     ),
-    click.option("-q", "--queue", metavar="NAME", help="Queue; SLURM's partition."),
+    click.option(
+        "-q", "--queue", "--partition", "queue", metavar="NAME", help="Queue; SLURM's partition."
+    ),
     click.option("-A", "--account", metavar="NAME", help="Account or project."),
     click.option(
         "--cpus-per-gpu",

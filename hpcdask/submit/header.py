@@ -18,6 +18,7 @@ from hpcdask.clusters.gpudirectives import requested_gpus
 from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
+from hpcdask.queues.forms import walltime_text
 from hpcdask.queues.script import header_lines
 
 from .asked import Asked
@@ -184,6 +185,8 @@ def _keywords(
             walltime = None
     if walltime:
         keywords["walltime"] = walltime
+    elif (configured := dask.config.get(f"jobqueue.{system}.walltime", None)) is not None:
+        walltime_text(configured)
     return {**keywords, "job_extra_directives": extra}
 
 

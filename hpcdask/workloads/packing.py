@@ -102,6 +102,8 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
     WorkloadError
         Not uint8, rows that are not ceil(n / 4) bytes, or ``out`` that does not fit.
     """
+    if not _on_gpu(packed):
+        packed = np.asarray(packed)
     _validate_packed(packed, n)
     shape = (*packed.shape[:-1], n)
     if out is not None and (_on_gpu(packed) or out.shape != shape or not out.flags.c_contiguous):
