@@ -14,9 +14,10 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import warnings
 import weakref
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -409,13 +410,26 @@ def _text(value: str) -> str:
         return file.read()
 
 
-@atexit.register
 def close_clusters() -> None:
     """Close what the program left open. What cannot be closed in time is left to the warden."""
     for cluster in list(JobCluster._instances):
         if getattr(cluster, "status", Status.closed) != Status.closed:
             with contextlib.suppress(Exception):
                 cluster.close(timeout=10)
+
+
+def _at_end(function: Callable[[], None]) -> None:
+    """Call the function at the end of the program, while commands can still run in threads.
+
+    Python shuts its pools of threads down before what is registered with `atexit`.
+    """
+    try:
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # it is private; and the end may have begun
+        atexit.register(function)
+
+
+_at_end(close_clusters)
 
 
 def _leave_to_parent() -> None:

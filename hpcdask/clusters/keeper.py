@@ -375,6 +375,8 @@ class Keeper:
     # Failing
 
     def _fail(self, error: HpcdaskError) -> None:
+        if self.ledger.closing:  # such as threads that have ended with the program
+            return
         self.failure = error
         again = "Nothing more is submitted until scale() or adapt() asks again"
         text = str(error)  # its end may be that of a log, in lines of its own
