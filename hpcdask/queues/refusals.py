@@ -10,16 +10,23 @@ from hpcdask.errors import NoAnswer, QueueError, Refused
 #: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
 LIMITS = re.compile(
     r"SubmitJob|MaxSubmit|MaxJobCount|temporarily unable to accept|Resource temporarily unavail"
-    r"|Unable to contact slurm controller|Invalid job array specification",
+    r"|Unable to contact slurm controller|Invalid job array specification"
+    r"|Munge \w+ failed|munged is up|authentication error|partition not available",
     re.I,
 )
-#: Those of the controller, for which fewer jobs are as many.
-TOO_BUSY = re.compile(r"temporarily unable|temporarily unavail|Unable to contact", re.I)
+#: Those for which fewer jobs are as many: the controller, munge, a partition that is down.
+TOO_BUSY = re.compile(
+    r"temporarily unable|temporarily unavail|Unable to contact"
+    r"|Munge \w+ failed|munged is up|authentication error|partition not available",
+    re.I,
+)
 #: Said of all limits alike; older versions say no more.
 SOME_LIMIT = re.compile(r"job submit limit", re.I)
 NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
-#: SLURM may have taken the job and its answer was lost.
-LOST_ANSWER = re.compile(r"timed out|Zero Bytes|Connection reset|Communication", re.I)
+#: SLURM may have taken the job and its answer was lost: what sbatch decodes is an answer.
+LOST_ANSWER = re.compile(
+    r"timed out|Zero Bytes|Connection reset|Communication|Munge decode failed", re.I
+)
 OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
 
 #: What a refusal is about, and what lists the valid ones.

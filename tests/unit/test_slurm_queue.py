@@ -433,6 +433,30 @@ def test_limits_pass_and_other_refusals_do_not(lines, for_now):
     assert error.for_now is for_now
 
 
+MUNGE = (
+    "If munged is up, restart with --num-threads=10",
+    'Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory',
+    "slurm_send_node_msg: auth_g_create: REQUEST_SUBMIT_BATCH_JOB has authentication error",
+    "Batch job submission failed: Protocol authentication error",
+)
+DOWN = "Batch job submission failed: Required partition not available (inactive or drain)"
+
+
+@pytest.mark.parametrize(
+    "lines", [MUNGE, *((line,) for line in (*MUNGE, DOWN)), ("Unable to contact slurm controller",)]
+)
+def test_what_is_away_for_all_jobs_passes_and_is_not_tried_with_fewer(lines):
+    """After a short failure of munge, or a maintenance, nothing more was submitted."""
+    error = refusal(*lines)
+    assert isinstance(error, Refused)
+    assert error.for_now
+    assert not error.fewer
+
+
+def test_a_partition_that_is_down_is_told_with_how_to_list_others():
+    assert str(refusal(DOWN)).endswith("Script kept at /me/script.sh. Partitions: sinfo -s")
+
+
 @pytest.mark.parametrize(
     ("line", "advice"),
     [
@@ -453,8 +477,15 @@ def test_a_refusal_tells_what_lists_the_valid_ones(line, advice):
     assert "\n" not in text
 
 
-def test_a_lost_answer_is_no_refusal():
-    error = refusal("Batch job submission failed: Socket timed out on send/recv operation")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Batch job submission failed: Socket timed out on send/recv operation"],
+        ["Munge decode failed: Invalid credential", MUNGE[-1]],
+    ],
+)
+def test_a_lost_answer_is_no_refusal(lines):
+    error = refusal(*lines)
     assert isinstance(error, NoAnswer)
     assert "See with squeue whether the job is there" in str(error)
 
@@ -464,6 +495,7 @@ def test_a_lost_answer_is_no_refusal():
     [
         ("scontrol: error: Unable to contact slurm controller", NoAnswer),
         ("slurm_load_ctl_conf error: Socket timed out on send/recv operation", NoAnswer),
+        (f"scontrol: error: {MUNGE[1]}", NoAnswer),
         ("scontrol: unrecognized option", QueueError),
     ],
 )
