@@ -240,8 +240,11 @@ async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: flo
     """
     if not addresses:
         return set()
-    retirement = scheduler.retire_workers(
-        workers=list(addresses), close_workers=False, remove=False
+    retire_workers = type(scheduler).retire_workers
+    # Without what logs a traceback where the deadline cuts it off.
+    retire_workers = getattr(retire_workers, "__wrapped__", retire_workers)
+    retirement = retire_workers(
+        scheduler, workers=list(addresses), close_workers=False, remove=False
     )
     try:
         return set(await asyncio.wait_for(retirement, deadline - monotonic()))

@@ -7,12 +7,13 @@ its state on. Dask tasks that have to run on wait at a gate.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -265,8 +266,19 @@ async def test_what_nobody_else_holds_is_never_removed(monkeypatch: pytest.Monke
         assert s.none_twice()
 
 
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What distributed logs, which it keeps from the root logger."""
+    logger = logging.getLogger("distributed")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
 @in_loop
-async def test_a_handover_that_hangs_ends_at_the_deadline() -> None:
+async def test_a_handover_that_hangs_ends_at_the_deadline(
+    logged: pytest.LogCaptureFixture,
+) -> None:
     async with site("a", "b") as s:
         (result,) = s.client.map(add, [1], [1], workers="a")
         await wait(result)
@@ -276,6 +288,7 @@ async def test_a_handover_that_hangs_ends_at_the_deadline() -> None:
         assert await retire.retire(s.scheduler, ["a"], deadline_s=0.5) == frozenset()
 
         await until(lambda: s.status("a") == Status.running, "the worker to be taken back")
+        assert not [record for record in logged.records if record.levelno >= logging.ERROR]
         assert not [
             p for p in s.scheduler.extensions["amm"].policies if isinstance(p, RetireWorker)
         ]
