@@ -113,6 +113,7 @@ class Keeper:
 
     def start(self) -> None:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
+        retire.ignore_removed(self.ledger.scheduler)
         self.ledger.scheduler.add_plugin(Arrivals(self.poke, self._scheduler_closes))
         self._loop = asyncio.create_task(self._watch())
 

@@ -12,6 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask.typing import Key
@@ -28,6 +29,29 @@ WAITING = ("no-worker", "queued")
 
 # Addresses of the workers that a call of `retire` has in hand.
 _retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
+
+
+def ignore_removed(scheduler: Scheduler) -> None:
+    """Let the scheduler ignore what workers ask that it has just removed.
+
+    A request for where results are, on its way when the worker was removed, breaks in the
+    scheduler's handler, with tracebacks. Handlers and streams are the scheduler's own.
+
+    Parameters
+    ----------
+    scheduler
+        In this event loop.
+    """
+    name = "request-refresh-who-has"
+    answer = scheduler.stream_handlers.get(name)
+    if answer is None:
+        return
+
+    def answer_connected(*, worker: str, **request: Any) -> None:
+        if worker in scheduler.stream_comms:
+            answer(worker=worker, **request)
+
+    scheduler.stream_handlers[name] = answer_connected
 
 
 async def retire(

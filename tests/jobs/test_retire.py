@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from operator import add
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -296,6 +297,33 @@ async def test_a_handover_that_hangs_ends_at_the_deadline(
         assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
         assert await result == 2
         assert s.none_twice()
+
+
+@in_loop
+async def test_what_a_removed_worker_still_asks_is_ignored() -> None:
+    """Tracebacks at scale(0) under load, and the stream of such a worker broke off."""
+    async with site("a", "b") as s:
+        retire.ignore_removed(s.scheduler)
+        result = s.client.submit(add, 1, 1, workers="a")
+        await wait(result)
+        handler = s.scheduler.stream_handlers["request-refresh-who-has"]
+        sent: list[dict[str, Any]] = []
+        address = s.worker_of["b"].address
+        s.scheduler.stream_comms[address].send = sent.append
+        question = {"keys": [result.key, "unknown"], "stimulus_id": "test"}
+        handler(worker=address, **question)
+        assert [message["op"] for message in sent] == ["refresh-who-has", "free-keys"]
+        del s.scheduler.stream_comms[address].send
+
+        await retire.force_out(s.scheduler, ["b"], reason="test")
+        handler(worker=address, **question)
+        assert len(sent) == 2
+
+
+def test_another_distributed_may_have_no_such_request() -> None:
+    scheduler = SimpleNamespace(stream_handlers={}, stream_comms={})
+    retire.ignore_removed(scheduler)
+    assert not scheduler.stream_handlers
 
 
 @in_loop
