@@ -27,6 +27,8 @@ DEFAULTED = "HPCDASK_DEFAULTED"
 
 #: Seconds after which the janitor leaves a process that does not die (hung driver, file system).
 KILL_DEADLINE_S = 30.0
+#: More than a rank has open by then.
+FILES = 4096
 #: What distributed sets before it spawns a worker (``distributed.nanny.pre-spawn-environ``)
 #: and the hash seed it insists on. A template that is forked must have them from its start.
 PRE_SPAWN = {
@@ -195,12 +197,20 @@ class Janitor:
 
     def forget(self, path: str) -> None:
         """Leave it alone, whatever it is then."""
-        try:
-            self._tell(b"never ", path)
-        except OSError:  # somebody has ended the janitor
-            pass
+        with contextlib.suppress(OSError):  # somebody has ended the janitor
+            self._write(b"never ", path)
 
     def _tell(self, when: bytes, path: str) -> None:
+        try:
+            self._write(when, path)
+        except OSError:
+            from .errors import LaunchError
+
+            raise LaunchError(
+                "this rank's janitor, the process that removes its files at the end, was killed"
+            ) from None
+
+    def _write(self, when: bytes, path: str) -> None:
         os.write(self._pipe, when + os.fsencode(path) + b"\0")
 
     def dismiss(self) -> None:
@@ -218,6 +228,8 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     detach_standard_streams(output=True)
+    os.closerange(3, pipe)  # MPICH leaves copies of the streams, and waits for their end
+    os.closerange(pipe + 1, FILES)
     os.chdir("/")
     received = b""
     while chunk := os.read(pipe, 65536):

@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from distributed import Security, default_client
 from distributed.core import Status
+from distributed.utils import NoOpAwaitable
 
 from . import ranks
 from .children import configure_client, forget_client, hear_start
@@ -87,7 +88,7 @@ class Runner:
             True in rank 0, with the cluster ready. False in other ranks, when it has ended.
         """
         rank = ranks.detect()
-        environment = {**os.environ, ranks.LAUNCHER_PID: str(ranks.launcher_pid())}
+        environment = {**os.environ, ranks.LAUNCHER_PID: ranks.launcher_text()}
         if _mpi_is_running():
             rank, environment = _meet_through_own_mpi(environment)
         elif rank is None:
@@ -98,23 +99,24 @@ class Runner:
         command = [sys.executable, "-m", "hpcdask.run", *to_argv(self.spec)]
         if rank.index != 0:
             with _deaf_to_interrupts():  # Ctrl-C is for the program, in rank 0
-                self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-                code = self._process.wait()
-            self._code = code if code >= 0 else 128 - code
+                self._process = subprocess.Popen(
+                    command, env=environment, pass_fds=_pmi(), stdin=subprocess.DEVNULL
+                )
+                self._code = self._wait()
             return False
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*command, "--attached", str(theirs.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *_pmi()],
                 stdin=subprocess.DEVNULL,
             )
         atexit.register(self._close_at_exit)
         os.register_at_fork(after_in_child=self._forget)
         order = hear_start(self._line)
         if order is None:
-            self._code = self._process.wait()
+            self._code = self._wait()
             raise SystemExit(self._code or 1)
         configure_client(order)
         self.scheduler_address = order["address"]
@@ -124,22 +126,38 @@ class Runner:
         self.status = Status.running
         return True
 
-    def close(self) -> None:
-        """End the cluster, and wait until all its ranks are gone."""
-        if self._line is None or self._process is None:
-            return
+    def _wait(self) -> int:
+        """Wait for the rank's process, and return its exit code as a shell has it."""
+        assert self._process is not None
+        code = self._process.wait()
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        print(f"hpcdask: error: this rank was killed by {name}", file=sys.stderr, flush=True)
+        return 128 - code
+
+    def close(self) -> Awaitable[None]:
+        """End the cluster, and wait until all its ranks are gone.
+
+        What it returns is for `Client.shutdown`, which awaits it.
+        """
+        if self._line is not None and self._process is not None:
+            self._close(self._line, self._process)
+        return NoOpAwaitable()
+
+    def _close(self, line: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self.status = Status.closed
         with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
-        self._line.close()
+            line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
+        line.close()
         self._line = None
         forget_client()
         atexit.unregister(self._close_at_exit)
         try:
-            self._process.wait(CLOSE_DEADLINE_S)
+            process.wait(CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
 
     def _forget(self) -> None:
         """In a fork of the program, whose end is not the program's."""
@@ -168,6 +186,15 @@ class Runner:
             return self
 
         return ready().__await__()
+
+
+def _pmi() -> list[int]:
+    """The line to MPICH's launcher, whose number the environment tells to whoever is a rank."""
+    number = os.environ.get("PMI_FD", "")
+    with contextlib.suppress(OSError):
+        if number.isdigit() and os.fstat(int(number)):
+            return [int(number)]
+    return []
 
 
 @contextlib.contextmanager

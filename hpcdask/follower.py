@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from functools import partial
 from typing import Any
 
 from . import security
 from .control import Channel, dial
-from .errors import LaunchError
+from .errors import ClusterError, LaunchError
 from .member import TERM_DEADLINE_S, Member, complain
 from .nanny import Place
 from .rendezvous import Note, Rendezvous
@@ -23,6 +24,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
     int
         This rank's exit code.
     """
+    member.watch_launcher(partial(member.leave, 128 + signal.SIGTERM))
     try:
         note, channel = await _find_leader(member, rendezvous)
     except LaunchError as error:
@@ -44,8 +46,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
             case "work":
                 work.append(asyncio.create_task(_work(member, channel, order)))
             case "program":
-                member.start_program(order["address"])
-                work.append(asyncio.create_task(_await_program(member, channel)))
+                work.append(asyncio.create_task(_run_program(member, channel, order["address"])))
             case "signal":
                 member.pass_on(order["number"])
             case "end":
@@ -71,9 +72,15 @@ async def _work(member: Member, channel: Channel, order: dict[str, Any]) -> None
         failed(None, f"{type(error).__name__}: {error}")
 
 
-async def _await_program(member: Member, channel: Channel) -> None:
+async def _run_program(member: Member, channel: Channel, address: str) -> None:
     assert member.program is not None
-    channel.send(op="program-ended", code=await member.program.wait())
+    try:
+        member.start_program(address)
+        code = await member.program.wait()
+    except ClusterError as error:
+        complain(error)
+        code = error.exit_code
+    channel.send(op="program-ended", code=code)
 
 
 async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Channel]:

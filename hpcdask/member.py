@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NoReturn
 
 import dask.config
@@ -28,10 +29,10 @@ from . import (
     template,
     transport,
 )
-from .bootstrap import STARTED, Janitor
+from .bootstrap import STARTED, Janitor, process_start
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
-from .errors import HpcdaskError, UsageError, root_cause
+from .errors import ClusterError, HpcdaskError, root_cause
 from .fabric import Fabric
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
@@ -113,8 +114,9 @@ class Member:
         self.nannies: list[BoundNanny] = []
         self.credentials: security.Credentials = {}
         self.ending = False
-        self.problem: UsageError | None = None
+        self.problem: HpcdaskError | None = None
         self.fabric = Fabric()
+        self._launcher_fd: int | None = None
 
     def view(self) -> View:
         """What this rank sees, checked.
@@ -240,7 +242,13 @@ class Member:
         file = os.path.join(self.scratch, "scheduler.json")
         schedulerfile.write(file, address, self.credentials, job=None)
         order = {"address": address, "file": file, "threads": len(os.sched_getaffinity(0))}
-        self.program.sock.sendall(json.dumps(order).encode() + b"\n")
+        try:
+            self.program.sock.sendall(json.dumps(order).encode() + b"\n")
+        except OSError:
+            raise ClusterError(
+                f"the program's process on {self.rank.host} was killed before the program started. "
+                f"Did the node run out of memory?"
+            ) from None
 
     def end_program(self) -> None:
         """Kill the program if it still runs: the run is over."""
@@ -277,19 +285,33 @@ class Member:
                 loop.add_signal_handler(number, handle, number)
         for number in PASSED_ON:
             loop.add_signal_handler(number, self.pass_on, number)
-        launcher = ranks.mpi_launcher()
-        if launcher is not None:
-            # an old kernel, a Python made for one (conda), or it is gone already
-            with contextlib.suppress(OSError, AttributeError):
-                gone = os.pidfd_open(launcher)
-                loop.add_reader(gone, self._without_launcher, gone, handle)
+        self.watch_launcher(partial(handle, signal.SIGTERM))
 
-    def _without_launcher(self, gone: int, handle: Callable[[int], None]) -> None:
-        """The launcher was killed: Open MPI's then ends nobody, and nobody reads what is said."""
-        asyncio.get_running_loop().remove_reader(gone)
-        os.close(gone)
+    def watch_launcher(self, act: Callable[[], None]) -> None:
+        """Call `act`, or the one of a later call, when the MPI launcher is gone.
+
+        If it was killed, Open MPI's ends nobody, and nobody reads what is said.
+        """
+        self._without_launcher, launcher = act, ranks.mpi_launcher()
+        if launcher is None or self._launcher_fd is not None:
+            return
+        loop, (pid, start) = asyncio.get_running_loop(), launcher
+        try:
+            self._launcher_fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            start = "gone"
+        except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
+            return
+        if self._launcher_fd is None or process_start(pid) != start:
+            loop.call_soon(self._lose_launcher)
+        else:
+            loop.add_reader(self._launcher_fd, self._lose_launcher)
+
+    def _lose_launcher(self) -> None:
+        if self._launcher_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._launcher_fd)
         if not self.ending:
-            handle(signal.SIGTERM)
+            self._without_launcher()
 
     def abort_launch(self, code: int) -> None:
         """End a launch in which some rank never came, and perhaps this one with it."""

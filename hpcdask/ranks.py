@@ -32,6 +32,7 @@ QUEUE_JOBS = {
 #: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
 #: own MPI found the rank, that rank.
 LAUNCHER_PID = "HPCDASK_LAUNCHER_PID"
+_launcher: tuple[int, str] | None = None
 GIVEN = "HPCDASK_RANK"
 
 
@@ -207,7 +208,7 @@ def launcher_pid() -> int:
     Wrappers, which bind a GPU say, and the starters of containers may stand between the two.
     """
     if given := os.environ.get(LAUNCHER_PID):
-        return int(given)
+        return int(given.partition(".")[0])
     pid = parent = os.getppid()
     while pid > 1:
         name, above = _name_and_parent(pid)
@@ -232,10 +233,26 @@ def leave_mpi_alone() -> None:
         mpi4py.rc.initialize = False
 
 
-def mpi_launcher() -> int | None:
-    """Process id of the MPI launcher on this node; None without one."""
-    pid = launcher_pid()
-    return pid if is_launcher(_name_and_parent(pid)[0]) else None
+def note_launcher() -> None:
+    """Find the MPI launcher early: later it may be gone, and nobody's parent."""
+    global _launcher
+    given = os.environ.get(LAUNCHER_PID, "")
+    if "." in given:  # somebody has found it earlier
+        pid, _, start = given.partition(".")
+        _launcher = (int(pid), start)
+    elif is_launcher(_name_and_parent(found := launcher_pid())[0]):
+        _launcher = (found, process_start(found))
+
+
+def mpi_launcher() -> tuple[int, str] | None:
+    """Process id and start of the MPI launcher on this node, as it was noted; None without one."""
+    return _launcher
+
+
+def launcher_text() -> str:
+    """The launcher, for a process that this one starts as its rank."""
+    note_launcher()
+    return ".".join(map(str, _launcher)) if _launcher else str(launcher_pid())
 
 
 def is_launcher(name: str) -> bool:

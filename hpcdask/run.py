@@ -10,6 +10,7 @@ if __name__ == "__main__":
     _janitor = bootstrap.Janitor.start()
     from hpcdask import devices, ranks
 
+    ranks.note_launcher()
     devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
     ranks.leave_mpi_alone()
     from hpcdask.prestart import prestart

@@ -160,12 +160,14 @@ def _launch(
     problem = None
     try:
         scratch = new_scratch(spec, janitor)
-    except UsageError as error:
+    except HpcdaskError as error:
         problem = error  # rank 0 says it, whichever rank has it
         try:
             scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
-        except UsageError:
+        except HpcdaskError:
             complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
+            if rank is not None:
+                rendezvous.abort_launch(rank, error.exit_code)
             leave(error.exit_code)
     template.prepare_forks()
     if launch.program is not None:

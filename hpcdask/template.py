@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any, NoReturn
 
-from .bootstrap import detach_standard_streams
+from .bootstrap import FILES, detach_standard_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -189,7 +189,10 @@ def _start_resource_tracker() -> None:
     """
     read_end, write_end = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
-    program = f"from multiprocessing.resource_tracker import main;main({read_end})"
+    program = (  # MPICH leaves copies of the rank's streams, and waits for their end
+        f"import os;os.closerange(3,{read_end});os.closerange({read_end + 1},{FILES});"
+        f"from multiprocessing.resource_tracker import main;main({read_end})"
+    )
     os.set_inheritable(read_end, True)
     os.posix_spawn(
         sys.executable,

@@ -41,6 +41,7 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
         ("mpich", "initialize", "return"),
         ("mpich", "initialize-mpi", "exit"),
         ("alone", "runner", "raise"),
+        ("alone", "runner", "shutdown"),
         ("alone", "initialize", "exit"),
     ],
     indirect=["site"],
@@ -49,7 +50,9 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
     site: Site, how: str, end: str
 ) -> None:
     ended = run(site, how, end)
-    assert ended.code == {"return": 0, "exit": 7, "raise": 1}[end], str(ended)
+    codes = {"return": 0, "exit": 7, "raise": 1, "shutdown": 5}
+    assert ended.code == codes[end], str(ended)
+    assert "TypeError" not in ended.err
     assert ended.out.count("workers") == 1, str(ended)
     assert "sum 6" in ended.out
     assert "hashes 1" in ended.out
@@ -59,6 +62,32 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
         assert not ended.foreign_lines, str(ended)
     if end == "raise":
         assert "ValueError: on purpose" in ended.err
+
+
+@pytest.mark.parametrize("site", ["mpich"], indirect=True)
+def test_two_nodes_of_mpich(site: Site) -> None:
+    """Its ranks speak MPI with the launcher by a file whose number the environment tells."""
+    site.launcher.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "2"]
+    ended = run(site, "runner", "exit", n=3)
+    assert ended.code == 7, str(ended)
+    assert "workers 3 sum 6" in ended.out
+    assert not ended.foreign_lines, str(ended)
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_a_rank_that_is_killed_before_it_is_ready(site: Site) -> None:
+    running = start(site, "runner", "return")
+    running.wait_for(lambda: list(site.tmp.glob("hpcdask-*")), "the rank's folder")
+    (rank,) = [
+        process.pid
+        for process in site.processes()
+        if "--attached" in process.cmdline() and process.ppid() == running.process.pid
+    ]
+    os.kill(rank, signal.SIGKILL)
+    ended = running.end(20)
+    site.check_nothing_left(since=time.time())
+    assert ended.code == 137, str(ended)
+    assert "hpcdask: error: this rank was killed by SIGKILL" in ended.err
 
 
 def test_a_killed_program_leaves_nothing(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -235,6 +236,50 @@ def test_a_killed_launcher_leaves_nothing(site: Site):
     ended = run.end()
     assert ended.code == -signal.SIGKILL
     site.check_nothing_left(killed)
+
+
+@under("openmpi")
+@pytest.mark.parametrize("moment", ["first", "all"])
+def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site, moment: str):
+    """It was asked for when the ranks had met, and then was nobody's parent any more."""
+    (site.folder / "silent.py").write_text("import time; time.sleep(100)")
+    run = site.start("silent.py", find=False)  # to write where nobody reads would end it
+    count = {"first": 1, "all": 2}[moment]
+    run.wait_for(lambda: len(list(site.tmp.glob("hpcdask-*"))) >= count, "the ranks' folders")
+    killed = run.signal(signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == -signal.SIGKILL
+    site.check_nothing_left(killed, within=8)
+
+
+@under("mpich")
+def test_the_launcher_does_not_wait_for_the_janitor(site: Site):
+    """MPICH leaves its ranks copies of their standard streams, and waits for the end of all."""
+    run = site.start("waits.py")
+    run.line("ready")
+    small = [
+        process
+        for process in site.processes()
+        if process.pid not in run.rank_pids().values() and is_janitor(process)
+    ]
+    assert len(small) == 2
+    for process in small:
+        process.suspend()
+    try:
+        run.signal(signal.SIGTERM)
+        run.process.wait(10)
+    finally:
+        for process in small:
+            process.resume()
+    run.end()
+    site.check_nothing_left(time.time())
+
+
+def is_janitor(process: psutil.Process) -> bool:
+    """It is the one that stands in the root folder, in a session of its own."""
+    with contextlib.suppress(psutil.Error):
+        return process.cwd() == "/" and os.getsid(process.pid) == process.pid
+    return False
 
 
 @under("alone")

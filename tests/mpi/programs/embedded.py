@@ -20,6 +20,9 @@ def work(client: Client) -> None:
         "workers", len(client.run(int)), "sum", client.submit(sum, [1, 2, 3]).result(), flush=True
     )
     print("hashes", len(set(client.run(hash, "x").values())), flush=True)
+    if end == "shutdown":
+        client.shutdown()
+        sys.exit(5)
     if end == "raise":
         raise ValueError("on purpose")
     if end == "exit":
