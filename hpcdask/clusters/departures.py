@@ -50,6 +50,7 @@ class Departures:
         self.poke = poke
         self._retiring: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, float] = {}
+        self._strays: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._cut_off = retire.CutOff()
 
@@ -147,9 +148,41 @@ class Departures:
         self._left[job_id] = time.time()
         self._spawn(self._poke_later())
 
-    async def _poke_later(self) -> None:
-        await asyncio.sleep(LEAVE_S + 0.1)
+    async def _poke_later(self, after_s: float | None = None) -> None:
+        await asyncio.sleep((LEAVE_S if after_s is None else after_s) + 0.1)
         self.poke()
+
+    def retire_strays(self, names: set[str]) -> None:
+        """Retire workers that stay though their job is over, as on a node that came back.
+
+        Parameters
+        ----------
+        names
+            Of all such workers that are connected now.
+        """
+        now, patience_s = time.time(), self.ledger.policy.lost_after_s
+        if not names <= self._strays.keys():
+            self._spawn(self._poke_later(patience_s))
+        self._strays = {name: self._strays.get(name, now) for name in names}
+        due = [name for name, since in self._strays.items() if now >= since + patience_s]
+        if due:
+            self._strays.update(dict.fromkeys(due, now))
+            self._spawn(self._retire_strays(due))
+
+    async def _retire_strays(self, names: Collection[str]) -> None:
+        ledger = self.ledger
+        ids = ", ".join(sorted({ledger.job_of(name) or "" for name in names}))
+        ledger.warn(
+            f"strays of {ids}",
+            f"workers of jobs that are over were still there, and retire: {ids}",
+        )
+        try:
+            gone = await retire.retire(ledger.scheduler, names, deadline_s=ATTEMPT_S)
+            if not gone.issuperset(names) and ledger.emptied and not self._others(""):
+                await retire.force_out(ledger.scheduler, names, reason="scaled-to-0")
+        except Exception as error:  # they are asked again
+            ledger.warn("strays", f"workers of {ids} cannot hand over: {root_cause(error)}")
+        self._spawn(self._poke_later(ledger.policy.lost_after_s))
 
     def _others(self, job_id: str) -> bool:
         return any(job.workers for job in self.ledger.counting() if job.id != job_id)

@@ -107,6 +107,7 @@ class Keeper:
         self._queried: set[str] = set()
         self._query: asyncio.Task[dict[str, Seen]] | None = None
         self._submission: asyncio.Task[None] | None = None
+        self._submitted = 0.0
         self._loop: asyncio.Task[None] | None = None
 
     # What the cluster asks
@@ -276,23 +277,29 @@ class Keeper:
         workers = ledger.connected()
         if late := set(workers) - set(ledger.jobs):  # of a submission that got no answer
             self._add(late)
+        strays: set[str] = set()
         for job_id, before in list(ledger.jobs.items()):
             states = workers.get(job_id, [])
+            names = [str(ws.name) for ws in states]
             after = observe(
                 before,
                 seen.get(job_id),
                 asked=job_id in asked,
-                workers=[str(ws.name) for ws in states],
+                workers=names,
                 held=sum(ws.nbytes for ws in states),
                 now=now,
                 policy=ledger.policy,
             )
+            over = after.state in OVER
+            strays.update(name for name in names if over or name not in after.workers)
             if after is before:
                 continue
             ledger.jobs[job_id] = after
             self._history = record(self._history, before, after, now, ledger.policy)
-            if after.state in OVER and before.state not in OVER:
+            if over and before.state not in OVER:
                 self._tell_end(after)
+        if not ledger.closing:
+            self._departures.retire_strays(strays)
 
     def _tell_end(self, job: Job) -> None:
         meant = self.ledger.closing or job.cancelled or job.leaving
@@ -349,7 +356,7 @@ class Keeper:
         return max(0, self.ledger.wanted - len(self.ledger.counting()))
 
     async def _submit(self, count: int) -> None:
-        ledger = self.ledger
+        ledger, self._submitted = self.ledger, time.time()
         try:
             await self._submitter.submit(count, ledger.jobs)
             ledger.calm("limit")
@@ -370,7 +377,11 @@ class Keeper:
         if not self.ledger.live():  # a later submission must not put off the query
             self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
         for job_id in ids:
-            self.ledger.jobs.setdefault(job_id, Job(job_id, self.ledger.size, now))
+            known = self.ledger.jobs.get(job_id)
+            # one of before this submission is another job: a queue that lost its state counts anew
+            if known is None or known.submitted < self._submitted:
+                self.ledger.jobs[job_id] = Job(job_id, self.ledger.size, now)
+                self._queried.discard(job_id)  # what is under way asks for the other one
         self.poke()
 
     # Failing

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hpcdask.clusters import retire
 from hpcdask.clusters.keeper import Keeper
 from hpcdask.clusters.ledger import Ledger
 from hpcdask.errors import QueueError
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import Policy, Seen, State
+from hpcdask.reconcile import Job, Policy, Seen, State
 
 
 class Door(LocalQueue):
@@ -52,3 +56,132 @@ def test_what_the_queue_shows_counts_whatever_accounting_says(
 
     assert asyncio.run(ask()).keys() == {"1"}
     assert said == [f"warning: {words}. How jobs ended is not known without it"]
+
+
+class Cluster:
+    """A keeper with a stand-in for the scheduler, whose workers have these names."""
+
+    def __init__(self, folder: Path, door: LocalQueue, *workers: str) -> None:
+        self.said: list[str] = []
+        self.scheduler = SimpleNamespace(workers={})
+        for name in workers:
+            self.scheduler.workers[name] = SimpleNamespace(name=name, nbytes=0)
+        self.ledger = Ledger(
+            self.scheduler, "ab", size=1, policy=Policy(lost_after_s=0.2), say=self.said.append
+        )
+        made = ClusterFolder.create("ab", "local", base=folder)
+        made.write_script("#!/bin/sh\n")
+        self.keeper = Keeper(self.ledger, door, made, poll_interval_s=60)
+        self.keeper._next_query = time.monotonic() + 60
+
+    def add(self, job_id: str, state: State, **facts: Any) -> None:
+        self.ledger.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
+
+
+def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkeypatch):
+    """A node came back, or who watched over the job was killed; they stayed for ever."""
+    names = ["ab-1-0-0", "ab-2-0-0", "ab-2-1-0", "ab-3-0-0", "other"]
+    tried: list[set[str]] = []
+
+    async def run() -> None:
+        cluster = Cluster(tmp_path, LocalQueue(), *names)
+        cluster.add("1", State.COMPLETED)
+        cluster.add("2", State.RUNNING, restarts=1)
+        cluster.add("3", State.RUNNING)
+        again = asyncio.Event()
+
+        async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
+            tried.append(set(names))
+            if len(tried) == 1:
+                raise RuntimeError("dictionary changed size")
+            for name in names:
+                del cluster.scheduler.workers[name]
+            again.set()
+            return frozenset(names)
+
+        monkeypatch.setattr(retire, "retire", hand_over)
+        cluster.keeper._observe(set(), {})
+        await asyncio.sleep(0)
+        assert not tried  # they may just be closing
+        monkeypatch.setattr(cluster.keeper, "_act", lambda: None)
+        watch = asyncio.create_task(cluster.keeper._watch())
+        await asyncio.wait_for(again.wait(), 10)
+        watch.cancel()
+        cluster.keeper._observe(set(), {})
+        await asyncio.gather(watch, *cluster.keeper._departures.stop(), return_exceptions=True)
+        assert set(cluster.scheduler.workers) == {"ab-2-1-0", "ab-3-0-0", "other"}
+        assert not cluster.keeper._departures._strays
+        assert cluster.said == [
+            "warning: workers of jobs that are over were still there, and retire: 1, 2",
+            "warning: workers of 1, 2 cannot hand over: RuntimeError: dictionary changed size",
+        ]
+
+    asyncio.run(run())
+    assert tried == [{"ab-1-0-0", "ab-2-0-0"}] * 2
+
+
+def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants(
+    tmp_path, monkeypatch
+):
+    forced: list[list[str]] = []
+
+    async def hand_over(*_: Any, **__: Any) -> frozenset[str]:
+        return frozenset()
+
+    async def force_out(_: Any, names: list[str], *, reason: str) -> None:
+        forced.append(names)
+
+    async def run() -> None:
+        cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
+        cluster.add("1", State.COMPLETED)
+        await cluster.keeper._departures._retire_strays(["ab-1-0-0"])
+        assert not forced
+        cluster.keeper.want(0)
+        await cluster.keeper._departures._retire_strays(["ab-1-0-0"])
+
+    monkeypatch.setattr(retire, "retire", hand_over)
+    monkeypatch.setattr(retire, "force_out", force_out)
+    asyncio.run(run())
+    assert forced == [["ab-1-0-0"]]
+
+
+class Counting(LocalQueue):
+    """Gives the ids 1, 2, … to each submission."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile = lambda: None
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        self.meanwhile()
+        return [f"{number}" for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("state", [State.CANCELLED, State.UNKNOWN])
+def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
+    """SLURM's controller lost its state and counted anew; its new jobs were taken for old ones."""
+
+    async def run() -> None:
+        door = Counting()
+        cluster = Cluster(tmp_path, door)
+        cluster.add("1", state, cancelled=True)
+        before = cluster.ledger.jobs["1"]
+        cluster.ledger.wanted = 2
+        cluster.keeper._queried = {"1"}
+
+        def connect() -> None:  # before sbatch returns
+            cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0)
+            cluster.keeper._observe(set(), {})
+
+        door.meanwhile = connect
+        await cluster.keeper._submit(2)
+        one, two = cluster.ledger.counting()
+        assert (one.id, two.id) == ("1", "2")
+        assert one.submitted > before.submitted
+        assert one == Job("1", 1, one.submitted)
+        assert two.state is State.RUNNING
+        assert not cluster.keeper._queried
+        cluster.keeper._add(["2"])
+        assert cluster.ledger.jobs["2"] is two
+
+    asyncio.run(run())
