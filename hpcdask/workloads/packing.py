@@ -308,7 +308,9 @@ def _tiles(packed: Any, n: int, dtype: DTypeLike) -> Iterator[tuple[slice, Any]]
 def _validate_packed(packed: Any, n: int) -> None:
     if packed.dtype != np.uint8 or packed.ndim < 1:
         raise WorkloadError(f"packed values are uint8 with at least one axis, not {packed.dtype}")
-    if n < 0 or packed.shape[-1] != n_bytes(n):
+    if n < 0:
+        raise WorkloadError(f"n={n} values: a row has 0 or more")
+    if packed.shape[-1] != n_bytes(n):
         raise WorkloadError(
             f"n={n} values take {n_bytes(n)} bytes; the rows have {packed.shape[-1]}: give the "
             "number of values of a row before it was packed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -221,6 +222,15 @@ def test_a_queue_that_does_not_answer_is_an_error(user):
     done = user.hpcdask("cleanup", "--yes", code=1)
     assert "there is no bsub" in done.stderr
     assert not processes(left)
+
+
+def test_a_queue_in_which_nothing_was_is_not_asked(user):
+    """A cluster that only showed its script made `hpcdask jobs` fail for good."""
+    folder = user.left_cluster(jobs=0)
+    for submission in folder.submissions():
+        shutil.rmtree(submission.path)
+    elsewhere(folder, queue="lsf", ended=time.time())
+    assert "No cluster of yours has jobs" in user.hpcdask("jobs").stdout
 
 
 def test_a_base_that_cannot_be_read_is_one_line(user, tmp_path):

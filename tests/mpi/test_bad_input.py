@@ -125,6 +125,20 @@ def assert_works(result: Result, workers: int) -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--preload", "nothere.part"), "--preload nothere.part: there is no module nothere"),
+        (("--preload-nanny", "no.py"), "--preload-nanny no.py: the file no.py is not there"),
+        (("-n", "4"), "-n: the launcher says how many workers there are"),
+        (("--n-workers", "4"), "--n-workers: the launcher says how many workers there are"),
+    ],
+)
+def test_what_cannot_be_loaded_or_is_the_launcher_s(mpirun: Launcher, script, words, said):
+    """A preload that is missing was 50 lines of traceback."""
+    assert_refused(mpirun.run(2, *CPU, *words, script), said)
+
+
 def gpus(count: int) -> dict[str, str]:
     return {"FAKE_NVML": json.dumps([{"uuid": f"GPU-{i:08x}"} for i in range(count)])}
 

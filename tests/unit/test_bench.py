@@ -431,6 +431,21 @@ def test_input_that_contradicts_itself(tmp_path, capsys):
     assert "--compare reads two files; to measure array, leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--report", "--size"])
+def test_options_stand_behind_the_workload(capsys, option):
+    assert command.main([option, "x.html", "all"]) == 2
+    said = capsys.readouterr().err
+    where = "all" if option == "--report" else "array"
+    assert f"and stands behind one: hpcdask bench {where} {option} …" in said
+    assert command.main(["--frob"]) == 2
+    assert "--frob" in capsys.readouterr().err
+
+
+def test_a_table_s_size_on_gpus_where_there_are_none(capsys):
+    assert command.main(["table", "--size", "20MB"]) == 2
+    assert "this machine has none: see --cpu-size" in capsys.readouterr().err
+
+
 def test_a_table_on_a_full_disk(capsys):
     argv = ["table", "--cpu-size", "2MB", "--repeats", "1", "--json", "/dev/full"]
     assert command.main(argv) == 2

@@ -450,3 +450,11 @@ def test_kernels_on_columns_of_any_size(gpu):
     assert (found[:, 0] == 0).all()
     expected = values.T @ factor[:, :5].astype(np.float64)
     assert (np.abs(found[:, :5] - expected) <= 1e-6 * np.abs(expected).max(axis=0)).all()
+
+
+def test_what_is_no_packed_array():
+    """A list was an AttributeError."""
+    with pytest.raises(WorkloadError, match="packed values are uint8"):
+        unpack([228, 11], 6)
+    with pytest.raises(WorkloadError, match="n=-1 values: a row has 0 or more"):
+        unpack(np.empty(0, np.uint8), -1)

@@ -501,3 +501,33 @@ def test_completion_by_the_shell():
         check=False,
     )
     assert done.stdout == "plain,submit\n", done.stderr
+
+
+def test_without_gpus_the_workers_compute_on_the_cpu():
+    """In a job the runner expects GPUs, so it would have failed after hours in the queue."""
+    none = ("--gpus-per-node", "0")
+    assert "hpcdask.run --device cpu train.py" in script("slurm", *none, "train.py")
+    named = script("slurm", *none, "--run", "--device=cuda", "train.py")
+    assert "hpcdask.run --device=cuda train.py" in named
+    theirs = script("slurm", *none, "--directive", "--gpus=2", "train.py")
+    assert "hpcdask.run train.py" in theirs
+
+
+def test_other_words_for_the_same():
+    assert "\n#SBATCH -p fast\n" in script("slurm", "--partition", "fast", "train.py")
+    assert "--mem: 'lots' is not an amount of memory" in (
+        said := refused("script", "slurm", "--mem", "lots", "train.py")
+    )
+    assert "0 for all of the node's (SLURM)" in said
+    assert "auto" not in said
+    assert "--mem: 'auto' is not" in refused("script", "slurm", "--mem", "auto", "train.py")
+
+
+def test_a_program_among_the_runner_s_options():
+    assert "has more than options" in refused("script", "slurm", "--run", "train.py", "train.py")
+
+
+def test_a_configured_walltime_that_yaml_has_counted():
+    with dask.config.set({"jobqueue.slurm.walltime": 7200}):
+        assert "walltime=7200 is a number" in refused("script", "slurm", "train.py")
+        assert "#SBATCH -t 1:00:00" in script("slurm", "-t", "1:00:00", "train.py")

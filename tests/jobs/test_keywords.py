@@ -1,0 +1,82 @@
+"""Words that a cluster does not know, and sections of the configuration: before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+
+import hpcdask
+from hpcdask.errors import UsageError
+
+JOB = {"cores": 8, "memory": "64GiB"}
+
+
+def script(folder: Path, **keywords: Any) -> str:
+    with hpcdask.SLURMCUDACluster(shared_temp_directory=str(folder), **keywords) as cluster:
+        return cluster.job_script()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"gpus": 2}, "unknown keyword gpus: did you mean gpus_per_job? There are"),
+        ({"partition": "gpu"}, "unknown keyword partition: did you mean queue? "),
+        ({"wallltime": "1"}, "unknown keyword wallltime: did you mean walltime? "),
+        ({"start_time_out": 1}, "unknown keyword start_time_out: did you mean start_timeout? "),
+        ({"qqq": 1}, "unknown keyword qqq: There are those of hpcdask's clusters ("),
+        ({"device": "gpu"}, "device: 'gpu' is not one of auto, cuda, cpu"),
+        ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
+        ({"walltime": 7200}, "walltime=7200 is a number, and queues differ in what that counts: "),
+        ({"config_name": "slurm-x"}, "has no section jobqueue.slurm-x. It has: "),
+    ],
+)
+def test_what_is_not_understood_is_told_with_what_may_be_meant(
+    tmp_path: Path, keywords: dict, message: str
+):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        script(tmp_path, **JOB, **keywords)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_runner_s_keywords_are_named_as_such():
+    with pytest.raises(UsageError, match=r"^memory_limit: 0\.5 is not an amount of memory"):
+        hpcdask.Runner(memory_limit=0.5)
+
+
+def test_a_walltime_that_yaml_has_counted(tmp_path: Path):
+    """02:00:00 without quotes is 7200 in YAML, which for SLURM is five days."""
+    with dask.config.set({"jobqueue.slurm.walltime": 7200}):
+        with pytest.raises(UsageError, match="in quotes in a YAML file too"):
+            script(tmp_path, **JOB)
+        assert "\n#SBATCH -t 02:00:00\n" in script(tmp_path, **JOB, walltime="02:00:00")
+
+
+def test_a_section_needs_only_what_differs(tmp_path: Path):
+    """What was not in it was a KeyError."""
+    mine = {"queue": "h200", "job-extra-directives": ["--qos=x"]}
+    usual = {"jobqueue.slurm.account": "grp", "jobqueue.slurm.queue": "cpu"}
+    with dask.config.set({"jobqueue.slurm-h200": mine, **usual}):
+        text = script(tmp_path, **JOB, config_name="slurm-h200")
+        assert dask.config.get("jobqueue.slurm-h200") == mine
+    for line in ("-p h200", "-A grp", "--qos=x"):
+        assert f"\n#SBATCH {line}\n" in text, text
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [("max", "did you mean maximum? "), ("maximum_workers", "did you mean maximum"), ("x", "")],
+)
+def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
+    """`adapt(max=2)` followed the work up without an end."""
+    keywords = {"device": "cpu", "shared_temp_directory": str(tmp_path)}
+    with hpcdask.LocalCUDAJobCluster(**keywords) as cluster:
+        with pytest.raises(
+            UsageError, match=f"^adapt: unknown keyword {keyword}: {re.escape(hint)}"
+        ):
+            cluster.adapt(**{keyword: 2})
+        adaptive = cluster.adapt(maximum=0, interval="2 s", target_duration=3, wait_count=1)
+        assert (adaptive.wait_count, adaptive.interval) == (1, 2)
