@@ -50,6 +50,7 @@ class Departures:
         self.poke = poke
         self._retiring: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
         self._strays: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._cut_off = retire.CutOff()
@@ -69,7 +70,7 @@ class Departures:
     # At once
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel these, and again later if the queue does not answer."""
+        """Cancel these, and again later if the queue does not answer, or forgets it."""
         jobs = self.ledger.jobs
         ids = [
             job_id
@@ -79,6 +80,7 @@ class Departures:
         for job_id in ids:
             self.ledger.mark(job_id, cancelled=True)
             self._left.pop(job_id, None)
+            self._asked.pop(job_id, None)
         if ids:
             self._spawn(self._cancel(ids))
 
@@ -86,20 +88,24 @@ class Departures:
         try:
             await self.queue.cancel(ids)
             self.ledger.calm("cancel")
+            waiting = self._asked
         except Exception as error:  # whatever it is, the jobs must not stay
             self.ledger.warn("cancel", str(error))
-            now = time.time()
-            self._left.update(dict.fromkeys(ids, now))
-            self._spawn(self._poke_later())
+            waiting = self._left
+        waiting.update(dict.fromkeys(ids, time.time()))
+        self._spawn(self._poke_later())
 
     def cancel_stragglers(self) -> None:
         """Cancel the jobs that should have ended by now."""
-        now = time.time()
-        due = [job_id for job_id, at in self._left.items() if now > at + LEAVE_S]
-        for job_id in due:
-            del self._left[job_id]
         jobs = self.ledger.jobs  # one that was started again has a life of its own
-        self.cancel([job_id for job_id in due if jobs[job_id].leaving or jobs[job_id].cancelled])
+        late = [
+            job_id for job_id in _due(self._left) if jobs[job_id].leaving or jobs[job_id].cancelled
+        ]
+        still = [jobs[job_id] for job_id in _due(self._asked)]
+        forgotten = [
+            job.id for job in still if job.cancelled and job.state not in OVER and not job.missed
+        ]
+        self.cancel(late + forgotten)
 
     # In good order
 
@@ -256,3 +262,12 @@ class Departures:
                 )
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, 2.0)
+
+
+def _due(times: dict[str, float]) -> list[str]:
+    """Take out the jobs that have had `LEAVE_S` since then."""
+    now = time.time()
+    due = [job_id for job_id, at in times.items() if now > at + LEAVE_S]
+    for job_id in due:
+        del times[job_id]
+    return due

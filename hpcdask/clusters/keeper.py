@@ -28,6 +28,8 @@ from .submitter import Submitter
 
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
+#: Seconds for a last look at the queue when all jobs are gone.
+RETURNED_S = 10.0
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
     "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
@@ -201,6 +203,22 @@ class Keeper:
             self._observe(set(ids), await self._ask(ids))
 
         await self._departures.end_all(look)
+        if await self._find_returned():
+            await self._departures.end_all(look)
+
+    async def _find_returned(self) -> bool:
+        """Enter the jobs that are over and there again: SLURM's controller may lose an end."""
+        live: list[str] = []
+        if self.ledger.jobs:
+            with contextlib.suppress(Exception):  # nobody can say, and all had ended before
+                async with asyncio.timeout(RETURNED_S):
+                    tagged = await self.queue.tagged()
+                    mine = [job for job, tag in tagged.items() if tag == self._submitter.tag]
+                    seen = await self.queue.query(mine) if mine else {}
+                    live = [job.id for job in seen.values() if job.state not in OVER]
+        now = time.time()
+        self.ledger.jobs.update({job_id: Job(job_id, self.ledger.size, now) for job_id in live})
+        return bool(live)
 
     # The loop
 

@@ -636,7 +636,7 @@ def test_the_end_of_a_program_ends_its_jobs_without_a_warden(folder: Path, tmp_p
         text=True,
         timeout=60,
     )
-    assert re.fullmatch("closed( completed| cancelled){2}\n", done.stdout), done.stdout
+    assert re.fullmatch("closed( completed| cancelled| failed){2}\n", done.stdout), done.stdout
     assert not done.stderr
     assert not keys(folder)
 

@@ -48,6 +48,14 @@ class Site:
         self.poked.set()
         self.departures.cancel_stragglers()
 
+    async def cancelled(self, times: int) -> None:
+        """Wait until there were so many requests to cancel."""
+        async with asyncio.timeout(5):
+            while len(self.door.cancelled) < times:
+                self.poked.clear()
+                await self.poked.wait()
+                await asyncio.sleep(0)
+
 
 @pytest.mark.parametrize("error", [NoAnswer("scancel did not answer"), OSError("no more threads")])
 def test_a_cancel_that_failed_is_repeated(monkeypatch, error):
@@ -56,12 +64,35 @@ def test_a_cancel_that_failed_is_repeated(monkeypatch, error):
     async def run() -> None:
         site = Site(monkeypatch, error)
         site.departures.cancel(["1"])
-        async with asyncio.timeout(5):
-            while len(site.door.cancelled) < 2:
-                site.poked.clear()
-                await site.poked.wait()
-                await asyncio.sleep(0)
+        await site.cancelled(2)
         assert site.said == [f"warning: {error}"]
+
+    asyncio.run(run())
+
+
+def test_a_cancel_that_the_queue_forgets_is_repeated(monkeypatch):
+    async def run() -> None:
+        site = Site(monkeypatch)
+        site.departures.cancel(["1"])
+        await site.cancelled(3)
+        assert not site.said
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "facts", [{"state": State.CANCELLED}, {"missed": 1}, {"cancelled": False}], ids=str
+)
+def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
+    async def run() -> None:
+        site = Site(monkeypatch)
+        site.departures.cancel(["1"])
+        await asyncio.sleep(0)
+        site.ledger.mark("1", **facts)
+        await asyncio.wait_for(site.poked.wait(), 5)
+        await asyncio.sleep(0)
+        assert site.door.cancelled == [["1"]]
+        assert not site.departures._asked
 
     asyncio.run(run())
 

@@ -14,7 +14,7 @@ import pytest
 from hpcdask.clusters import retire
 from hpcdask.clusters.keeper import Keeper
 from hpcdask.clusters.ledger import Ledger
-from hpcdask.errors import QueueError
+from hpcdask.errors import NoTags, QueueError
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 from hpcdask.reconcile import Job, Policy, Seen, State
@@ -185,3 +185,53 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         assert cluster.ledger.jobs["2"] is two
 
     asyncio.run(run())
+
+
+class Forgetful(LocalQueue):
+    """Has lost the end of job 1; shows others that are over, or not the cluster's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.ends = 0
+        self.looks = 0
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        assert list(ids) == ["1"]
+        self.ends += 1
+
+    async def tagged(self) -> dict[str, str]:
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return {"1": "hpcdask:ab", "2": "hpcdask:ab", "3": "hpcdask:other"}
+
+    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+        assert "3" not in ids
+        one = State.CANCELLED if self.ends else State.PENDING
+        return {"1": Seen("1", one), "2": Seen("2", State.COMPLETED)}
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(None, 1), (NoTags("no tags"), 0), (ValueError("not a number"), 0)]
+)
+def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, ends):
+    """SLURM's controller was killed before it saved that they had been cancelled."""
+
+    async def run() -> None:
+        door = Forgetful(error)
+        cluster = Cluster(tmp_path, door)
+        cluster.add("1", State.CANCELLED, cancelled=True)
+        cluster.add("2", State.COMPLETED)
+        await cluster.keeper.close()
+        assert door.ends == ends
+        assert door.looks == 1
+        assert not cluster.ledger.live()
+
+    asyncio.run(run())
+
+
+def test_a_cluster_without_jobs_asks_the_queue_nothing_at_its_end(tmp_path):
+    door = Forgetful()
+    asyncio.run(Cluster(tmp_path, door).keeper.close())
+    assert not door.looks
