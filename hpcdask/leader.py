@@ -449,6 +449,7 @@ class Leader:
                 case "gave-up":
                     return ClusterError.exit_code
                 case "deadline":
+                    say(f"the program did not end within {TERM_DEADLINE_S:g} s, and is killed")
                     return 128 + (self.signalled or signal.SIGTERM)
                 case "signal" if not self.has_program:
                     return 128 + int(event.value)

@@ -154,6 +154,19 @@ def test_a_second_signal_ends_it_at_once(site: Site):
     site.check_nothing_left(sent)
 
 
+@under("alone")
+@pytest.mark.slow
+def test_a_program_that_ignores_sigterm_is_killed_and_that_is_told(site: Site):
+    run = site.start("waits.py", "ignore")
+    run.line("ready")
+    sent = run.signal(signal.SIGTERM)
+    ended = run.end(40)
+    assert ended.code == 143, str(ended)
+    assert 25 <= ended.at - sent < 35
+    assert "hpcdask: the program did not end within 25 s, and is killed\n" in ended.err
+    site.check_nothing_left(ended.at)
+
+
 @under("openmpi", "mpich")
 def test_sigusr1_is_the_program_s_alone(site: Site):
     run = site.start("waits.py", "usr1")
