@@ -178,12 +178,16 @@ def svd_rows(
     k
         Number of singular triplets, at most ``min(m, n)``.
     oversample
-        Additional columns of the range finder.
+        Additional columns of the range finder. The slower the singular values decrease, the more
+        come out too low, and a larger number helps. Where ``k + oversample`` is more than half of
+        the columns of a tall ``x``, all of them are used.
     n_power_iter
-        Additional passes, for spectra that decay slowly.
+        Additional passes, for values that decrease slowly, such as 1/i. Where they hardly decrease,
+        as those of random numbers, all stay some percent too low: take `svd_exact`.
     passes
         1 reads ``x`` once for ``s`` and ``v``, which may be a stream that would not fit in memory,
-        and resolves singular values down to 1e-6 σ₁; 2 resolves them down to eps σ₁.
+        and resolves singular values down to 1e-6 σ₁; 2 resolves them down to eps σ₁. That is how
+        small they may be: how exact they are, `oversample` and `n_power_iter` decide.
     prepare
         Turns a tile of rows of ``x`` into floats of the same shape, row by row, whenever it is
         read: for scaling that would not fit in memory. It has to be picklable, gets NumPy or CuPy
