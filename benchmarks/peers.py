@@ -417,8 +417,9 @@ def add_results(path: Path, results: dict[str, Any]) -> None:
 def write_docs(paths: list[str]) -> None:
     """Write docs/benchmarks.md from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
-    for path in paths:
-        content = json.loads(Path(path).read_text())
+    # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
+    for path in sorted(map(Path, paths), key=lambda path: path.stem):
+        content = json.loads(path.read_text())
         text += f"\n## {content['machine']} ({content['date']})\n\n"
         text += (
             "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
