@@ -611,7 +611,8 @@ def plan(
     )
 
 
-def _is_paused(job: Job) -> bool:
+def is_paused(job: Job) -> bool:
+    """Whether the queue has stopped the processes of a job that runs."""
     return job.reason.startswith(PAUSED)
 
 
@@ -634,8 +635,8 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
     return [
         *sorted(waiting, key=_age, reverse=True),
-        *sorted(starting, key=lambda job: (_is_paused(job), _age(job)), reverse=True),
-        *sorted(running, key=_is_paused, reverse=True),
+        *sorted(starting, key=lambda job: (is_paused(job), _age(job)), reverse=True),
+        *sorted(running, key=is_paused, reverse=True),
     ][:surplus]
 
 

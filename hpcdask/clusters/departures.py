@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcdask.errors import QueueError, root_cause
 from hpcdask.queues.base import Queue
-from hpcdask.reconcile import OVER, Job, ends_at, margin_s
+from hpcdask.reconcile import OVER, Job, ends_at, is_paused, margin_s
 
 from . import retire
 from .ledger import Ledger
@@ -137,6 +137,11 @@ class Departures:
             if left <= 0:
                 await self._force_out(job)
                 break
+            # stopped processes would not end what they run; results have to wait until they go on
+            if is_paused(job) and not retire.hold_alone(ledger.scheduler, job.workers):
+                await retire.force_out(ledger.scheduler, job.workers, reason="suspended")
+                self.cancel([job_id])
+                return
             deadline_s = left if job.expiring else min(left, ATTEMPT_S)
             gone = await retire.retire(ledger.scheduler, job.workers, deadline_s=deadline_s)
             if gone >= job.workers:

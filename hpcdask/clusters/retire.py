@@ -208,6 +208,18 @@ def fail_waiting(scheduler: Scheduler, error: Exception) -> int:
     return failed
 
 
+def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
+    """Whether these workers hold anything that no other worker has that is to stay."""
+    leaving = _workers(scheduler, names)
+    return any(
+        not any(
+            other.status == Status.running and other not in leaving for other in ts.who_has or ()
+        )
+        for ws in leaving
+        for ts in ws.has_what
+    )
+
+
 def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
     """Return the groups of workers that may be closed, the one that holds least first.
 

@@ -327,6 +327,21 @@ def test_another_distributed_may_have_no_such_request() -> None:
 
 
 @in_loop
+async def test_what_workers_hold_alone() -> None:
+    async with site("a", "b", "c") as s:
+        assert not retire.hold_alone(s.scheduler, ["a", "b", "never-there"])
+        one = s.client.submit(add, 1, 1, workers="a")
+        await wait(one)
+        assert retire.hold_alone(s.scheduler, ["a"])
+        assert not retire.hold_alone(s.scheduler, ["b"])
+        await s.client.submit(add, one, 1, workers="b")  # fetches it
+        assert not retire.hold_alone(s.scheduler, ["a"])
+        assert retire.hold_alone(s.scheduler, ["a", "b"])
+        s.scheduler.workers[s.worker_of["b"].address].status = Status.closing_gracefully
+        assert retire.hold_alone(s.scheduler, ["a"])  # it is on its way out
+
+
+@in_loop
 async def test_forced_out_more_often_than_failures_are_allowed(gate: str) -> None:
     async with site("w0", "idle") as s:
         lost = s.client.submit(add, 1, 1, key="lost", workers="w0", allow_other_workers=True)

@@ -145,3 +145,35 @@ def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatc
     monkeypatch.setattr(retire, "force_out", force_out)
     asyncio.run(run())
     assert reasons == ["walltime"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "alone", "forced"),
+    [("SUSPENDED", False, ["suspended"]), ("SUSPENDED", True, []), ("", False, [])],
+)
+def test_a_suspended_job_goes_at_once_unless_it_holds_results_alone(
+    monkeypatch, reason, alone, forced
+):
+    """What it ran never ended, and it stayed in the queue."""
+    reasons: list[str] = []
+
+    async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
+        return frozenset(names)
+
+    async def force_out(*_: Any, reason: str) -> list[Exception]:
+        reasons.append(reason)
+        return []
+
+    async def run() -> None:
+        site = Site(monkeypatch, reason=reason)
+        site.ledger.mark("1", workers=frozenset(worker_names("ab", site.ledger.jobs["1"])))
+        site.departures.retire("1")
+        await asyncio.wait_for(site.departures._retiring["1"], 5)
+        await asyncio.sleep(0)
+        assert site.door.cancelled == [["1"]] * len(forced)
+
+    monkeypatch.setattr(retire, "hold_alone", lambda scheduler, names: alone)
+    monkeypatch.setattr(retire, "retire", hand_over)
+    monkeypatch.setattr(retire, "force_out", force_out)
+    asyncio.run(run())
+    assert reasons == forced
