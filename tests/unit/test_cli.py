@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
-from hpcdask import cli
+from hpcdask import __version__, cli
 from hpcdask.queues.survey import Found
 from hpcdask.reconcile import Seen, State
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"hpcdask {__version__}\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,6 @@
+"""``python -m hpcdask``: what the command ``hpcdask`` is."""
+
+from hpcdask.cli import main
+
+if __name__ == "__main__":
+    main()
