@@ -24,6 +24,9 @@ from hpcdask.workloads import Check, Form
 
 __all__ = ["Case", "announce", "decimal_bytes", "describe", "record", "say", "tell"]
 
+#: Phases that are shorter would be told as 0.00 s.
+LEAST_TOLD_S = 0.005
+
 
 @dataclass(frozen=True)
 class Case:
@@ -167,7 +170,8 @@ def tell(line: dict[str, Any], json_file: Path | None) -> int:
 
 def _summary(line: dict[str, Any]) -> str:
     if "phases" in line and "GB/s" not in line:
-        parts = (f"{part['name']} {part['seconds']:.2f} s" for part in line["phases"])
+        told = [part for part in line["phases"] if part["seconds"] >= LEAST_TOLD_S]
+        parts = (f"{part['name']} {part['seconds']:.2f} s" for part in told)
         whole = f"{line['seconds_max']:.2f} s until the last of {line['workers']} workers"
         return f"{whole}: {'; '.join(parts)}"
     return (

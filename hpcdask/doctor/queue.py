@@ -107,13 +107,13 @@ def check(facts: Facts) -> list[Finding]:
     if "srun" in known:
         plugins = ", ".join(known["mpi"]) or "unknown"
         if not re.match(r"slurm", known["srun"]):
-            make = say.warning if known["job"] else say.ok  # SLURM may be installed for nothing
-            words = " ".join(known["srun"].split())[:120]
+            lines = known["srun"].splitlines() or ["prints nothing"]
             found.append(
-                make(
+                say.warning(
                     "srun",
-                    words or "prints nothing",
-                    "See whether SLURM works on this node: srun --version",
+                    lines[-1].strip()[:120],  # which says what came of those before
+                    "See whether SLURM works on this node: srun --version. Where it is installed "
+                    "and not used, this does not matter",
                 )
             )
         else:

@@ -848,9 +848,27 @@ def test_a_job_of_slurm(monkeypatch, tmp_path):
     assert only(made, "GPUs of the job").value == "SLURM_GPUS_PER_TASK=1"
     assert only(made, "srun").value == "slurm 22.05.8, MPI plugins pmi2"
     assert "--mpi=none" in only(made, "srun and MPI").advice
-    srun.write_text("#!/bin/sh\necho srun: error: no slurm.conf\nexit 1\n")
-    facts["queue"] = queue.read(environ)
-    assert "no slurm.conf" in only(examine(facts), "srun").value
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}], ids=["login node", "job"])
+@pytest.mark.parametrize(
+    ("script", "value"),
+    [
+        ("echo srun: error: Unknown host; echo srun: fatal: no source", "srun: fatal: no source"),
+        ("true", "prints nothing"),
+        ("exec sleep 60", "srun does not answer"),
+    ],
+)
+def test_a_slurm_that_does_not_answer(monkeypatch, tmp_path, environ, script, value):
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(queue, "COMMAND_DEADLINE_S", 0.5)
+    facts = nvlink_box() | {"queue": queue.read(environ)}
+    found = only(examine(facts), "srun")
+    assert (found.status, found.value[: len(value)]) == ("warning", value)
+    assert "srun --version" in found.advice
 
 
 def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
