@@ -34,6 +34,17 @@ _PARAMETERS = """
     walltime : str
         In the system's own form. Workers hand over what they hold before it is reached, and the
         job is replaced.
+    queue, account : str
+        The queue (SLURM's partition), and what jobs are charged to. Some systems have ``project``
+        in place of the account, HTCondor has neither.
+    nthreads : int
+        Threads of each worker. Default: 1 on a GPU; on the CPU the cores of its share of the job.
+    job_script_prologue : list of str
+        Lines of shell before the workers start, such as ``["module load cuda"]``.
+    protocol : {{"auto", "tcp", "ucx"}}
+        Between workers; all else is tcp. Default: ``"auto"``, ucx where there are fast links.
+    interface : str
+        Network interface that scheduler and workers listen on, such as ``"ib0"``.
     poll_interval : str or float
         Time between two queries of the queue. Default: 5 s.
     start_timeout : str or float
@@ -43,10 +54,16 @@ _PARAMETERS = """
     shared_temp_directory : str
         Folder on a file system that the nodes share, for scripts, logs and keys (0700).
         Default: ``~/.hpcdask``.
+    config_name : str
+        Section of the configuration to read instead; what it leaves out is that of
+        ``jobqueue.{config}``.
     name : str
         Name of the cluster. Default: a random one.
     scheduler_options : dict
         Passed to the scheduler, such as ``{{"interface": "eth0", "dashboard_address": ":8788"}}``.
+    silence_logs : str, int or bool
+        Level below which distributed's messages in this process are left out while the cluster
+        lives. Default: ``"error"``; False for none.
     asynchronous : bool
         Use it with ``async with``.
     **job_keywords

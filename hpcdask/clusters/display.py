@@ -16,7 +16,12 @@ ROWS = 50
 
 
 class JobTable(tuple[Job, ...]):
-    """The jobs of a cluster, in the order in which they were submitted."""
+    """The jobs of a cluster, in the order in which they were submitted.
+
+    A tuple of `hpcdask.reconcile.Job`, whose times are unix times, in seconds, and whose amounts of
+    memory are bytes. It shows itself as a table, in which ``age`` is hours, minutes and seconds
+    since a job started, or was submitted if it has not.
+    """
 
     def __new__(cls, jobs: Iterable[Job] = ()) -> JobTable:
         """Sort the jobs; those of one submission keep their order."""
