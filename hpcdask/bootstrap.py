@@ -198,19 +198,9 @@ class Janitor:
     def forget(self, path: str) -> None:
         """Leave it alone, whatever it is then."""
         with contextlib.suppress(OSError):  # somebody has ended the janitor
-            self._write(b"never ", path)
+            self._tell(b"never ", path)
 
     def _tell(self, when: bytes, path: str) -> None:
-        try:
-            self._write(when, path)
-        except OSError:
-            from .errors import LaunchError
-
-            raise LaunchError(
-                "this rank's janitor, the process that removes its files at the end, was killed"
-            ) from None
-
-    def _write(self, when: bytes, path: str) -> None:
         os.write(self._pipe, when + os.fsencode(path) + b"\0")
 
     def dismiss(self) -> None:

@@ -32,7 +32,7 @@ from . import (
 from .bootstrap import STARTED, Janitor, process_start
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
-from .errors import ClusterError, HpcdaskError, root_cause
+from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
 from .fabric import Fabric
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
@@ -347,4 +347,13 @@ def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
 
 def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
     """This rank's private folder, which the janitor knows of."""
-    return scratch_folder(spec, janitor.remove_at_end)
+
+    def announce(path: str) -> None:
+        try:
+            janitor.remove_at_end(path)
+        except OSError:
+            raise LaunchError(
+                "this rank's janitor, the process that removes its files at the end, was killed"
+            ) from None
+
+    return scratch_folder(spec, announce)

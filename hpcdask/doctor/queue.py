@@ -108,13 +108,12 @@ def check(facts: Facts) -> list[Finding]:
         plugins = ", ".join(known["mpi"]) or "unknown"
         if not re.match(r"slurm", known["srun"]):
             lines = known["srun"].splitlines() or ["prints nothing"]
+            last = lines[-1].strip()[:120]  # which says what came of those before
+            advice = "See whether SLURM works on this node: srun --version"
             found.append(
-                say.warning(
-                    "srun",
-                    lines[-1].strip()[:120],  # which says what came of those before
-                    "See whether SLURM works on this node: srun --version. Where it is installed "
-                    "and not used, this does not matter",
-                )
+                say.warning("srun", last, advice)
+                if known["job"]
+                else say.ok("srun", f"does not work here, and may not be in use: {last}", advice)
             )
         else:
             found.append(say.ok("srun", f"{known['srun']}, MPI plugins {plugins}"))
