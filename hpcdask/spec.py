@@ -148,6 +148,16 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
         ) from None
 
 
+#: What stands for a value in the command's help.
+METAVARS = {
+    parse_device_memory: "SIZE",
+    _parse_memory_limit: "SIZE",
+    parse_seconds: "TIME",
+    parse_deadline: "TIME",
+    parse_resources: "LIST",
+}
+
+
 def _choice(*choices: str) -> Callable[[Any, str], Any]:
     def check(value: Any, name: str) -> Any:
         if value not in choices:
@@ -226,12 +236,14 @@ class WorkerSpec:
         "auto",
         "What workers compute on. auto: GPUs where there are any.",
         _choice("auto", "cuda", "cpu"),
+        metavar="[auto|cuda|cpu]",
     )
     protocol: Protocol = _field(
         "auto",
         "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where GPUs "
         "have NVLink or InfiniBand between them, else tcp.",
         _choice("auto", "tcp", "ucx"),
+        metavar="[auto|tcp|ucx]",
     )
     interface: str | None = _field(
         None,
@@ -242,6 +254,7 @@ class WorkerSpec:
         None,
         "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
         _count(1),
+        metavar="N",
     )
     memory_limit: int | None = _field(
         None,
@@ -402,7 +415,9 @@ def options(cls: Any) -> list[Any]:
             default: Any = item.default
             if isinstance(default, tuple):
                 default = ",".join(default)
-            shown = default not in (None, "")
+            shown: bool | str = default not in (None, "")
+            if item.metadata["parse"] in (parse_seconds, parse_deadline) and shown:
+                shown = f"{default:g} s"
             result.append(
                 click.Option(
                     [option],
@@ -410,7 +425,7 @@ def options(cls: Any) -> list[Any]:
                     type=str,
                     show_default=shown,
                     help=item.metadata["help"],
-                    metavar=item.metadata.get("metavar"),
+                    metavar=item.metadata.get("metavar") or METAVARS.get(item.metadata["parse"]),
                 )
             )
     return result
@@ -426,6 +441,7 @@ class RunSpec(WorkerSpec):
         "shared: every rank has a worker, rank 0's node also the scheduler and the "
         "program. dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
         _choice("shared", "dedicated"),
+        metavar="[shared|dedicated]",
     )
     scheduler_file: str | None = _field(
         None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere."
@@ -445,4 +461,5 @@ class RunSpec(WorkerSpec):
         "Start the program when this many workers are there, and go on while they are. "
         "Default: all, and the loss of a rank ends the run.",
         _count(1),
+        metavar="N",
     )
