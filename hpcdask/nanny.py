@@ -430,17 +430,18 @@ def check_preloads(spec: WorkerSpec) -> None:
 
     for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
         for name in names:
+            top = name.partition(".")[0]
+            if " " in name or "://" in name:  # a program's text, or on the web
+                break  # which may make importable what comes after it
             if name.endswith(".py"):
-                found = os.path.exists(name)
+                if os.path.exists(name):
+                    break
                 what = f"the file {name} is not there (looked in {os.getcwd()})"
-            elif " " in name or "://" in name:  # a program's text, or on the web
+            elif top and (top in sys.modules or importlib.util.find_spec(top)):
                 continue
             else:
-                top = name.partition(".")[0]
-                found = top in sys.modules or importlib.util.find_spec(top) is not None
-                what = f"there is no module {top} (a file's name ends in .py)"
-            if not found:
-                raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
+                what = f"there is no module {top or name} (a file's name ends in .py)"
+            raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
 
 
 def purge(base: str) -> None:

@@ -32,6 +32,7 @@ QUEUE_JOBS = {
 #: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
 #: own MPI found the rank, that rank.
 LAUNCHER_PID = "HPCDASK_LAUNCHER_PID"
+_launcher_pid: int | None = None
 _launcher: tuple[int, str] | None = None
 GIVEN = "HPCDASK_RANK"
 
@@ -207,8 +208,8 @@ def launcher_pid() -> int:
 
     Wrappers, which bind a GPU say, and the starters of containers may stand between the two.
     """
-    if given := os.environ.get(LAUNCHER_PID):
-        return int(given.partition(".")[0])
+    if _launcher_pid is not None:
+        return _launcher_pid
     pid = parent = os.getppid()
     while pid > 1:
         name, above = _name_and_parent(pid)
@@ -235,11 +236,12 @@ def leave_mpi_alone() -> None:
 
 def note_launcher() -> None:
     """Find the MPI launcher early: later it may be gone, and nobody's parent."""
-    global _launcher
-    given = os.environ.get(LAUNCHER_PID, "")
-    if "." in given:  # somebody has found it earlier
+    global _launcher, _launcher_pid
+    given = os.environ.pop(LAUNCHER_PID, "")  # meant for this process alone
+    if given:
         pid, _, start = given.partition(".")
-        _launcher = (int(pid), start)
+        _launcher_pid = int(pid)
+        _launcher = (int(pid), start) if start else None
     elif is_launcher(_name_and_parent(found := launcher_pid())[0]):
         _launcher = (found, process_start(found))
 

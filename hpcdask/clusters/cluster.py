@@ -14,10 +14,9 @@ import os
 import re
 import sys
 import textwrap
-import threading
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -410,26 +409,17 @@ def _text(value: str) -> str:
         return file.read()
 
 
+@atexit.register
 def close_clusters() -> None:
-    """Close what the program left open. What cannot be closed in time is left to the warden."""
+    """Close what the program left open. What cannot be closed in time is left to the warden.
+
+    So are commands of the queue: Python has shut its threads down by then. Before that, threads of
+    the program may still wait for results.
+    """
     for cluster in list(JobCluster._instances):
         if getattr(cluster, "status", Status.closed) != Status.closed:
             with contextlib.suppress(Exception):
                 cluster.close(timeout=10)
-
-
-def _at_end(function: Callable[[], None]) -> None:
-    """Call the function at the end of the program, while commands can still run in threads.
-
-    Python shuts its pools of threads down before what is registered with `atexit`.
-    """
-    try:
-        threading._register_atexit(function)  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # it is private; and the end may have begun
-        atexit.register(function)
-
-
-_at_end(close_clusters)
 
 
 def _leave_to_parent() -> None:

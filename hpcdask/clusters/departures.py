@@ -102,10 +102,11 @@ class Departures:
             job_id for job_id in _due(self._left) if jobs[job_id].leaving or jobs[job_id].cancelled
         ]
         still = [jobs[job_id] for job_id in _due(self._asked)]
-        forgotten = [
-            job.id for job in still if job.cancelled and job.state not in OVER and not job.missed
-        ]
-        self.cancel(late + forgotten)
+        still = [job for job in still if job.cancelled and job.state not in OVER]
+        if missed := [job.id for job in still if job.missed]:  # it may be there again later
+            self._asked.update(dict.fromkeys(missed, time.time()))
+            self._spawn(self._poke_later())
+        self.cancel(late + [job.id for job in still if not job.missed])
 
     # In good order
 

@@ -29,7 +29,7 @@ from .submitter import Submitter
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
 #: Seconds for a last look at the queue when all jobs are gone.
-RETURNED_S = 10.0
+RETURNED_S = 3.0
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
     "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "

@@ -15,6 +15,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +46,7 @@ MEANT = {
     "workers": "n_workers",
 }
 MISSING = object()
+_sections = threading.RLock()
 #: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
 SHARED = {"interface", "local_directory", "death_timeout"}
 #: Keywords of dask-jobqueue whose values are lists, in its old names too.
@@ -237,20 +239,21 @@ def section(config_name: str, usual: str) -> Iterator[None]:
     UsageError
         There is no such section.
     """
-    if dask.config.get(f"jobqueue.{config_name}", None) is None:
+    if not isinstance(dask.config.get(f"jobqueue.{config_name}", None), Mapping):
         sections = ", ".join(sorted(dask.config.get("jobqueue")))
         raise UsageError(
             f"config_name={config_name!r}: Dask's configuration has no section "
             f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
             f"jobqueue.{usual}"
         )
-    missing = {
-        f"jobqueue.{config_name}.{key}": value
-        for key, value in dask.config.get(f"jobqueue.{usual}").items()
-        if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
-    }
-    with dask.config.set(missing):
-        yield
+    with _sections:  # the configuration is that of all threads
+        missing = {
+            f"jobqueue.{config_name}.{key}": value
+            for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
+            if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
+        }
+        with dask.config.set(missing):
+            yield
 
 
 def _threads(spec: WorkerSpec, gpus: int, cores: int) -> int | None:

@@ -11,6 +11,8 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.script import one_line
 from hpcdask.spec import parse_memory
 
+#: In directives that request GPUs.
+GPUS = re.compile(r"gres\S*gpu|--gpus|-G *\d|gpus?=|-gpu\b|request_gpus", re.I)
 #: Name of a job that runs no program.
 NO_PROGRAM = "dask-cluster"
 
@@ -75,7 +77,7 @@ class Asked:
     def options(self) -> tuple[str, ...]:
         """Options of the runner, which in a job expects GPUs if it is not told that none are."""
         named = any(word.partition("=")[0] == "--device" for word in self.run)
-        theirs = any("gpu" in line.lower() or "gres" in line for line in self.directives)
+        theirs = any(GPUS.search(line) for line in self.directives)
         return self.run if self.gpus_per_node or named or theirs else (*self.run, "--device", "cpu")
 
     @property

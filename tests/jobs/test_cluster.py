@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import gc
 import os
@@ -25,7 +24,6 @@ from distributed import Client
 from distributed.core import Status
 
 import hpcdask
-from hpcdask.clusters import cluster as clusters
 from hpcdask.clusters import departures, retire, scaling, submitter
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
@@ -613,18 +611,17 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
 
 
 ENDING = """
-import atexit, os, signal, sys
+import atexit, sys
 from hpcdask import LocalCUDAJobCluster
 cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
-cluster.scale(2)
-cluster.wait_for_workers(2, timeout=30)
-os.kill(cluster._warden.pid, signal.SIGKILL)
-atexit.register(lambda: print(cluster.status.name, *(job.state for job in cluster.jobs())))
+client = cluster.get_client()
+cluster.scale(1)
+client.wait_for_workers(1, timeout=30)
+atexit.register(lambda: print(cluster.status.name, client.status))
 """
 
 
-def test_the_end_of_a_program_ends_its_jobs_without_a_warden(folder: Path, tmp_path: Path):
-    """Python has shut its threads down before `atexit`, so nothing could be cancelled there."""
+def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: Path):
     program = tmp_path / "ending.py"
     program.write_text(ENDING)
     keywords = repr({**ONE, "shared_temp_directory": str(folder)})
@@ -636,23 +633,8 @@ def test_the_end_of_a_program_ends_its_jobs_without_a_warden(folder: Path, tmp_p
         text=True,
         timeout=60,
     )
-    assert re.fullmatch("closed( completed| cancelled| failed){2}\n", done.stdout), done.stdout
+    assert done.stdout == "running running\n", done.stderr
     assert not done.stderr
-    assert not keys(folder)
-
-
-@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
-def test_the_end_of_a_program_is_known_in_other_pythons(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-):
-    def refuse(function: Callable[[], None]) -> None:
-        raise error
-
-    registered: list[Callable[[], None]] = []
-    monkeypatch.setattr(threading, "_register_atexit", refuse)
-    monkeypatch.setattr(atexit, "register", registered.append)
-    clusters._at_end(print)
-    assert registered == [print]
 
 
 FORKING = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import dask
 import pytest
 
 import hpcdask
+from hpcdask.clusters import options
 from hpcdask.errors import UsageError
 
 JOB = {"cores": 8, "memory": "64GiB"}
@@ -64,6 +67,34 @@ def test_a_section_needs_only_what_differs(tmp_path: Path):
         assert dask.config.get("jobqueue.slurm-h200") == mine
     for line in ("-p h200", "-A grp", "--qos=x"):
         assert f"\n#SBATCH {line}\n" in text, text
+
+
+def test_sections_in_threads(tmp_path: Path):
+    """What one thread takes back, another one may read."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with dask.config.set({"jobqueue.mine": {"queue": "x"}}), ThreadPoolExecutor(4) as pool:
+            for _ in pool.map(lambda _: read_section(), range(200)):
+                pass
+            assert dask.config.get("jobqueue.mine") == {"queue": "x"}
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def read_section() -> None:
+    with options.section("mine", "slurm"):
+        for key in dask.config.get("jobqueue.slurm"):
+            dask.config.get(f"jobqueue.mine.{key}")
+
+
+@pytest.mark.parametrize("given", ["text", None])
+def test_a_section_that_is_none(tmp_path: Path, given: Any):
+    with (
+        dask.config.set({"jobqueue.mine": given}),
+        pytest.raises(UsageError, match=r"no section jobqueue\.mine"),
+    ):
+        script(tmp_path, **JOB, config_name="mine")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -16,6 +17,8 @@ import pytest
 
 from hpcdask import fabric, run
 from hpcdask.errors import UsageError
+from hpcdask.nanny import check_preloads
+from hpcdask.spec import WorkerSpec
 from launching import (
     Launcher,
     Result,
@@ -137,6 +140,25 @@ def assert_works(result: Result, workers: int) -> None:
 def test_what_cannot_be_loaded_or_is_the_launcher_s(mpirun: Launcher, script, words, said):
     """A preload that is missing was 50 lines of traceback."""
     assert_refused(mpirun.run(2, *CPU, *words, script), said)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["os.path", "json"], None),
+        (["import sys; sys.path.insert(0, 'x')", "then"], None),
+        (["http://node/x.py", "then"], None),
+        (["./mod"], "there is no module ./mod (a file's name ends in .py)"),
+        (["json", "then.part"], "there is no module then "),
+    ],
+)
+def test_preloads_that_may_be_there(names: list[str], message: str | None):
+    spec = WorkerSpec(preload=tuple(names))
+    if message is None:
+        check_preloads(spec)
+        return
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_preloads(spec)
 
 
 def gpus(count: int) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcdask import ranks
 from hpcdask.ranks import detect, job_id
 from hpcdask.rendezvous import wants_mpi
 
@@ -291,3 +293,16 @@ def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> 
     found = detect({**SHELL_BY_SRUN, **plugin})
     assert found is not None
     assert (found.launcher, found.index, found.size) == ("none", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "pid", "launcher"), [("17.4242", 17, (17, "4242")), ("18", 18, None)]
+)
+def test_a_launcher_that_is_given_is_given_to_one_process(monkeypatch, given, pid, launcher):
+    """A job that a Dask task submitted had it too, and ended since there was no such process."""
+    monkeypatch.setattr(ranks, "_launcher", None)
+    monkeypatch.setattr(ranks, "_launcher_pid", None)
+    monkeypatch.setenv(ranks.LAUNCHER_PID, given)
+    ranks.note_launcher()
+    assert ranks.LAUNCHER_PID not in os.environ
+    assert (ranks.launcher_pid(), ranks.mpi_launcher()) == (pid, launcher)

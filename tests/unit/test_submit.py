@@ -511,6 +511,9 @@ def test_without_gpus_the_workers_compute_on_the_cpu():
     assert "hpcdask.run --device=cuda train.py" in named
     theirs = script("slurm", *none, "--directive", "--gpus=2", "train.py")
     assert "hpcdask.run train.py" in theirs
+    for line in ("--gres=tmpfs:10G", "--constraint=nogpu"):  # which are no GPUs
+        text = script("slurm", *none, "--directive", line, "train.py")
+        assert "hpcdask.run --device cpu train.py" in text
 
 
 def test_other_words_for_the_same():
