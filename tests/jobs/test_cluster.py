@@ -610,6 +610,20 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     # the fixture waits for the jobs, their processes and the keys to be gone
 
 
+def run_with_keywords(text: str, folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program whose argument is the keywords of a cluster in this folder."""
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    return subprocess.run(
+        [sys.executable, program, repr({**ONE, "shared_temp_directory": str(folder)})],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 ENDING = """
 import atexit, sys
 from hpcdask import LocalCUDAJobCluster
@@ -622,17 +636,7 @@ atexit.register(lambda: print(cluster.status.name, client.status))
 
 
 def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: Path):
-    program = tmp_path / "ending.py"
-    program.write_text(ENDING)
-    keywords = repr({**ONE, "shared_temp_directory": str(folder)})
-    done = subprocess.run(
-        [sys.executable, program, keywords],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_with_keywords(ENDING, folder, tmp_path)
     assert done.stdout == "running running\n", done.stderr
     assert not done.stderr
 
@@ -652,17 +656,7 @@ cluster.close()
 
 def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
     """Its end took 10 s, and removed what the scheduler has on disk."""
-    program = tmp_path / "forking.py"
-    program.write_text(FORKING)
-    keywords = repr({**ONE, "shared_temp_directory": str(folder)})
-    done = subprocess.run(
-        [sys.executable, program, keywords],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_with_keywords(FORKING, folder, tmp_path)
     assert done.stdout == "3 True\nTrue running\n", done.stderr
     assert not done.stderr
 
