@@ -133,7 +133,8 @@ class Runner:
         if code >= 0:
             return code
         name = signal.Signals(-code).name
-        print(f"hpcdask: error: this rank was killed by {name}", file=sys.stderr, flush=True)
+        text = f"this rank was killed by {name}. Did the node run out of memory?"
+        print(f"hpcdask: error: {text}", file=sys.stderr, flush=True)
         return 128 - code
 
     def close(self) -> Awaitable[None]:

@@ -298,8 +298,8 @@ class Member:
         loop, (pid, start) = asyncio.get_running_loop(), launcher
         try:
             self._launcher_fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            start = "gone"
+        except ProcessLookupError:  # it is gone already
+            pass
         except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
             return
         if self._launcher_fd is None or process_start(pid) != start:
@@ -353,7 +353,8 @@ def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
             janitor.remove_at_end(path)
         except OSError:
             raise LaunchError(
-                "this rank's janitor, the process that removes its files at the end, was killed"
+                "this rank's janitor, the process that removes its files at the end, was killed. "
+                "Start the run again"
             ) from None
 
     return scratch_folder(spec, announce)

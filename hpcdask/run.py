@@ -73,10 +73,6 @@ def command() -> click.Command:
     )
 
 
-def _not_understood(error: click.UsageError) -> UsageError:
-    return UsageError(f"{error.format_message()} (python -m hpcdask.run --help lists the options)")
-
-
 def parse(argv: Sequence[str]) -> Launch:
     """Read the command line.
 
@@ -92,16 +88,16 @@ def parse(argv: Sequence[str]) -> Launch:
             values = dict(context.params)
     except click.exceptions.Exit as stop:
         raise SystemExit(stop.exit_code) from None
-    except click.NoSuchOption as error:
-        if error.option_name in COUNTS:
+    except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption) and error.option_name in COUNTS:
             raise UsageError(
                 f"{error.option_name}: the launcher says how many workers there are, one for each "
                 f"of its ranks: mpirun -n 4 python -m hpcdask.run … (without one, there is a "
                 f"worker for each GPU, or as LocalCluster has them on a CPU)"
             ) from None
-        raise _not_understood(error) from None
-    except click.UsageError as error:
-        raise _not_understood(error) from None
+        raise UsageError(
+            f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
+        ) from None
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")

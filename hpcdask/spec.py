@@ -149,7 +149,7 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
 
 
 #: What stands for a value in the command's help.
-METAVARS = {
+METAVARS: dict[Callable[[Any, str], Any], str] = {
     parse_device_memory: "SIZE",
     _parse_memory_limit: "SIZE",
     parse_seconds: "TIME",
@@ -164,6 +164,7 @@ def _choice(*choices: str) -> Callable[[Any, str], Any]:
             raise UsageError(f"{name}: {value!r} is not one of {', '.join(choices)}")
         return value
 
+    METAVARS[check] = f"[{'|'.join(choices)}]"
     return check
 
 
@@ -179,6 +180,7 @@ def _count(minimum: int) -> Callable[[Any, str], int | None]:
             raise UsageError(f"{name}: {value!r} is not a whole number of at least {minimum}")
         return number
 
+    METAVARS[check] = "N"
     return check
 
 
@@ -236,14 +238,12 @@ class WorkerSpec:
         "auto",
         "What workers compute on. auto: GPUs where there are any.",
         _choice("auto", "cuda", "cpu"),
-        metavar="[auto|cuda|cpu]",
     )
     protocol: Protocol = _field(
         "auto",
         "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where GPUs "
         "have NVLink or InfiniBand between them, else tcp.",
         _choice("auto", "tcp", "ucx"),
-        metavar="[auto|tcp|ucx]",
     )
     interface: str | None = _field(
         None,
@@ -254,7 +254,6 @@ class WorkerSpec:
         None,
         "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
         _count(1),
-        metavar="N",
     )
     memory_limit: int | None = _field(
         None,
@@ -441,7 +440,6 @@ class RunSpec(WorkerSpec):
         "shared: every rank has a worker, rank 0's node also the scheduler and the "
         "program. dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
         _choice("shared", "dedicated"),
-        metavar="[shared|dedicated]",
     )
     scheduler_file: str | None = _field(
         None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere."
@@ -461,5 +459,4 @@ class RunSpec(WorkerSpec):
         "Start the program when this many workers are there, and go on while they are. "
         "Default: all, and the loss of a rank ends the run.",
         _count(1),
-        metavar="N",
     )

@@ -442,7 +442,8 @@ def test_options_stand_behind_the_workload(capsys, option):
     assert "--frob" in capsys.readouterr().err
 
 
-def test_a_table_s_size_on_gpus_where_there_are_none(capsys):
+def test_a_table_s_size_on_gpus_where_there_are_none(capsys, monkeypatch):
+    monkeypatch.setattr(command, "visible_gpus", list)
     assert command.main(["table", "--size", "20MB"]) == 2
     assert "this machine has none: see --cpu-size" in capsys.readouterr().err
 
