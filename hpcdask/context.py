@@ -70,3 +70,25 @@ def make_context() -> None:
 
     call("cuInit", 0)
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
+
+
+def synchronize() -> None:
+    """Wait until the device has done what this process gave it so far. From any thread."""
+    from cuda.bindings import driver
+
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
+    driver.cuCtxSynchronize()
+    driver.cuDevicePrimaryCtxRelease(0)
+
+
+def lost() -> str | None:
+    """Which error made the context of this process unusable, by its name; None if it is sound.
+
+    After an illegal address, say, every call fails with that error until the process ends. Only
+    from the thread that made the context.
+    """
+    from cuda.bindings import driver
+
+    (code,) = driver.cuStreamQuery(0)
+    sound = (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY)
+    return None if code in sound else str(code.name)

@@ -11,7 +11,8 @@ from typing import Any
 from . import security
 from .control import Channel, dial
 from .errors import ClusterError, LaunchError
-from .member import TERM_DEADLINE_S, Member, complain
+from .logs import complain
+from .member import TERM_DEADLINE_S, Member
 from .nanny import Place
 from .rendezvous import Note, Rendezvous
 

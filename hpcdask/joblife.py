@@ -18,7 +18,8 @@ from . import devices, memory, security, sharing
 from .bootstrap import Janitor, mark
 from .devices import Gpu, View
 from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
-from .member import Member, complain, say
+from .logs import complain, say
+from .member import Member
 from .nanny import BoundNanny, Place
 from .places import settle, share
 from .ranks import Rank, detect, job_id

@@ -23,7 +23,8 @@ from .control import Channel, Hub
 from .devices import View
 from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from .fabric import Fabric
-from .member import AUTO, TERM_DEADLINE_S, Member, complain, say, seconds_since_start
+from .logs import complain, say
+from .member import AUTO, TERM_DEADLINE_S, Member, seconds_since_start
 from .nanny import Place
 from .peers import Link, judge
 from .places import owned_cores, plan, settle

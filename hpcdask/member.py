@@ -34,6 +34,7 @@ from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
 from .fabric import Fabric
+from .logs import say
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
 from .ranks import Rank
 from .scout import Scout, has_peers
@@ -48,17 +49,6 @@ SAME_SIGNAL_S = 0.3
 #: `--interface` that is chosen from what the nodes have.
 AUTO = "auto"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def say(text: str) -> None:
-    """One line for the user, on stderr; where that cannot be written, the run goes on."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"hpcdask: {text}", file=sys.stderr, flush=True)
-
-
-def complain(error: BaseException | str) -> None:
-    """One line that says what went wrong."""
-    say(f"error: {error}")
 
 
 def leave(code: int) -> NoReturn:

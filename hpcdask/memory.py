@@ -8,6 +8,7 @@ device, and one fails while the other holds memory that it does not use.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from dask.utils import format_bytes
 from .devices import Gpu, cuda_extra
 from .errors import DeviceError, MissingExtra, UsageError
 from .full import device_out_of_memory, free, holders
+from .logs import say
 from .spec import WorkerSpec
 
 Allocator = Literal["pool", "async", "cuda"]
@@ -25,6 +27,11 @@ Allocator = Literal["pool", "async", "cuda"]
 #: pool grows into the rest, unless CUDA's libraries, which allocate for themselves, need it first.
 POOL_FRACTION = 0.5
 SPILL_FRACTION = 0.8
+#: Seconds that a worker which was started again waits for room, and between two attempts.
+ROOM_DEADLINE_S, ROOM_INTERVAL_S = 5.0, 0.1
+#: Of what is free then, the part that its pool takes; and of the pool that was planned, the part
+#: below which it does not start.
+LEFT_FRACTION, LEAST_POOL = 0.9, 1 / 16
 #: RMM takes multiples of this.
 ALIGNMENT = 256
 PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
@@ -232,10 +239,18 @@ def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:
     return nbytes
 
 
-def apply(plan: MemoryPlan) -> None:
+def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
     """Set up the allocator, in the worker's process, after its CUDA context.
 
     Before any library allocates: what they have by then stays outside of the pool.
+
+    Parameters
+    ----------
+    plan
+        The worker's.
+    restarted
+        Whether it takes the place of a worker that died. Memory of that one may be held for a
+        moment yet, so the pool waits for it; then it begins smaller, with what is free.
 
     Raises
     ------
@@ -250,7 +265,7 @@ def apply(plan: MemoryPlan) -> None:
         if plan.allocator == "async":
             rmm.mr.set_current_device_resource(rmm.mr.CudaAsyncMemoryResource())
         else:
-            rmm.reinitialize(pool_allocator=True, initial_pool_size=plan.pool_size)
+            _make_pool(plan, ROOM_DEADLINE_S if restarted else 0)
     except Exception as error:  # MemoryError, or RuntimeError for any other refusal of CUDA's
         if plan.pool_size is None or not device_out_of_memory(error):
             raise DeviceError(
@@ -264,6 +279,35 @@ def apply(plan: MemoryPlan) -> None:
         ) from error
     for library in plan.libraries:
         _allocate_through_rmm(library)
+
+
+def _make_pool(plan: MemoryPlan, patience_s: float) -> None:
+    """Make RMM's pool; where there is no room for so long, one of what is free."""
+    import rmm
+
+    assert plan.pool_size is not None
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            rmm.reinitialize(pool_allocator=True, initial_pool_size=plan.pool_size)
+        except Exception as error:
+            if not patience_s or not device_out_of_memory(error):
+                raise
+            left = int(LEFT_FRACTION * rmm.mr.available_device_memory()[0])
+            if time.monotonic() > deadline:
+                if left < LEAST_POOL * plan.pool_size:
+                    raise
+                break
+        else:
+            return
+        time.sleep(ROOM_INTERVAL_S)
+    left = left // ALIGNMENT * ALIGNMENT
+    rmm.reinitialize(pool_allocator=True, initial_pool_size=left)
+    say(
+        f"warning: RMM's pool begins with {format_bytes(left)} instead of "
+        f"{format_bytes(plan.pool_size)}, on {plan.device}: the rest is still held, "
+        f"{holders(plan.uuid)}"
+    )
 
 
 def _allocate_through_rmm(library: str) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +20,16 @@ from distributed import Nanny, Security
 from distributed.comm import CommClosedError, get_address_host, unparse_host_port
 from distributed.core import Status
 from distributed.utils import get_ip
+from distributed.worker_state_machine import ExecuteFailureEvent
 
-from . import devices, full, memory, template
+from . import context, devices, full, memory, template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks, process_start
 from .context import CONTEXT_MADE, make_context
 from .devices import Gpu, cuda_extra
-from .errors import MissingExtra
+from .errors import ClusterError, HpcdaskError, MissingExtra, root_cause
 from .hooks import environment
+from .logs import say
 from .memory import ON_HOST, MemoryPlan
 from .peers import UCX, PeerWorker, load
 from .scout import Scout
@@ -36,10 +39,13 @@ from .transport import Reach
 
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
-#: Failed starts in a row after which a dead worker is given up, and seconds between them.
-RESTART_ATTEMPTS = 3
+#: Failed starts in a row after which a dead worker is given up, and seconds after the first of
+#: them; twice as long after each further one.
+RESTART_ATTEMPTS = 5
 RESTART_PAUSE_S = 1.0
 NOT_RESTARTED = "the worker did not start again"
+#: Seconds that the failure of a Dask task gets to reach the scheduler before its worker ends.
+TOLD_DEADLINE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class BoundWorker(PeerWorker):
         UUID of the GPU whose CUDA context to make, before any transport starts; None for none.
     device_memory
         How to use its memory.
+    restarted
+        Whether it takes the place of a worker that died.
     """
 
     def __init__(
@@ -108,6 +116,7 @@ class BoundWorker(PeerWorker):
         bind_cores: Sequence[int] = (),
         bind_gpu: str | None = None,
         device_memory: MemoryPlan = ON_HOST,
+        restarted: bool = False,
         **kwargs: Any,
     ) -> None:
         template.leave_signals_to_the_rank()
@@ -116,21 +125,46 @@ class BoundWorker(PeerWorker):
         if bind_cores:
             devices.widen_threads(bind_cores)
         if bind_gpu is not None:
-            with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
-                make_context()
-                if all(event != CONTEXT_MADE for _, event in marks):  # by `hpcdask.prestart`
-                    mark(CONTEXT_MADE)
-            mark("packages imported")
-            memory.apply(device_memory)
+            try:
+                with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
+                    make_context()
+                    if all(event != CONTEXT_MADE for _, event in marks):  # by `hpcdask.prestart`
+                        mark(CONTEXT_MADE)
+                mark("packages imported")
+                memory.apply(device_memory, restarted=restarted)
+            except HpcdaskError:
+                quiet("FATAL")  # the nanny says it, in one line
+                raise
             mark("device memory set up")
         self.device_memory = device_memory
+        self._context_lost = False
         super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
         self.batched_stream.interval = BATCH_INTERVAL_S
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a Dask task, and survive that its device is full."""
+        """Run a Dask task, and survive that its device is full, or that it broke the context."""
         event = await super().execute(*args, **kwargs)
-        return await full.explained(self, self.device_memory, event)
+        event = await full.explained(self, self.device_memory, event)
+        if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
+            if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
+                await asyncio.Event().wait()
+            self._context_lost = True
+            self._replacing = asyncio.create_task(self._replace(str(event.key), why))
+        return event
+
+    async def _replace(self, key: str, why: str) -> None:
+        """End this process, whose every call to CUDA fails by now; the nanny starts another."""
+        say(
+            f"worker {self.name}: Dask task {key} left the GPU's context unusable ({why}). The "
+            f"worker is replaced, and what it held is computed again"
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_DEADLINE_S):
+                # the worker's state machine has no event for it
+                while key in {task.key for task in self.state.executing}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await self.batched_stream.close()
+        os._exit(1)
 
     async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch from another worker, and survive that the device is full."""
@@ -169,7 +203,8 @@ class BoundNanny(Nanny):
         self.early: Scout | None = None
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
-        self._failed_starts = 0
+        self._starting = asyncio.Lock()
+        self._exit_code: int | None = None
 
     def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
         """The worker closes for good, and says why."""
@@ -191,23 +226,67 @@ class BoundNanny(Nanny):
         return self.reason
 
     async def instantiate(self) -> Status:
-        """Start the worker; where that fails again and again after its death, give it up."""
+        """Start the worker; after its death again, at growing intervals if that fails."""
         early, self.early = self.early, None
         if early is not None and early.uuid is not None:
             if self._would_be(early.uuid):
                 template.offer(*early.give())
             else:  # before its context is in the way of the worker's
                 await asyncio.to_thread(early.dismiss)
-        if self.status != Status.running:
-            return await super().instantiate()  # its first start, or it is closing
-        result = Status.failed
-        try:
-            result = await super().instantiate()
-        finally:
-            self._failed_starts = 0 if result == Status.running else self._failed_starts + 1
-            if self._failed_starts:
-                self.loop.call_later(RESTART_PAUSE_S, self._see_to_restart)
-        return result
+        async with self._starting:
+            if self.status == Status.running:
+                return await self._start_again()
+            self._exit_code = None  # its first start, or it is closing
+            status = await super().instantiate()
+            if status != Status.running and (how := self._end_of_process()):
+                raise ClusterError(f"its process {how} while it started")
+            return status
+
+    def _is_over(self) -> bool:
+        return self.status != Status.running
+
+    async def _start_again(self) -> Status:
+        for attempt in range(1, RESTART_ATTEMPTS + 1):
+            if self._is_over() or self.process is None:
+                return Status.failed
+            status: Status = self.process.status
+            if status == Status.running:  # by another call
+                return status
+            self.process.worker_kwargs["restarted"] = True
+            self._exit_code = None
+            try:
+                async with asyncio.timeout(self.death_timeout or None):
+                    if await self.process.start() == Status.running:
+                        return Status.running
+                why = f"its process {self._end_of_process()}"
+            except TimeoutError:  # what has hung so long is ended with the nanny
+                why, attempt = f"it took more than {self.death_timeout:g} s", RESTART_ATTEMPTS
+            except Exception as error:
+                why = root_cause(error)
+            pause = RESTART_PAUSE_S * 2 ** (attempt - 1)
+            then = f"next attempt in {pause:g} s" if attempt < RESTART_ATTEMPTS else "given up"
+            say(f"warning: worker {self.name} does not start again: {why}; {then}")
+            if attempt == RESTART_ATTEMPTS:
+                break
+            await asyncio.sleep(pause)
+        # not in this task, which belongs to what is closed
+        self.loop.add_callback(self.close, reason=NOT_RESTARTED)
+        return Status.failed
+
+    def _end_of_process(self) -> str:
+        """How the worker's process ended, in words; empty if it was not seen to end."""
+        code = self._exit_code
+        if code is None:
+            return ""
+        return (
+            f"ended with exit code {code}"
+            if code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
+
+    def _on_worker_exit_sync(self, exitcode: int) -> None:
+        self._exit_code = exitcode
+        super()._on_worker_exit_sync(exitcode)
 
     def _would_be(self, uuid: str) -> bool:
         """Whether a process that has its context on this GPU, and its imports, is like the worker.
@@ -218,15 +297,6 @@ class BoundNanny(Nanny):
         others = self.env.items() - self._own_env.items() - self.pre_spawn_env.items()
         same = all(os.environ.get(name) == value for name, value in others)
         return same and self.env["CUDA_VISIBLE_DEVICES"] == uuid
-
-    async def _see_to_restart(self) -> None:
-        """distributed starts again a worker that died, but not always one that did not start."""
-        if self.status != Status.running:
-            return
-        if self._failed_starts >= RESTART_ATTEMPTS:
-            await self.close(reason=NOT_RESTARTED)
-        elif self.process is None or self.process.status not in (Status.starting, Status.running):
-            await self.instantiate()
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
@@ -357,7 +427,7 @@ def quiet(level: str = "WARNING") -> None:
             "asyncio",
         ):
             logging.getLogger(name).setLevel(level)
-        for name in ("distributed.comm.tcp", "distributed.worker"):
+        for name in ("distributed.comm.tcp", "distributed.nanny", "distributed.worker"):
             logging.getLogger(name).addFilter(_not_of_the_departed)
 
 
@@ -369,6 +439,8 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
     text, error = record.getMessage(), record.exc_info and record.exc_info[1]
     if "during heartbeat" in text:
         return not isinstance(error, CommClosedError)
+    if text == "Worker failed to connect":  # the nanny says why
+        return False
     return not ("TLS handshake failed" in text and "EOF" in text)
 
 

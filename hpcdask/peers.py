@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -26,12 +27,14 @@ from distributed.protocol import to_serialize
 
 from . import dialing
 from .bootstrap import mark
+from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
 from .errors import ClusterError, root_cause
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
 #: What workers ask each other, and where they tell that they are warm.
 CONTACT, BLOCK, WARM = "hpcdask-contact", "hpcdask-block", "hpcdask-warm"
+MAPPED = "hpcdask-mapped"
 TOPIC = "hpcdask-warm"
 #: Seconds to ask a worker for its ucx address, or to fetch a block of it for the first time.
 ASK_DEADLINE_S = 10.0
@@ -41,9 +44,7 @@ WARM_DEADLINE_S = 60.0
 #: Bytes of the block that maps a peer's memory, and of the one that shows how fast it comes.
 FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 MEASUREMENTS = 5
-#: Bytes per second below which device memory does not come over NVLink or PCIe.
-SLOW_RATE = 10e9
-SLOW_CAUSES = (
+NO_IPC_CAUSES = (
     "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
     "without access from GPU to GPU"
 )
@@ -152,6 +153,8 @@ class Link:
         Bytes per second of a larger one after it.
     same_host
         Whether both are on one node.
+    cuda_ipc
+        Whether UCX maps device memory of one in the other (CUDA IPC); None if that is not known.
     problem
         Why nothing came; the rest is then void.
     """
@@ -162,6 +165,7 @@ class Link:
     first_s: float = 0.0
     rate: float = 0.0
     same_host: bool = True
+    cuda_ipc: bool | None = None
     problem: str = ""
 
 
@@ -197,7 +201,13 @@ class PeerWorker(Worker):
         self._ucx_address: str | None = None
         self._decided = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
-        self.handlers |= {CONTACT: self._tell_contact, BLOCK: self._give_block, WARM: self._fetch}
+        self._mappings: Mappings | None = None
+        self.handlers |= {
+            CONTACT: self._tell_contact,
+            BLOCK: self._give_block,
+            WARM: self._fetch,
+            MAPPED: self._tell_mapped,
+        }
         pool: Any = self.rpc
         pool.__class__ = PeerPool
         pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
@@ -258,6 +268,7 @@ class PeerWorker(Worker):
                 await sending
                 if self.on_device:
                     self._ask_for_more()
+                    self._watch_mappings()
         except Exception as error:
             self.exchange = "tcp"
             logger.warning(
@@ -275,6 +286,14 @@ class PeerWorker(Worker):
         limit = "distributed.worker.transfer.message-bytes-limit"
         if dask.config.get(limit) == dask.config.get(limit, config=defaults):
             self.state.transfer_message_bytes_limit = MESSAGE_NBYTES
+
+    def _watch_mappings(self) -> None:
+        from . import ucx
+
+        self._mappings = Mappings(ucx.version())
+        self._releasing = asyncio.create_task(
+            release_of_the_dead(self._mappings, ucx.progress().turn, str(self.name))
+        )
 
     async def start_unsafe(self) -> Any:
         """Start, then get warm while the user's program starts."""
@@ -294,6 +313,14 @@ class PeerWorker(Worker):
             return None
         return {"address": self._ucx_address, "secret": self._ucx.secret}
 
+    async def _tell_mapped(self) -> dict[str, Any]:
+        """Which process this is, and those whose device memory it has mapped; None if unknown."""
+        found = self._mappings if self._mappings is not None and self._mappings.known else None
+        return {
+            "me": [os.getpid(), own_namespace()],
+            "mapped": found and [list(process) for process in found.processes()],
+        }
+
     async def _give_block(self, count: int) -> Any:
         return to_serialize(_block(count, self.on_device))
 
@@ -308,10 +335,27 @@ class PeerWorker(Worker):
                 count = MEASURED_NBYTES if self.on_device else FIRST_NBYTES
                 # the best of some: the event loop is held up while another link comes up
                 timed = [await self._time_block(source, count) for _ in range(MEASUREMENTS)]
+                cuda_ipc = await self._shares_memory_with(source) if same else None
         except Exception as error:
             return asdict(replace(link, problem=root_cause(error)))
         seconds, transport = min(timed)
-        return asdict(replace(link, transport=transport, first_s=first_s, rate=count / seconds))
+        found: dict[str, Any] = {"transport": transport, "rate": count / seconds}
+        return asdict(replace(link, first_s=first_s, cuda_ipc=cuda_ipc, **found))
+
+    async def _shares_memory_with(self, source: str) -> bool | None:
+        """Whether UCX has mapped device memory of the other, here or there."""
+        ours = await self._tell_mapped()
+        theirs = await self._ask(source, op=MAPPED)
+        if ours["mapped"] is None or theirs["mapped"] is None:
+            return None
+        return theirs["me"] in ours["mapped"] or ours["me"] in theirs["mapped"]
+
+    async def _ask(self, peer: str, **message: Any) -> Any:
+        comm = await self.rpc.connect(peer)
+        try:
+            return await send_recv(comm, **message)
+        finally:
+            self.rpc.reuse(peer, comm)
 
     async def _time_block(self, source: str, count: int) -> tuple[float, str]:
         start = time.perf_counter()
@@ -357,12 +401,8 @@ class PeerWorker(Worker):
         """What a peer finds when it fetches from here."""
         try:
             async with asyncio.timeout(WARM_DEADLINE_S):
-                comm = await self.rpc.connect(peer)
-                try:
-                    me = {"source": self.address, "name": str(self.name)}
-                    return dict(await send_recv(comm, op=WARM, **me))  # type: ignore[arg-type]
-                finally:
-                    self.rpc.reuse(peer, comm)
+                me = {"source": self.address, "name": str(self.name)}
+                return dict(await self._ask(peer, op=WARM, **me))
         except Exception as error:
             return asdict(Link(to=name, source=str(self.name), problem=root_cause(error)))
 
@@ -406,18 +446,18 @@ def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
     ]
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
-    slow = [link for link in near if on_device and link.rate < SLOW_RATE]
     warnings += [
-        f"slow: {link.rate / 1e9:.3g} GB/s from worker {link.source} to {link.to} on one node, so "
-        f"CUDA IPC (NVLink) is not in use. {SLOW_CAUSES}"
-        for link in slow
+        f"slow: from worker {link.source} to {link.to}, on one node, CUDA IPC (NVLink) is not in "
+        f"use. {NO_IPC_CAUSES}"
+        for link in near
+        if on_device and link.cuda_ipc is False
     ]
     if not ucx:
         return Warmth("no data over ucx", tuple(warnings))
     pairs = len({frozenset((link.to, link.source)) for link in ucx})
     least = min(link.rate for link in ucx) / 1e9
     what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
-    if on_device and near and not slow:
+    if on_device and near and all(link.cuda_ipc for link in near):
         what += ", CUDA IPC is active"
     return Warmth(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
 

@@ -66,7 +66,8 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
 
 
 def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
-    from .member import complain, leave
+    from .logs import complain
+    from .member import leave
 
     if not isinstance(error, HpcdaskError):
         try:
@@ -151,7 +152,8 @@ def _launch(
     from . import children, rendezvous, scheduler, template
     from .follower import follow
     from .leader import Leader
-    from .member import Member, complain, leave, new_scratch, start_template
+    from .logs import complain
+    from .member import Member, leave, new_scratch, start_template
     from .nanny import check_preloads, quiet
 
     bootstrap.mark("distributed imported")

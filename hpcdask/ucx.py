@@ -86,8 +86,8 @@ class Progress:
         # ucxx stops its own progress, and takes the reader away, when nothing is registered
         base._register_dask_resource()
         # in the place of ucxx's reader, which does not arm UCX again
-        self._loop.add_reader(worker.epoll_file_descriptor, self._turn)
-        self._turn()
+        self._loop.add_reader(worker.epoll_file_descriptor, self.turn)
+        self.turn()
 
     @contextlib.contextmanager
     def polling(self) -> Iterator[None]:
@@ -139,7 +139,8 @@ class Progress:
             if request.completed and not future.done():
                 future.set_result(None)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Progress UCX once."""
         self._progress()
         if not self._polls:
             self._arm()
@@ -147,11 +148,11 @@ class Progress:
     def _arm(self) -> None:
         """Have UCX report what comes next, and look again after a while all the same."""
         if not self.worker.arm():  # something has come already
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self.turn)
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(SAFETY_S, self._turn)
+        self._timer = self._loop.call_later(SAFETY_S, self.turn)
 
 
 _progress: dict[asyncio.AbstractEventLoop, Progress] = {}
@@ -166,6 +167,11 @@ def progress() -> Progress:
         _start_ucx()
         _progress[loop] = Progress(base.ucxx.core._get_ctx().worker)
     return _progress[loop]
+
+
+def version() -> tuple[int, ...]:
+    """UCX's."""
+    return tuple(base.ucxx.get_ucx_version())
 
 
 def _start_ucx() -> None:

@@ -189,7 +189,8 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
     except UsageError as error:
         print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    from hpcdask.member import complain, leave
+    from hpcdask.logs import complain
+    from hpcdask.member import leave
 
     try:
         part = start(asked, janitor, scout)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hpcdask import fabric
+from gpu_launching import launch, nvlink_joins, slurm_answers
 from hpcdask.devices import Gpu
-from launching import Launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -65,29 +62,6 @@ print(json.dumps({"right": bool((y == expected).all()),
                   "addresses": [w.split(":")[0] for w in client.nthreads()],
                   "transports": sorted({one for found in used.values() for one in found})}))
 """
-
-
-def launch(
-    ranks: int, *arguments: str, timeout: float = 90, wrapper: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run under the mpirun on PATH. What hangs is ended, and tells the stacks of its threads.
-
-    Parameters
-    ----------
-    ranks, arguments, timeout
-        How many, what follows ``-m hpcdask.run``, and seconds.
-    wrapper
-        What a shell does in each rank before.
-    """
-    if shutil.which("mpirun") is None:
-        pytest.fail("no mpirun on PATH")
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    env = {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"}
-    launcher = Launcher("the mpirun on PATH", ["mpirun", "--oversubscribe"], env)
-    shell = ["sh", "-c", f'{wrapper}; exec "$@"', "sh"] if wrapper else []
-    command = [*shell, sys.executable, "-m", "hpcdask.run", *arguments]
-    done = launcher.run(ranks, *command, timeout=timeout)
-    return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
 
 def test_every_worker_has_its_own_gpu_also_after_a_restart(gpus: list[Gpu], tmp_path: Path) -> None:
@@ -146,11 +120,6 @@ def test_exchange_between_workers(gpus: list[Gpu], tmp_path: Path, protocol: str
     assert ("ucx between workers" in done.stderr) == ucx
 
 
-def nvlink_joins(gpus: list[Gpu]) -> bool:
-    mine = {frozenset(pair) for pair in itertools.combinations([gpu.uuid for gpu in gpus], 2)}
-    return bool(mine) and mine <= {frozenset(pair) for pair in fabric.look().nvlink}
-
-
 WARM = """
 from distributed import Client
 from hpcdask.bench.cluster import wait_until_warm
@@ -192,12 +161,6 @@ def test_a_step_with_a_gpu_for_each_rank_uses_cuda_ipc(gpus: list[Gpu], tmp_path
     assert done.returncode == 0, done.stderr
     assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
     assert "CUDA IPC is active" in done.stderr
-
-
-def slurm_answers() -> bool:
-    """Whether the controller of a SLURM does."""
-    ping = ["scontrol", "ping"]
-    return bool(shutil.which("srun")) and not subprocess.run(ping, capture_output=True).returncode
 
 
 PARENTS = """
