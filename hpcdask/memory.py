@@ -265,7 +265,7 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
         if plan.allocator == "async":
             rmm.mr.set_current_device_resource(rmm.mr.CudaAsyncMemoryResource())
         else:
-            _make_pool(plan, ROOM_DEADLINE_S if restarted else 0)
+            _make_pool(plan, restarted=restarted)
     except Exception as error:  # MemoryError, or RuntimeError for any other refusal of CUDA's
         if plan.pool_size is None or not device_out_of_memory(error):
             raise DeviceError(
@@ -281,30 +281,25 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
         _allocate_through_rmm(library)
 
 
-def _make_pool(plan: MemoryPlan, patience_s: float) -> None:
-    """Make RMM's pool; where there is no room for so long, one of what is free."""
+def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
+    """Make RMM's pool; that of a restarted worker waits for room, or begins with what is free."""
     import rmm
 
     assert plan.pool_size is not None
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            rmm.reinitialize(pool_allocator=True, initial_pool_size=plan.pool_size)
-        except Exception as error:
-            if not patience_s or not device_out_of_memory(error):
-                raise
-            left = int(LEFT_FRACTION * rmm.mr.available_device_memory()[0])
-            if time.monotonic() > deadline:
-                if left < LEAST_POOL * plan.pool_size:
-                    raise
-                break
-        else:
-            return
+    deadline = time.monotonic() + (ROOM_DEADLINE_S if restarted else 0)
+    # asked rather than tried: RMM logs each allocation that fails
+    while (left := rmm.mr.available_device_memory()[0]) < plan.pool_size:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(ROOM_INTERVAL_S)
-    left = left // ALIGNMENT * ALIGNMENT
-    rmm.reinitialize(pool_allocator=True, initial_pool_size=left)
+    size = plan.pool_size
+    if restarted and LEAST_POOL * size <= LEFT_FRACTION * left < size:
+        size = int(LEFT_FRACTION * left) // ALIGNMENT * ALIGNMENT
+    rmm.reinitialize(pool_allocator=True, initial_pool_size=size)
+    if size == plan.pool_size:
+        return
     say(
-        f"warning: RMM's pool begins with {format_bytes(left)} instead of "
+        f"warning: RMM's pool begins with {format_bytes(size)} instead of "
         f"{format_bytes(plan.pool_size)}, on {plan.device}: the rest is still held, "
         f"{holders(plan.uuid)}"
     )

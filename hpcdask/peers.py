@@ -348,7 +348,9 @@ class PeerWorker(Worker):
         theirs = await self._ask(source, op=MAPPED)
         if ours["mapped"] is None or theirs["mapped"] is None:
             return None
-        return theirs["me"] in ours["mapped"] or ours["me"] in theirs["mapped"]
+        # lists are tuples once they were sent
+        mapped = {tuple(process) for process in (*ours["mapped"], *theirs["mapped"])}
+        return tuple(theirs["me"]) in mapped or tuple(ours["me"]) in mapped
 
     async def _ask(self, peer: str, **message: Any) -> Any:
         comm = await self.rpc.connect(peer)
@@ -446,11 +448,11 @@ def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
     ]
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
+    without = [link for link in near if on_device and link.cuda_ipc is False]
     warnings += [
-        f"slow: from worker {link.source} to {link.to}, on one node, CUDA IPC (NVLink) is not in "
-        f"use. {NO_IPC_CAUSES}"
-        for link in near
-        if on_device and link.cuda_ipc is False
+        f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. "
+        f"{NO_IPC_CAUSES}"
+        for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
     ]
     if not ucx:
         return Warmth("no data over ucx", tuple(warnings))

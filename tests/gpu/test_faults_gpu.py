@@ -131,7 +131,8 @@ def check(found: dict, err: str) -> None:
     for later in found["free"][1:]:
         for name, free in later.items():
             assert free > first[name] - 2**30, "memory of a dead worker is still held"
-    assert "Traceback" not in err
+    assert "Traceback (most recent call last)" not in err
+    assert "[error" not in err  # of RMM
     assert "does not start again" not in err
     assert "pool begins with" not in err
 

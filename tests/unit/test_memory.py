@@ -329,6 +329,36 @@ def test_a_device_that_is_full_at_start_is_an_error_that_tells_who_fills_it(rmm,
     assert str(pickle.loads(pickle.dumps(caught.value))) == text  # it comes out of the nanny
 
 
+def test_a_worker_that_was_started_again_waits_for_room(rmm, monkeypatch):
+    stand_in = rmm()
+    free = iter([3 * GIB, 7 * GIB, 9 * GIB])
+    monkeypatch.setattr(stand_in.mr, "available_device_memory", lambda: (next(free), 0))
+    monkeypatch.setattr(memory, "ROOM_INTERVAL_S", 0)
+    memory.apply(replace(made(SLICE), libraries=()), restarted=True)
+    assert stand_in.told == [{"pool_allocator": True, "initial_pool_size": 8 * GIB}]
+    assert next(free, None) is None
+
+
+def test_it_begins_with_what_is_free_where_the_rest_stays_held(rmm, monkeypatch, capsys):
+    stand_in = rmm()
+    monkeypatch.setattr(memory, "ROOM_DEADLINE_S", 0)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    memory.apply(replace(made(SLICE), libraries=()), restarted=True)
+    (pool,) = stand_in.told
+    assert 2 * GIB < pool["initial_pool_size"] < 3 * GIB
+    (line,) = capsys.readouterr().err.splitlines()
+    for word in ("2.70 GiB instead of 8.00 GiB", "MIG-77aa", "11 (12.00 GiB)"):
+        assert word in line
+
+
+def test_with_next_to_nothing_free_it_does_not_start(rmm, monkeypatch):
+    stand_in = rmm(MemoryError(DEVICE_FULL))
+    monkeypatch.setattr(stand_in.mr, "available_device_memory", lambda: (GIB // 4, 0))
+    monkeypatch.setattr(memory, "ROOM_DEADLINE_S", 0)
+    with pytest.raises(DeviceError, match="no room for an RMM pool"):
+        memory.apply(made(SLICE), restarted=True)
+
+
 def test_any_other_refusal_is_told_as_it_is(rmm):
     rmm(RuntimeError("cudaMallocAsync not supported with this CUDA driver/runtime version"))
     with pytest.raises(DeviceError, match=r"cudaMallocAsync not supported.*--rmm-async"):

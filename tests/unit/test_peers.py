@@ -40,10 +40,12 @@ def test_host_memory_has_no_cuda_ipc():
 
 
 def test_a_pair_without_cuda_ipc_on_one_node_is_named():
-    found = judge([link(), link("c", "d", cuda_ipc=False)], on_device=True)
+    found = judge(
+        [link(), link("d", "c", cuda_ipc=False), link("c", "d", cuda_ipc=False)], on_device=True
+    )
     assert "CUDA IPC is active" not in found.line
     (warning,) = found.warnings
-    assert "from worker d to c" in warning
+    assert "between workers c and d" in warning
     for words in ("CUDA IPC (NVLink) is not in use", "UCX_TLS", "confined", "PCIe"):
         assert words in warning
 

@@ -1,0 +1,126 @@
+"""What UCX has mapped of other processes' memory, and letting go of it once they have ended.
+
+The library is a stand-in with the table of UCX 1.21; tests/gpu has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdask import cuda_ipc
+from hpcdask.bootstrap import process_start
+from hpcdask.cuda_ipc import Mappings, own_namespace, release_of_the_dead
+from launching import unavailable
+
+STAND_IN = """
+#include <cstdint>
+#include <cstdlib>
+struct key { int pid; unsigned long ns; int device; };
+struct table {
+    uint32_t buckets, size, occupied, bound, *flags;
+    key *keys;
+    void **values;
+};
+static uint32_t flags[1];
+static key keys[4];
+static void *values[4];
+extern "C" {
+table uct_cuda_ipc_remote_cache = {0, 0, 0, 0, flags, keys, values};
+int destroyed = 0;
+int uct_cuda_ipc_create_cache(void **made, const char *) { *made = malloc(1); return 0; }
+void uct_cuda_ipc_destroy_cache(void *cache) { destroyed++; free(cache); }
+// buckets 1 and 3 are taken, 0 is empty, 2 was deleted
+void fill(int pid, int other, unsigned long ns) {
+    uct_cuda_ipc_remote_cache.buckets = 4;
+    uct_cuda_ipc_remote_cache.size = 2;
+    flags[0] = 2u | 0u << 2 | 1u << 4 | 0u << 6;
+    keys[1] = {pid, ns, 0};
+    keys[2] = {1, ns, 0};
+    keys[3] = {other, ns, 0};
+    values[1] = malloc(1);
+    values[3] = malloc(1);
+}
+}
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> ctypes.CDLL:
+    """Loaded into this process, as UCX loads its own."""
+    source, built = tmp_path / "table.cc", tmp_path / cuda_ipc.LIBRARY
+    source.write_text(STAND_IN)
+    try:
+        subprocess.run(["g++", "-shared", "-fPIC", "-o", built, source], check=True)
+    except FileNotFoundError:
+        unavailable("g++ is not here")
+    return ctypes.CDLL(str(built))
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(cuda_ipc, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda_ipc, "_library", lambda: library)
+    mappings = Mappings((1, 21, 0))
+    assert mappings.processes() == set()
+    turns: list[None] = []
+    destroyed = ctypes.c_int.in_dll(library, "destroyed")
+
+    async def main() -> None:
+        with sleeper() as ending, sleeper() as living:
+            library.fill(ending.pid, living.pid, ctypes.c_ulong(own_namespace()))
+            both = {(ending.pid, own_namespace()), (living.pid, own_namespace())}
+            assert mappings.processes() == both
+            watching = asyncio.create_task(
+                release_of_the_dead(mappings, lambda: turns.append(None), "a")
+            )
+            # it has seen both alive
+            start = asyncio.get_running_loop().create_future()
+            real = process_start
+
+            def seen(pid: int) -> str:
+                if pid == max(ending.pid, living.pid) and not start.done():
+                    start.set_result(None)
+                return real(pid)
+
+            monkeypatch.setattr(cuda_ipc, "process_start", seen)
+            async with asyncio.timeout(60):
+                await start
+                assert destroyed.value == 0
+                ending.kill()
+                ending.wait()
+                while not destroyed.value:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                looks = len(turns)
+                # a further look leaves it at that, and the living alone
+                start = asyncio.get_running_loop().create_future()
+                await start
+            assert destroyed.value == 1
+            assert len(turns) == looks == cuda_ipc.PROGRESS_TURNS
+            watching.cancel()
+            living.kill()
+
+    asyncio.run(main())
+
+
+def test_other_versions_of_ucx_are_left_alone(library, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_library", lambda: library)
+    library.fill(1, 2, ctypes.c_ulong(3))
+    for version in ((1, 20, 1), (1, 22, 0)):
+        mappings = Mappings(version)
+        assert not mappings.known
+        assert mappings.processes() == set()
+        asyncio.run(asyncio.wait_for(release_of_the_dead(mappings, print, "a"), 60))
+
+
+def test_only_a_library_that_is_loaded_is_asked(library):
+    assert cuda_ipc._library()._name == library._name
