@@ -17,6 +17,8 @@ from typing import NoReturn, TypeVar
 import psutil
 import pytest
 
+from clock import PATIENCE, clock
+
 T = TypeVar("T")
 
 # What one launcher tells its ranks; a test that runs inside such a job must not pass it on.
@@ -52,12 +54,14 @@ def wait_for(
 ) -> T:
     """Call `condition` until it returns something true, and return that.
 
-    AssertionError after `timeout` seconds, with `what` was waited for.
+    `timeout` is what a machine without other work needs at most: after `PATIENCE` times as long an
+    AssertionError says `what` was waited for.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE * timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"after {timeout:g} s still waiting for {what or condition}")
+            waited = f"{PATIENCE * timeout:g} s"
+            raise AssertionError(f"after {waited} still waiting for {what or condition}")
         time.sleep(interval)
     return value
 
@@ -123,7 +127,7 @@ class Result:
     code: int  # negative: the signal that ended it
     out: str
     err: str
-    seconds: float
+    seconds: float  # by `clock`
 
 
 class Launcher:
@@ -170,11 +174,12 @@ class Launcher:
     ) -> Result:
         """Run `n` ranks of the program `args` to their end, with `stdin` as rank 0's input.
 
-        A launch of more than `timeout` seconds is killed and fails the test with its output, which
-        ends with what each thread was doing where PYTHONFAULTHANDLER is set.
+        A launch that hangs (`timeout` is meant as in `wait_for`) is killed and fails the test with
+        its output, which ends with what each thread was doing where PYTHONFAULTHANDLER is set.
         """
         kwargs.setdefault("stdin", subprocess.DEVNULL if stdin is None else subprocess.PIPE)
-        start = time.monotonic()
+        timeout *= PATIENCE
+        start = clock()
         process = self.popen(n, *args, env=env, **kwargs)
         try:
             out, err = process.communicate(stdin, timeout=timeout)
@@ -195,14 +200,14 @@ class Launcher:
         except BaseException:
             end(leftovers(self.marker))
             raise
-        return Result(process.returncode, out or "", err or "", time.monotonic() - start)
+        return Result(process.returncode, out or "", err or "", clock() - start)
 
     def leftovers(self) -> list[psutil.Process]:
         """Return the processes of this launcher's runs that still live."""
         return leftovers(self.marker)
 
     def close(self, timeout: float = 5) -> None:
-        """Fail if processes remain after `timeout` seconds, and end them."""
+        """Fail if processes remain although they were waited for, and end them."""
         try:
             wait_for(lambda: not self.leftovers(), timeout, "the launch's processes to end")
         except AssertionError:
@@ -248,7 +253,7 @@ def end_daemons(daemons: list[subprocess.Popen[bytes]], marker: str, what: str) 
         daemon.terminate()
     for daemon in daemons:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon.wait(2)
+            daemon.wait(PATIENCE * 2)
 
     def all_ended() -> bool:
         end(remaining := leftovers(marker))

@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 import psutil
 import pytest
 
+from clock import PATIENCE, clock
 from launching import Launcher, clean_environment, describe, end, wait_for, walk
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Ended:
     out, err
         What came out until the last process closed it.
     at
-        The clock (`time.time`) when the launcher was gone and its output closed.
+        The `clock` when the launcher was gone and its output closed.
     program_end
         The clock when the program wrote its stamp; None if it wrote none.
     """
@@ -133,8 +134,8 @@ class Running:
         return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self._lines.items())
 
     def signal(self, number: int) -> float:
-        """Send a signal to the launcher (without one: to the runner); return the clock."""
-        now = time.time()
+        """Send a signal to the launcher (without one: to the runner); return the `clock`."""
+        now = clock()
         self.process.send_signal(number)
         return now
 
@@ -156,6 +157,7 @@ class Running:
 
     def end(self, timeout: float = 20) -> Ended:
         """Wait for the launcher's end, and for the last process to close its output."""
+        timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         try:
             self.process.wait(timeout)
@@ -170,7 +172,7 @@ class Running:
             self.process.returncode,
             "".join(self._lines["out"]),
             "".join(self._lines["err"]),
-            time.time(),
+            clock(),
             float(stamp.read_text()) if stamp.exists() else None,
         )
 
@@ -245,7 +247,7 @@ class Site:
         return self.launcher.leftovers()
 
     def check_nothing_left(self, since: float | None, within: float = 3.0) -> None:
-        """Fail unless all is gone `within` seconds after the clock showed `since`."""
+        """Fail unless all is gone `within` seconds after the `clock` showed `since`."""
         assert since is not None, "the program left no time stamp"
 
         def remaining() -> str:
@@ -253,7 +255,7 @@ class Site:
             return "\n".join(part for part in parts if part)
 
         while left := remaining():
-            if time.time() > since + within:
+            if clock() > since + within:
                 pytest.fail(f"{within:g} s after the end there are still\n{left}")
             time.sleep(0.02)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import dask
 import pytest
 from distributed import Client
 
+from clock import clock
 from hpcdask import children
 from running import PROGRAMS, Ended, Running, Site
 
@@ -26,7 +26,7 @@ def start(site: Site, how: str, end: str, n: int = 2) -> Running:
 
 def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
     ended = start(site, how, end, n).end(40)
-    site.check_nothing_left(since=time.time())
+    site.check_nothing_left(since=clock())
     return ended
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_before_it_is_ready(site: Site) -> None:
     ]
     os.kill(rank, signal.SIGKILL)
     ended = running.end(20)
-    site.check_nothing_left(since=time.time())
+    site.check_nothing_left(since=clock())
     assert ended.code == 137, str(ended)
     assert "hpcdask: error: this rank was killed by SIGKILL" in ended.err
 
@@ -120,7 +120,7 @@ def test_ctrl_c_does_not_end_the_other_ranks(site: Site) -> None:
     assert ended.code == 0, str(ended)
     assert "later sum 3" in ended.out, str(ended)
     assert "Traceback" not in ended.err, str(ended)
-    site.check_nothing_left(since=time.time())
+    site.check_nothing_left(since=clock())
 
 
 @pytest.mark.parametrize("site", ["alone"], indirect=True)

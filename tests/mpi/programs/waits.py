@@ -28,7 +28,7 @@ client = Client()
 if how == "handler":
     signal.signal(signal.SIGTERM, leave)
 elif how == "ignore":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: show("ignored", number))
 elif how == "usr1":
     signal.signal(signal.SIGUSR1, leave_by_usr1)
 caught = 0
