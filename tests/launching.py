@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -63,6 +64,18 @@ def wait_for(
             waited = f"{PATIENCE * timeout:g} s"
             raise AssertionError(f"after {waited} still waiting for {what or condition}")
         time.sleep(interval)
+    return value
+
+
+async def until(condition: Callable[[], T], timeout: float = 10, what: str = "") -> T:
+    """As `wait_for`, while the event loop runs."""
+    try:
+        async with asyncio.timeout(PATIENCE * timeout):
+            while not (value := condition()):  # noqa: ASYNC110 of anything
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        waited = f"{PATIENCE * timeout:g} s"
+        raise AssertionError(f"after {waited} still waiting for {what or condition}") from None
     return value
 
 

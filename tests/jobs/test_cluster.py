@@ -24,13 +24,14 @@ from distributed import Client
 from distributed.core import Status
 
 import hpcdask
+from clock import PATIENCE
 from hpcdask.clusters import departures, retire, scaling, submitter
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
 from hpcdask.reconcile import OVER, State
-from launching import clean_environment, describe, end, leftovers, wait_for, walk
+from launching import clean_environment, describe, end, leftovers, until, wait_for, walk
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 
@@ -179,9 +180,19 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
             future.result(timeout=20)
         assert "Failed" in cluster._repr_html_()
         assert re.search(r", failed: 3 jobs in a row [^\n]*\)$", repr(cluster))
-        time.sleep(1)  # for nothing to happen
+        cluster.sync(decide_again, cluster, times=3)
         assert len(cluster.jobs()) == 3
     assert capsys.readouterr().err.count("jobs in a row") == 1
+
+
+async def decide_again(cluster: hpcdask.LocalCUDAJobCluster, times: int) -> None:
+    """Let the cluster decide so many times what to do, and do it."""
+    for _ in range(times):
+        async with asyncio.timeout(60), cluster.keeper._settled:
+            cluster.keeper.poke()
+            await cluster.keeper._settled.wait()
+        if (submission := cluster.keeper._submission) is not None:
+            await asyncio.wait([submission])
 
 
 def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
@@ -224,18 +235,23 @@ def test_a_handover_that_fails_is_tried_again(
 
 
 class Slow(LocalQueue):
-    """Takes one job a command, each for 0.3 s, and starts none of them."""
+    """Takes one job a command, when it is let, and starts none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, let: int = 1000) -> None:
         super().__init__()
+        self.let = asyncio.Semaphore(let)
         self.commands = 0
         self.queries = 0
+
+    def let_all(self) -> None:
+        for _ in range(1000):
+            self.let.release()
 
     async def limit(self) -> int:
         return 1
 
     async def submit(self, script: str, count: int) -> list[str]:
-        await asyncio.sleep(0.3)
+        await self.let.acquire()
         self.commands += 1
         return await super().submit(script, count)
 
@@ -249,23 +265,25 @@ class Slow(LocalQueue):
 
 @contextlib.asynccontextmanager
 async def under_way(folder: Path) -> AsyncIterator[tuple]:
-    """A cluster whose `scale(30)` takes 9 s, after 2 s of them."""
-    cluster = make(folder, asynchronous=True, poll_interval=0.5)
-    queue = cluster.queue = Slow()
+    """A cluster whose `scale(30)` has submitted three jobs, and waits for the fourth."""
+    cluster = make(folder, asynchronous=True, poll_interval=0.1)
+    queue = cluster.queue = Slow(let=3)
     async with cluster:
         scaling = asyncio.ensure_future(cluster.scale(30))
-        await asyncio.sleep(2)
-        assert 1 <= queue.commands < 8
+        await until(lambda: queue.commands == 3 and queue.let.locked(), 30, "three jobs")
         yield cluster, queue, scaling
-        await asyncio.wait_for(scaling, 10)  # it returns
+        queue.let_all()
+        await asyncio.wait_for(scaling, 60)  # it returns
 
 
 def test_close_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
-            before = queue.commands
-            await cluster.close()
-            assert queue.commands <= before + 1
+            closing = asyncio.ensure_future(cluster.close())
+            await until(lambda: cluster.keeper.ledger.closing, what="the cluster to close")
+            queue.let_all()
+            await closing
+            assert queue.commands <= 4
             assert set(states(cluster)) == {State.CANCELLED}
 
     asyncio.run(work())
@@ -274,9 +292,11 @@ def test_close_stops_a_submission_under_way(folder: Path):
 def test_scale_0_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
-            before = queue.commands
-            await cluster.scale(0)
-            assert queue.commands <= before + 1
+            scaling = asyncio.ensure_future(cluster.scale(0))
+            await until(lambda: cluster.keeper.ledger.wanted == 0, what="the wish to change")
+            queue.let_all()
+            await scaling
+            assert queue.commands <= 4
             assert all(job.cancelled for job in cluster.jobs())
 
     asyncio.run(work())
@@ -285,7 +305,9 @@ def test_scale_0_stops_a_submission_under_way(folder: Path):
 def test_jobs_are_watched_while_others_are_submitted(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (_, queue, _):
-            assert queue.queries >= 1
+            seen = queue.queries
+            await until(lambda: queue.queries >= seen + 3, 30, "three queries")
+            assert queue.commands == 3
 
     asyncio.run(work())
 
@@ -430,7 +452,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
     let_go = threading.Event()
 
     async def cancel(self, ids) -> None:
-        await asyncio.to_thread(let_go.wait, 20)
+        await asyncio.to_thread(let_go.wait, 60)
         await end_jobs(self, ids)
 
     monkeypatch.setattr(LocalQueue, "cancel", cancel)
@@ -465,10 +487,12 @@ def test_waits_for_workers_that_were_given_up_leave_nothing(folder: Path):
             for _ in range(5):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(cluster.wait_for_workers(1), 0.05)
-            await asyncio.sleep(0)  # what is cancelled ends
-            await asyncio.sleep(0)
-            names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
-            assert not [name for name in names if "_wait_for_workers" in name]
+
+            def waits() -> list[str]:
+                names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+                return [name for name in names if "_wait_for_workers" in name]
+
+            await until(lambda: not waits(), what="what is cancelled to end")
 
     asyncio.run(work())
 
@@ -605,7 +629,7 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     assert notebook.stdout.readline() == "here\n"
     if how != "raise":
         notebook.send_signal(signal.Signals[how])
-    notebook.communicate(timeout=30)
+    notebook.communicate(timeout=PATIENCE * 30)
     assert notebook.returncode == {"raise": 1, "SIGTERM": -15, "SIGKILL": -9}[how]
     # the fixture waits for the jobs, their processes and the keys to be gone
 
@@ -616,11 +640,11 @@ def run_with_keywords(text: str, folder: Path, tmp_path: Path) -> subprocess.Com
     program.write_text(text)
     return subprocess.run(
         [sys.executable, program, repr({**ONE, "shared_temp_directory": str(folder)})],
-        env=clean_environment(),
+        env={**clean_environment(), "PYTHONPATH": str(Path(__file__).parents[1])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE * 60,
     )
 
 
@@ -642,13 +666,14 @@ def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: 
 
 
 FORKING = """
-import os, sys, time
+import os, sys
+from clock import clock
 from hpcdask import LocalCUDAJobCluster
 cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
-start = time.monotonic()
+start = clock()
 if not (child := os.fork()):
     sys.exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - start < 5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), clock() - start < 5)
 print(os.path.exists(cluster.scheduler.local_directory), cluster.status.name)
 cluster.close()
 """
