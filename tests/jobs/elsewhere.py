@@ -75,13 +75,13 @@ def main() -> None:
     ) as cluster:
         cluster.scale(2)
         with cluster.get_client() as client:
-            client.wait_for_workers(2, timeout=40)
+            client.wait_for_workers(2, timeout=180)
             first, second = client.nthreads()
             array = client.submit(np.arange, 1_000_000, workers=[first])
             total = client.submit(np.sum, array, workers=[second])
             seen = {
                 "scheduler": cluster.scheduler.address,
-                "total": int(total.result(timeout=30)),
+                "total": int(total.result(timeout=180)),
                 "workers": list(client.run(look).values()),
                 "logs": list(cluster.job_logs().values()),
             }

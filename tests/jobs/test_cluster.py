@@ -75,8 +75,8 @@ def test_scale_up_and_down(folder: Path):
         assert not cluster.job_logs()
         cluster.scale(2)
         assert len(cluster.jobs()) == 2  # there when `scale` returns
-        client.wait_for_workers(2, timeout=30)
-        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         wait_for(lambda: states(cluster) == [State.RUNNING] * 2, 10, "both to run")
         assert "2 running" in repr(cluster)
         assert "2 running" in cluster._repr_html_()
@@ -100,7 +100,7 @@ def test_scale_up_and_down(folder: Path):
         assert len(client.nthreads()) == 1
         assert client.gather(counted) == before  # moved, not computed again
         cluster.scale(jobs=2)
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=180)
     logs = [path for path in walk(folder) if path.suffix == ".log"]
     assert logs
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
@@ -126,12 +126,12 @@ def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):
         del futures
         wait_for(lambda: set(states(cluster)) == {State.COMPLETED}, 30, "all jobs to end")
         assert not any(job.cancelled for job in cluster.jobs())
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3  # and up again
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3  # and up again
 
 
 def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
     with make(folder, n_workers=2) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=180)
         futures = client.map(lambda number: time.sleep(0.1) or number, range(60), pure=False)
         victim, pid = sorted(pids(client).items())[0]
         job = psutil.Process(pid)
@@ -149,7 +149,7 @@ def test_several_workers_per_job_come_and_go_together(folder: Path):
     keywords = {"gpus_per_job": 2, "worker_extra_args": ["--resources", "GPU=2", "--nthreads 3"]}
     with make(folder, **keywords) as cluster, cluster.get_client() as client:
         cluster.scale(3)  # workers: two jobs
-        client.wait_for_workers(4, timeout=40)
+        client.wait_for_workers(4, timeout=180)
         for worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].values():
             assert worker["resources"] == {"GPU": 2.0}
             assert worker["nthreads"] == 3
@@ -170,14 +170,14 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
         future = client.submit(sum, [1, 2])
         cluster.scale(1)
         with pytest.raises(JobsFailed, match=r"3 jobs in a row") as error:
-            client.wait_for_workers(1, timeout=30)
+            client.wait_for_workers(1, timeout=180)
         text = str(error.value)
         last = cluster.jobs()[-1]
         for part in (last.id, "exit code 3", "module: command not found"):
             assert part in text
         assert len(cluster.jobs()) == 3
         with pytest.raises(JobsFailed, match=r"exit code 3"):
-            future.result(timeout=20)
+            future.result(timeout=180)
         assert "Failed" in cluster._repr_html_()
         assert re.search(r", failed: 3 jobs in a row [^\n]*\)$", repr(cluster))
         cluster.sync(decide_again, cluster, times=3)
@@ -226,7 +226,7 @@ def test_a_handover_that_fails_is_tried_again(
 
     with make(folder) as cluster, cluster.get_client() as client:
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=180)
         monkeypatch.setattr(retire, "retire", failing)
         cluster.scale(1)
         wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 30, "one")
@@ -343,7 +343,7 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
     """It went on as if it ran, and submitted jobs that found no scheduler."""
     with make(folder, death_timeout="3s") as cluster:
         cluster.scale(2)
-        cluster.wait_for_workers(2, timeout=30)
+        cluster.wait_for_workers(2, timeout=180)
         Client(cluster.scheduler_address, security=cluster.security).shutdown()
         wait_for(lambda: cluster.status == Status.closed, 30, "the cluster to close")
         assert len(cluster.jobs()) == 2
@@ -353,7 +353,7 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
             with pytest.raises(UsageError, match="the scheduler was shut down"):
                 ask()
         with pytest.raises(ClusterError, match="the scheduler was shut down"):
-            cluster.wait_for_workers(1, timeout=10)
+            cluster.wait_for_workers(1, timeout=180)
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
 
 
@@ -404,14 +404,14 @@ def test_a_limit_of_the_site_keeps_what_runs_and_goes_on_later(
     monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: queue)
     with make(folder) as cluster, cluster.get_client() as client:
         cluster.scale(2)  # which is told nothing but a warning
-        client.wait_for_workers(1, timeout=30)
+        client.wait_for_workers(1, timeout=180)
         tried = queue.refused
         wait_for(lambda: queue.refused > tried + 1, 30, "two more attempts")
         assert cluster.failure is None
         assert len(cluster.jobs()) == 1
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         queue.most = 2
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=180)
     said = capsys.readouterr().err
     told = "warning: QOSMaxSubmitJobPerUserLimit. 1 of 2 jobs are there; trying again later"
     assert said.count("QOSMaxSubmitJobPerUserLimit") == said.count(told) == 1
@@ -439,7 +439,7 @@ def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
     with make(folder, **keywords) as cluster:
         cluster.scale(1)
         with pytest.raises(JobsFailed, match=r"3 jobs in a row brought no workers") as error:
-            cluster.wait_for_workers(1, timeout=30)
+            cluster.wait_for_workers(1, timeout=180)
         last = cluster.jobs()[-1].id
         told = f"job {last}: its workers did not connect within 1 s (start_timeout)"
         assert told in str(error.value)
@@ -514,12 +514,12 @@ def test_a_queue_that_does_not_answer_is_asked_again(
     with make(folder) as cluster, cluster.get_client() as client:
         monkeypatch.setattr(cluster.keeper._submitter, "_retry_s", 0.2)
         cluster.scale(1)
-        client.wait_for_workers(1, timeout=30)
+        client.wait_for_workers(1, timeout=180)
         cluster.scale(1)  # which has nothing to submit, and nobody waits for it any more
         (job,) = cluster.jobs()
         asyncio.run(cluster.queue.cancel([job.id]))
         wait_for(lambda: len(cluster.jobs()) == 2, 30, "another job")
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         assert cluster.failure is None
     said = capsys.readouterr().err
     assert said.count("sbatch did not answer. 0 of 1 jobs are there; trying again later") == 1
@@ -572,7 +572,7 @@ def test_work_longer_than_the_walltime(folder: Path, how: str):
             cluster.scale(2)
         else:
             cluster.adapt(minimum=2, maximum=2, interval="100ms")
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=180)
         start = time.monotonic()
         first = client.map(lambda number: (number, os.urandom(4)), range(8), pure=False)
         known = client.gather(first)
@@ -594,7 +594,7 @@ def test_a_task_longer_than_the_walltime_is_named(folder: Path):
     with make(folder, walltime="8s", n_workers=1) as cluster, cluster.get_client() as client:
         future = client.submit(endless, 100)
         with pytest.raises(Exception, match=r"endless.*walltime"):
-            future.result(timeout=90)
+            future.result(timeout=180)
 
 
 NOTEBOOK = """
@@ -602,7 +602,7 @@ import sys, time
 from hpcdask import LocalCUDAJobCluster
 cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
 cluster.scale(2)
-cluster.wait_for_workers(2, timeout=30)
+cluster.wait_for_workers(2, timeout=180)
 print("here", flush=True)
 how = sys.argv[2]
 if how == "raise":
@@ -654,7 +654,7 @@ from hpcdask import LocalCUDAJobCluster
 cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
 client = cluster.get_client()
 cluster.scale(1)
-client.wait_for_workers(1, timeout=30)
+client.wait_for_workers(1, timeout=180)
 atexit.register(lambda: print(cluster.status.name, client.status))
 """
 

@@ -92,7 +92,7 @@ class Machines:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=180,
             check=False,
         )
 

@@ -48,7 +48,7 @@ class Notebook:
         return leftovers(self.folder.tag)
 
     def tell(self, word: str) -> None:
-        self.process.communicate(word, timeout=60)
+        self.process.communicate(word, timeout=180)
 
     def kill(self) -> None:
         self.process.kill()

@@ -340,7 +340,7 @@ def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
     job.wait_for(lambda: len(names(client)) == 2, "the worker again", timeout=60)
     assert pid_of(client, "ab12-1-0-1") != pid
     assert total.result() == sum(range(100))
-    client.restart(timeout=60)
+    client.restart(timeout=180)
     assert names(client) == {"ab12-1-0-0", "ab12-1-0-1"}
     assert len(client.retire_workers(close_workers=True)) == 2
     assert job.end().code == 0

@@ -40,7 +40,7 @@ def test_alone_as_text_and_as_json():
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             stdin=subprocess.DEVNULL,
             check=False,
         )
@@ -110,7 +110,7 @@ def ranks_of_two_nodes(folder: Path, *options: str, **second: str) -> list[tuple
                 text=True,
             )
         )
-    ended = [process.communicate(timeout=60) for process in running]
+    ended = [process.communicate(timeout=180) for process in running]
     assert not os.listdir(folder)  # nothing is left where the ranks met
     return [(one.returncode, *texts) for one, texts in zip(running, ended, strict=True)]
 

@@ -85,4 +85,4 @@ def kernel(address: str) -> int:
     names: dict[str, Any] = {}
     exec(CLIENT.replace(ADDRESS, address), names)
     with names["client"] as client:
-        return client.submit(sum, [20, 22]).result(timeout=60)
+        return client.submit(sum, [20, 22]).result(timeout=180)

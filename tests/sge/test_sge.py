@@ -144,8 +144,8 @@ def test_a_cluster_of_grid_engine_jobs(sge: SgeSite, queue: SgeQueue, tmp_path: 
         Client(cluster) as client,
     ):
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=60)
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         assert len(asyncio.run(queue.tagged())) == 2
         cluster.scale(1)
         wait_for(lambda: len(asyncio.run(queue.tagged())) == 1, 30, "one job to end")
@@ -165,7 +165,7 @@ def test_submit_waits_and_returns_the_exit_code(sge: SgeSite, queue: SgeQueue, t
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 5, (done.stdout, done.stderr)

@@ -46,7 +46,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
         assert not squeue.calls()  # nothing is asked while there is no job
         cluster.scale(4)
         assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
-        client.wait_for_workers(2, timeout=40)
+        client.wait_for_workers(2, timeout=180)
         wait_for(lambda: sorted(states(cluster)) == ["pending"] * 2 + ["running"] * 2, 20, "two")
 
         reason = wait_for(
@@ -61,16 +61,16 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
         assert "workers=2" in repr(cluster)
         running = live(cluster)
         known = client.submit(os.urandom, 8, pure=False)
-        value = known.result(timeout=20)
+        value = known.result(timeout=180)
         cluster.scale(2)  # those that wait go first
         wait_for(lambda: sorted(user.queued()) == running, 20, "the pending jobs to go")
         assert live(cluster) == running
-        assert known.result(timeout=20) == value
+        assert known.result(timeout=180) == value
         names = user.site.run("squeue", "-h", "-r", "-o", "%j", "-n", 'it\'s; a "name" $HOME')
         assert names.stdout.splitlines() == ['it\'s; a "name" $HOME'] * 2
         cluster.scale(1)
         wait_for(lambda: len(user.queued()) == 1, 30, "one job")
-        assert known.result(timeout=20) == value  # wherever it was
+        assert known.result(timeout=180) == value  # wherever it was
         logs = cluster.job_logs()
         assert len(logs) == 4
         for job in cluster.jobs():  # live, completed and cancelled before they started
@@ -104,8 +104,8 @@ def test_a_suspended_job_is_told_and_goes_first(user: Login):
         wait_for(lambda: "1 running (SUSPENDED" in repr(cluster), 20, "the queue's reason")
         cluster.scale(1)
         wait_for(lambda: set(user.queued()) == {other}, 30, "the suspended job to go")
-        assert cut_off.result(timeout=30) is None
-        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        assert cut_off.result(timeout=180) is None
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
 
 
 def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
@@ -120,14 +120,14 @@ def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
         assert not user.queued()
         assert not scancel.calls()
         assert len(sbatch.calls()) <= 3
-        assert client.submit(sum, [1, 2]).result(timeout=40) == 3  # and up again
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3  # and up again
         assert len(cluster.jobs()) == 4
 
 
 def test_two_clusters_side_by_side(user: Login):
     with user.make(n_workers=1) as one, user.make(n_workers=1) as two:
-        two.wait_for_workers(1, timeout=40)
-        one.wait_for_workers(1, timeout=40)
+        two.wait_for_workers(1, timeout=180)
+        one.wait_for_workers(1, timeout=180)
         assert not {job.id for job in one.jobs()} & {job.id for job in two.jobs()}
         with two.get_client() as client:
             assert {parse_worker_name(one.id, name) for name in pids(client)} == {None}
@@ -142,7 +142,7 @@ def test_two_clusters_side_by_side(user: Login):
 def test_two_gpus_per_job(user: Login):
     with user.make(gpus_per_job=2, cores=2) as cluster, cluster.get_client() as client:
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=40)
+        client.wait_for_workers(2, timeout=180)
         (job,) = cluster.jobs()
         assert job.size == 2
         found = [parse_worker_name(cluster.id, name) for name in pids(client)]
@@ -155,7 +155,7 @@ def test_two_gpus_per_job(user: Login):
 def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
     keywords = {"gpus_per_job": 2, "nodes_per_job": 2}
     with user.make(n_workers=2, **keywords) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(2, timeout=40)
+        client.wait_for_workers(2, timeout=180)
         wait_for_running(cluster, 1)
         nodes = client.run(lambda: os.environ["SLURMD_NODENAME"])
         assert len(set(nodes.values())) == 2
@@ -168,7 +168,7 @@ def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
         assert not set(new) & set(before)
         assert len(new) == 2
         assert cluster.jobs()[0].state == State.FAILED
-        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
 
 
 # What an earlier session left
@@ -179,7 +179,7 @@ import sys, time
 from hpcdask import SLURMCUDACluster
 cluster = SLURMCUDACluster(**eval(sys.argv[1]))
 cluster.scale(3)
-cluster.wait_for_workers(2, timeout=40)
+cluster.wait_for_workers(2, timeout=180)
 print(cluster.id, cluster._warden.pid, flush=True)
 time.sleep(600)
 """
@@ -212,7 +212,7 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
         assert list(user.queued()) == [cluster.jobs()[0].id]
         assert user.site.state(others) == "RUNNING"
         assert not [path for path in user.key_files() if name in path.parts]
-        cluster.wait_for_workers(1, timeout=40)  # there is room for it now
+        cluster.wait_for_workers(1, timeout=180)  # there is room for it now
 
 
 # Many jobs
@@ -225,7 +225,7 @@ def test_64_jobs_with_one_sbatch(user: Login):
     with user.make(poll_interval=interval) as cluster, cluster.get_client() as client:
         cluster.scale(64)
         assert len(user.queued()) == 64
-        client.wait_for_workers(running, timeout=60)
+        client.wait_for_workers(running, timeout=180)
         wait_for(lambda: states(cluster).count(State.RUNNING) == running, 20, "all to run")
         assert states(cluster).count(State.PENDING) == 64 - running
         assert len(sbatch.calls()) == 1

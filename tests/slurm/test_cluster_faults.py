@@ -78,7 +78,7 @@ def job_of(cluster, name: str) -> str:
 def test_jobs_and_workers_that_end(user: Login, capsys: pytest.CaptureFixture[str]):
     """Cancelled, killed by two kinds of SIGKILL, and requeued, one after the other."""
     with user.make(n_workers=2) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(2, timeout=40)
+        client.wait_for_workers(2, timeout=180)
         wait_for_running(cluster, 2)
 
         computation = Computation(client)
@@ -159,7 +159,7 @@ def nodes_back(slurm: SlurmSite) -> Iterator[None]:
 def test_a_node_that_goes_down(user: Login):
     keywords = {"job_extra_directives": ["--no-requeue"]}
     with user.make(n_workers=3, **keywords) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(3, timeout=40)
+        client.wait_for_workers(3, timeout=180)
         wait_for_running(cluster, 3)
         computation = Computation(client)
         last = cluster.jobs()[-1]  # alone on its node
@@ -176,7 +176,7 @@ def test_a_node_that_goes_down(user: Login):
 def test_a_node_that_is_drained_and_one_whose_job_is_requeued(user: Login):
     keywords = {"job_extra_directives": ["--requeue"]}
     with user.make(n_workers=1, **keywords) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(1, timeout=40)
+        client.wait_for_workers(1, timeout=180)
         wait_for_running(cluster, 1)
         computation = Computation(client, 20)
         (first,) = cluster.jobs()
@@ -216,7 +216,7 @@ def test_sbatch_refuses(user: Login):
         assert script.read_text() == cluster.job_script()
         assert not error.value.for_now
         with pytest.raises(Refused, match=words):
-            future.result(timeout=20)
+            future.result(timeout=180)
         assert not cluster.jobs()
         assert not user.queued()
         assert len(sbatch.calls()) == 1
@@ -264,8 +264,8 @@ def test_sbatch_hangs_after_it_has_submitted(user: Login):
         cluster.queue.timeout_s = 30.0
         assert len(cluster.jobs()) == 2
         assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
-        client.wait_for_workers(2, timeout=40)
-        assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         wait_for_running(cluster, 2)
         assert len(sbatch.calls()) == 1
     assert not user.queued()
@@ -291,7 +291,7 @@ def test_jobs_that_appear_after_sbatch_was_given_up(user: Login, seen: str):
             wait_for_running(cluster, 2)
             cluster.scale(2)
             assert len(sbatch.calls()) == 1
-            assert client.submit(sum, [1, 2]).result(timeout=20) == 3
+            assert client.submit(sum, [1, 2]).result(timeout=180) == 3
     assert not user.queued()
 
 
@@ -302,7 +302,7 @@ def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str
     squeue, sbatch = user.wrap("squeue"), user.wrap("sbatch")
     with user.make(poll_interval=0.2) as cluster, cluster.get_client() as client:
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=40)
+        client.wait_for_workers(2, timeout=180)
         wait_for_running(cluster, 2)
         computation = Computation(client, 60)
         cluster.queue.timeout_s = 1.0
@@ -339,12 +339,12 @@ def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str])
         future = client.submit(sum, [1, 2])
         cluster.scale(1)
         with pytest.raises(JobsFailed, match="3 jobs in a row") as error:
-            client.wait_for_workers(1, timeout=40)
+            client.wait_for_workers(1, timeout=180)
         last = cluster.jobs()[-1]
         for part in (f"job {last.id}: failed", "exit code 3", "module: command not found"):
             assert part in str(error.value)
         with pytest.raises(JobsFailed, match="exit code 3"):
-            future.result(timeout=20)
+            future.result(timeout=180)
         assert states(cluster) == [State.FAILED] * 3
         assert "module: command not found" in cluster.job_logs(last.id)[last.id]
         assert len(sbatch.calls()) == 3
@@ -375,8 +375,8 @@ def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.Cap
         two.get_client() as of_two,
         one.get_client() as of_one,
     ):
-        two.wait_for_workers(2, timeout=40)
-        one.wait_for_workers(1, timeout=40)
+        two.wait_for_workers(2, timeout=180)
+        one.wait_for_workers(1, timeout=180)
         wait_for_running(two, 2)
         wait_for_running(one, 1)
         first = [job.id for job in [*two.jobs(), *one.jobs()]]
@@ -407,7 +407,7 @@ import sys, time
 from hpcdask import SLURMCUDACluster
 cluster = SLURMCUDACluster(**eval(sys.argv[1]))
 cluster.scale(3)
-cluster.wait_for_workers(2, timeout=40)
+cluster.wait_for_workers(2, timeout=180)
 print(cluster._warden.pid, flush=True)
 time.sleep(600)
 """

@@ -150,8 +150,8 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
 
     wait_for(Path("cluster.json").exists, 60, "the scheduler file", interval=0.2)
     with hpcdask.connect("cluster.json") as client:
-        client.wait_for_workers(2, timeout=60)
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         client.shutdown()
 
     whole = ("--nodes=1", "--gres=gpu:2", "--job-name=whole")
@@ -224,7 +224,7 @@ def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, s
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=180,
         check=True,
     )
     assert done.stdout.splitlines() == [

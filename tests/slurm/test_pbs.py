@@ -120,8 +120,8 @@ def test_a_cluster_of_pbs_jobs(queue: PbsQueue, slurm: SlurmSite, tmp_path: Path
         Client(cluster) as client,
     ):
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=60)
-        assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
         cluster.scale(1)
         wait_for(lambda: running(slurm) == 1, 30, "one job to end")
     wait_for(lambda: running(slurm) == 0, 10, "the jobs to end")

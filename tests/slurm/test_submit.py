@@ -76,7 +76,7 @@ class Login:
 
     def end(self, process: subprocess.Popen[str], code: int) -> tuple[str, str]:
         """Wait for its end, which must have this code."""
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
         assert process.returncode == code, (out, err)
         assert "Traceback" not in err
         return out, err

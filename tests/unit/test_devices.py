@@ -731,7 +731,7 @@ except ChildProcessError:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=180,
         env=env,
         check=True,
     )

@@ -172,7 +172,7 @@ def _run(block: Block, home: Path, env: dict[str, str]) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
     # the doctor may find something that could be better
     fine = (0, 1) if shlex.split(block.text)[:2] == ["hpcdask", "doctor"] else (0,)

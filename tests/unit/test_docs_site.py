@@ -424,7 +424,7 @@ def test_the_site_builds_without_warnings(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site/reference/cli.html").read_text()

@@ -782,7 +782,7 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
         deadline_s=2.0,
     ).results()
     assert time.monotonic() - started < 6
-    _, left = psutil.wait_procs(set(psutil.Process().children()) - others, timeout=5)
+    _, left = psutil.wait_procs(set(psutil.Process().children()) - others, timeout=180)
     assert not left
     assert found["good"] == {"a": [1]}
     assert len(found["large"]["text"]) == 300_000

@@ -143,11 +143,11 @@ def test_busy_workers_are_an_error(client, monkeypatch):
     with pytest.raises(ClusterError, match=message):
         limits.measure(cluster)
     go.set()
-    wait(busy, timeout=10)
+    wait(busy, timeout=180)
 
 
 def _until_set(_):
-    Event("go").wait(timeout=30)
+    Event("go").wait(timeout=180)
 
 
 @pytest.mark.usefixtures("small")

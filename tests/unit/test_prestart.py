@@ -48,10 +48,10 @@ def gone(pid):
         time.sleep(0.01)
 
 def work(answers, orders):
-    answers.put((os.getpid(), os.getppid(), orders.get(timeout=20), dict(os.environ),
+    answers.put((os.getpid(), os.getppid(), orders.get(timeout=180), dict(os.environ),
                  "hpcdask.nanny" in sys.modules))
     answers.close(), answers.join_thread()
-    if orders.get(timeout=20) == "die":
+    if orders.get(timeout=180) == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(3)
 
@@ -63,7 +63,7 @@ def start():
     process = context.Process(target=work, args=(answers, orders))
     process.start()
     orders.put("first")
-    found = answers.get(timeout=20)
+    found = answers.get(timeout=180)
     assert found[0] == process.pid and found[2] == "first"
     return process, found
 

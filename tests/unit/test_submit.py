@@ -497,7 +497,7 @@ def test_completion_by_the_shell():
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.stdout == "plain,submit\n", done.stderr

@@ -36,7 +36,7 @@ if __name__ == "__main__":
         client.shutdown()
     else:
         found["bokeh before"] = client.run_on_scheduler(has_bokeh)
-        with urllib.request.urlopen(what, timeout=20) as page:
+        with urllib.request.urlopen(what, timeout=180) as page:
             found["dashboard"] = page.status
         found["bokeh after"] = client.run_on_scheduler(has_bokeh)
         found["bokeh in workers"] = any(client.run(has_bokeh).values())

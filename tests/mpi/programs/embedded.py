@@ -35,14 +35,14 @@ def work(client: Client) -> None:
     if end == "interrupts":
         for _ in range(2):
             interrupt()
-        print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
+        print("later sum", client.submit(sum, [1, 2]).result(timeout=180), flush=True)
     if end == "interrupted":
         try:
             print("ready", flush=True)
             time.sleep(30)
         except KeyboardInterrupt:
             time.sleep(1)  # for what else it may end
-            print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
+            print("later sum", client.submit(sum, [1, 2]).result(timeout=180), flush=True)
 
 
 def fork(client: Client) -> None:
@@ -56,7 +56,7 @@ def fork(client: Client) -> None:
         runner.close()
         os._exit(0)
     os.wait()
-    print("later sum", client.submit(sum, [1, 2]).result(timeout=10), flush=True)
+    print("later sum", client.submit(sum, [1, 2]).result(timeout=180), flush=True)
 
 
 def interrupt() -> None:

@@ -21,7 +21,7 @@ before = client.run(os.getpid)
 try:
     client.submit(take).result()
 except KilledWorker:
-    client.wait_for_workers(len(before), timeout=20)
+    client.wait_for_workers(len(before), timeout=180)
     after = client.run(os.getpid)
     show("result", {"new": len(set(after.values()) - set(before.values())), "all": len(after)})
     stamp()
