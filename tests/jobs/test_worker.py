@@ -20,7 +20,8 @@ import pytest
 from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
-from hpcdask import joblife, nanny, ranks, security, sharing, worker
+from clock import clock
+from hpcdask import joblife, member, nanny, ranks, security, sharing, worker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
 from hpcdask.peers import PeerWorker
@@ -171,7 +172,7 @@ def test_the_workers_of_a_job(site, client):
     assert len({worker["memory_limit"] for worker in workers}) == 1
     assert all(client.run(gc.isenabled).values())  # it is off during the imports
     assert sum(client.gather(client.map(lambda x: x + 1, range(10)))) == 55
-    ended_at = time.time()
+    ended_at = clock()
     client.cluster.close()
     ended = job.end()
     assert ended.code == 0, ended
@@ -208,7 +209,7 @@ def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
 
 
 def test_no_scheduler_at_the_start(site):
-    start = time.time()
+    start = clock()
     job = site.job("--death-timeout", "1s")
     end_of_one(
         job,
@@ -216,7 +217,7 @@ def test_no_scheduler_at_the_start(site):
         f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler at "
         f"tls://127.0.0.1:1 within 1 s: connection refused. See",
     )
-    assert time.time() - start < 15
+    assert clock() - start < 15
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_the_second_signal_ends_at_once(site, client):
     wait(value)
     job.signal(signal.SIGTERM)
     job.line("hpcdask: SIGTERM", stream="err")
-    time.sleep(0.4)  # what comes together counts once
+    time.sleep(1.1 * member.SAME_SIGNAL_S)  # what comes together counts once
     at = job.signal(signal.SIGTERM)
     ended = job.end()
     assert ended.code == 143
@@ -642,7 +643,7 @@ def test_a_scheduler_that_hangs_is_not_waited_for(monkeypatch, capsys):
             await asyncio.get_running_loop().create_future()
 
     async def run() -> set[str]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await part._hand_over()
 
     monkeypatch.setattr(joblife, "rpc", Hanging)
@@ -676,7 +677,7 @@ def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
         with pytest.raises(ClusterError, match="is gone"):
             await part._alive(start())
         go_on.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await ended.wait()
 
     asyncio.run(run())

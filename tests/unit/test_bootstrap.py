@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
+
+import psutil
 
 from hpcdask import bootstrap
 from hpcdask.leader import Leader
@@ -37,6 +38,7 @@ RANK_THAT_LEAVES_A_PROCESS = """
     janitor.remove_at_end(later)
     janitor.remove_at_once(forgotten)
     janitor.forget(forgotten)
+    print(janitor.pid, flush=True)
     os._exit(0)
 """
 
@@ -48,12 +50,13 @@ def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
     for path in (now, later, forgotten):
         path.write_text("")
     rank = python(RANK_THAT_LEAVES_A_PROCESS, now, later, forgotten)
-    assert rank.wait(10) == 0
+    assert rank.wait(60) == 0
+    janitor = int(rank.stdout.readline())
     wait_for(lambda: not now.exists(), 2, "the file to be removed")
     assert later.exists()
     now.write_text("of the next cluster")
     wait_for(lambda: not later.exists(), 10, "the folder to be removed")
-    time.sleep(0.1)
+    wait_for(lambda: not psutil.pid_exists(janitor), 10, "the janitor to end")
     assert now.exists()
     assert forgotten.exists()
 
@@ -73,7 +76,7 @@ RANK_WITH_A_THREAD_THAT_WAITS = """
     async def work():
         loop = asyncio.get_running_loop()
         begun = threading.Event()
-        loop.run_in_executor(None, lambda: (begun.set(), threading.Event().wait(60)))
+        loop.run_in_executor(None, lambda: (begun.set(), threading.Event().wait(600)))
         begun.wait()
         return 3
 
@@ -84,7 +87,7 @@ RANK_WITH_A_THREAD_THAT_WAITS = """
 
 def test_a_rank_does_not_wait_for_its_threads():
     """Nor for a program in a file system that hangs, which cannot be killed."""
-    assert python(RANK_WITH_A_THREAD_THAT_WAITS).wait(20) == 3
+    assert python(RANK_WITH_A_THREAD_THAT_WAITS).wait(120) == 3
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_all_the_same():

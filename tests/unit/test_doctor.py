@@ -19,6 +19,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from clock import clock
 from hpcdask import cli
 from hpcdask.control import Hub
 from hpcdask.doctor import (
@@ -770,23 +771,23 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
         raise OSError("no such thing\nhere")
 
     others = set(psutil.Process().children())
-    started = time.monotonic()
+    started = clock()
     found = collect.Gathering(
         {
             "good": lambda: {"a": [1]},
             "large": lambda: {"text": "x" * 300_000},
-            "hangs": lambda: time.sleep(20) or {},
+            "hangs": lambda: time.sleep(600) or {},
             "fails": fail,
             "dies": lambda: sys.modules["os"]._exit(3),
         },
-        deadline_s=2.0,
+        deadline_s=6.0,
     ).results()
-    assert time.monotonic() - started < 6
+    assert clock() - started < 10
     _, left = psutil.wait_procs(set(psutil.Process().children()) - others, timeout=180)
     assert not left
     assert found["good"] == {"a": [1]}
     assert len(found["large"]["text"]) == 300_000
-    assert found["hangs"] == {"problem": "did not answer within 2 s"}
+    assert found["hangs"] == {"problem": "did not answer within 6 s"}
     assert found["fails"] == {"problem": "OSError: no such thing here"}
     assert found["dies"] == {"problem": "its process has died"}
 
@@ -864,7 +865,7 @@ def test_a_slurm_that_does_not_answer(monkeypatch, tmp_path, environ, script, va
     srun.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(queue, "COMMAND_DEADLINE_S", 0.5)
+    monkeypatch.setattr(queue, "COMMAND_DEADLINE_S", 0.5 if "sleep" in script else 60)
     facts = nvlink_box() | {"queue": queue.read(environ)}
     found = only(examine(facts), "srun")
     assert found.status == ("warning" if environ else "ok")

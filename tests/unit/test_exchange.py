@@ -239,7 +239,7 @@ def test_colours_of_one_bandwidth_and_of_none():
 
 
 async def nothing_left(dask_scheduler):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while dask_scheduler.tasks:  # noqa: ASYNC110 the scheduler has no event for it
             await asyncio.sleep(0.01)
 

@@ -186,12 +186,12 @@ template.prepare_forks()
 folder = Path(sys.argv[1], "slow")
 folder.mkdir()
 (folder / "__init__.py").write_text(
-    "import __main__\\n__main__.inside.set()\\n__main__.go.wait(20)\\nimport colorsys\\n")
+    "import __main__\\n__main__.inside.set()\\n__main__.go.wait(120)\\nimport colorsys\\n")
 (folder / "part.py").write_text("")
 dask.__path__.append(sys.argv[1])
 inside, go = threading.Event(), threading.Event()
 threading.Thread(target=__import__, args=("dask.slow",)).start()
-inside.wait(20)
+inside.wait(120)
 threading.Timer(0.2, go.set).start()
 import dask.slow.part
 """
@@ -199,7 +199,7 @@ import dask.slow.part
 
 def test_two_threads_import_parts_of_dask(tmp_path):
     """With the import hook that comes with dask-cuda the two wait for each other for ever."""
-    subprocess.run([sys.executable, "-c", TWO_THREADS, tmp_path], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", TWO_THREADS, tmp_path], check=True, timeout=180)
 
 
 PATCHED = """

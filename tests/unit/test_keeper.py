@@ -105,7 +105,7 @@ def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkey
         assert not tried  # they may just be closing
         monkeypatch.setattr(cluster.keeper, "_act", lambda: None)
         watch = asyncio.create_task(cluster.keeper._watch())
-        await asyncio.wait_for(again.wait(), 10)
+        await asyncio.wait_for(again.wait(), 60)
         watch.cancel()
         cluster.keeper._observe(set(), {})
         await asyncio.gather(watch, *cluster.keeper._departures.stop(), return_exceptions=True)

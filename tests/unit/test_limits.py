@@ -103,7 +103,7 @@ def test_one_worker_is_enough(client, monkeypatch):
 
 
 def test_all_threads_compute_at_once(monkeypatch):
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=60)
     monkeypatch.setattr(limits, "ROUND_S", 1e-9)
     monkeypatch.setattr(limits, "REPEATS", 1)
     monkeypatch.setitem(limits._OPERATIONS, "test", lambda *_: (together.wait, 2.0))

@@ -69,7 +69,7 @@ def start():
 
 def end(process, how="end"):
     orders.put(how)
-    process.join(20)
+    process.join(120)
     return process.exitcode
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def connect(access: Security) -> Iterator[Callable[[], tuple[ssl.SSLSocket, ssl.
 
         def connect() -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
             accepted = other.submit(lambda: server.wrap_socket(listener.accept()[0], True))
-            plain = socket.create_connection(listener.getsockname(), timeout=10)
+            plain = socket.create_connection(listener.getsockname(), timeout=60)
             ends = client.wrap_socket(plain), accepted.result(10)
             for end in ends:
                 stack.enter_context(end)

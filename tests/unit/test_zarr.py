@@ -206,12 +206,12 @@ def test_the_next_rows_are_read_while_the_first_are_computed_with(tmp_path, monk
     def reading(stored, start, *rest):
         if start == 10:
             in_second.set()
-            assert first_is_done.wait(20)
+            assert first_is_done.wait(120)
         return read(stored, start, *rest)
 
     def compute(block):
         total = int(block[:10].sum())
-        assert in_second.wait(20)
+        assert in_second.wait(120)
         first_is_done.set()
         return np.full((1, 1), total + int(block[10:].sum()))
 
