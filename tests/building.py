@@ -46,7 +46,7 @@ def unpack(archive: Path, folder: Path) -> None:
 def _hatchling(kind: str, source: Path, out: Path, env: dict[str, str]) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", out]
     done = subprocess.run(
-        command, cwd=source, env=env, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=source, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = out.glob("*.tar.gz" if kind == "sdist" else "*.whl")

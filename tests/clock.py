@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 
 #: A deadline ends what hangs. It is so many times what a machine without other work needs.
@@ -21,3 +23,8 @@ def clock() -> float:
     except (OSError, ValueError):
         waited = now
     return now - waited * (1 - 1 / PATIENCE)
+
+
+def stretched(seconds: float) -> int:
+    """Return a deadline of the program under test that others of it keep, on a busy machine too."""
+    return math.ceil(seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))

@@ -67,6 +67,14 @@ def wait_for(
     return value
 
 
+def what_stays(left: Callable[[], T], within: float, since: float | None = None) -> T:
+    """Call `left` until it returns nothing, for `within` seconds of `clock`; return what it did."""
+    deadline = (clock() if since is None else since) + within
+    while (found := left()) and clock() < deadline:
+        time.sleep(0.02)
+    return found
+
+
 async def until(condition: Callable[[], T], timeout: float = 10, what: str = "") -> T:
     """As `wait_for`, while the event loop runs."""
     try:
@@ -220,15 +228,12 @@ class Launcher:
         return leftovers(self.marker)
 
     def close(self, timeout: float = 5) -> None:
-        """Fail if processes remain although they were waited for, and end them."""
-        try:
-            wait_for(lambda: not self.leftovers(), timeout, "the launch's processes to end")
-        except AssertionError:
-            remaining = self.leftovers()
-            lines = describe(remaining)
-            end(remaining)
-            if lines:
-                pytest.fail(f"{self.name} left processes behind:\n{lines}", pytrace=False)
+        """Fail if processes remain after `timeout` seconds of `clock`, and end them."""
+        remaining = what_stays(self.leftovers, timeout)
+        lines = describe(remaining)
+        end(remaining)
+        if lines:
+            pytest.fail(f"{self.name} left processes behind:\n{lines}", pytrace=False)
 
 
 def openmpi_launcher() -> Launcher:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock
-from launching import Launcher, clean_environment, describe, end, wait_for, walk
+from launching import Launcher, clean_environment, describe, end, wait_for, walk, what_stays
 
 T = TypeVar("T")
 PROGRAMS = Path(__file__).parent / "mpi" / "programs"
@@ -254,10 +254,8 @@ class Site:
             parts = [describe(self.processes()), *self.files(), *self.semaphores()]
             return "\n".join(part for part in parts if part)
 
-        while left := remaining():
-            if clock() > since + within:
-                pytest.fail(f"{within:g} s after the end there are still\n{left}")
-            time.sleep(0.02)
+        if left := what_stays(remaining, within, since):
+            pytest.fail(f"{within:g} s after the end there are still\n{left}")
 
     def files(self) -> list[str]:
         """Folders and key files of the runs."""

@@ -20,6 +20,7 @@ from typing import Self
 
 import pytest
 
+from clock import PATIENCE
 from hpcdask.queues.forms import user
 from launching import clean_environment, end_daemons, wait_for
 from slurm_site import free_ports
@@ -142,7 +143,7 @@ class SgeSite:
             command,
             env=self.env,
             cwd=self.folder,
-            timeout=timeout,
+            timeout=PATIENCE * timeout,
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,

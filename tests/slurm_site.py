@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 import slurm_accounting
+from clock import PATIENCE
 from launching import clean_environment, end_daemons, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
@@ -119,7 +120,7 @@ class SlurmSite:
         done = subprocess.run(
             [os.fspath(part) for part in command],
             env={**self.env, **(env or {})},
-            timeout=timeout,
+            timeout=PATIENCE * timeout,
             check=False,
             **{
                 "stdin": subprocess.DEVNULL if "input" not in kwargs else None,

@@ -30,6 +30,6 @@ def with_torque(env: Mapping[str, str]) -> dict[str, str]:
     }
     # qstat calls it for each job that runs, and SLURM 24.11 (Debian 13) has it no more
     whole = "use Slurm; exit !Slurm->can('job_cpus_allocated_on_node_id')"
-    if subprocess.run(["perl", "-e", whole], env=found, timeout=20, check=False).returncode:
+    if subprocess.run(["perl", "-e", whole], env=found, timeout=180, check=False).returncode:
         pytest.skip("qstat of this SLURM does not work with its own library")
     return found

@@ -1,7 +1,6 @@
 """The two MPIs that the tests of real launches stand on."""
 
 import sys
-import time
 
 import psutil
 import pytest
@@ -38,7 +37,7 @@ def test_a_launch_that_hangs_fails_with_its_output_and_is_ended(openmpi):
     program = "import time; print('started', flush=True); time.sleep(600)"
     openmpi.env["PYTHONFAULTHANDLER"] = "1"
     with pytest.raises(pytest.fail.Exception, match=r"(?s)started.*line 1 in <module>"):
-        openmpi.run(2, sys.executable, "-c", program, timeout=3)
+        openmpi.run(2, sys.executable, "-c", program, timeout=1)
     wait_for(lambda: not openmpi.leftovers(), 5, "the launch's processes to end")
 
 
@@ -51,8 +50,6 @@ def test_a_process_left_behind_is_found_whatever_its_session(mpi):
     )
     assert mpi.run(1, sys.executable, "-c", program).code == 0
     (left,) = wait_for(lambda: [p for p in mpi.leftovers() if child in p.cmdline()], 5, "child")
-    started = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=str(left.pid)):
         mpi.close(timeout=0.2)
-    assert time.monotonic() - started < 5
     wait_for(lambda: not psutil.pid_exists(left.pid) or left.status() == "zombie", 5, "its end")

@@ -15,9 +15,11 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from clock import PATIENCE, clock
 from hpcdask import fabric
 from launching import clean_environment, wait_for
 from running import Site
@@ -54,10 +56,11 @@ asyncio.run(main())
 """
 
 PRELUDE = """
-global ucx, connect, listen, np, os, time, base, Comm, to_serialize, mock, psutil, gc
+global clock, ucx, connect, listen, np, os, time, base, Comm, to_serialize, mock, psutil, gc
 import gc, os, psutil, time
 from unittest import mock
 import numpy as np
+from clock import clock
 from distributed.comm import Comm, connect, listen
 from distributed.protocol import to_serialize
 import distributed_ucxx.ucxx as base
@@ -85,7 +88,7 @@ return [me.listener.contact_address.removeprefix("ucx://"), me.listener.secret.h
 
 #: Sends and gets back one message.
 GREET = """
-comm = await connect("ucx://" + me.address, timeout=20)
+comm = await connect("ucx://" + me.address, timeout=60)
 await comm.write({"x": 1})
 answer = await comm.read()
 await comm.close()
@@ -100,6 +103,7 @@ class Puppet:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         env = {**clean_environment(), "UCXPY_PROGRESS_MODE": "blocking"}
         env["UCX_WARN_UNUSED_ENV_VARS"] = "n"
+        env["PYTHONPATH"] = str(Path(__file__).parents[1])  # for its clock
         self.process = subprocess.Popen(
             [sys.executable, "-c", PUPPET],
             stdin=subprocess.PIPE,
@@ -135,11 +139,11 @@ class Puppet:
     def result(self, timeout: float = 15):
         """Of the oldest unanswered `begin`."""
         try:
-            answer = json.loads(self._answers.get(timeout=timeout))
+            answer = json.loads(self._answers.get(timeout=PATIENCE * timeout))
         except queue.Empty:
             os.kill(self.process.pid, signal.SIGUSR1)  # prints where it is
             time.sleep(0.2)
-            pytest.fail(f"no answer within {timeout:g} s; stderr: {self.errors()}")
+            pytest.fail(f"no answer within {PATIENCE * timeout:g} s; stderr: {self.errors()}")
         if "error" in answer:
             pytest.fail(answer["error"])
         return answer["value"]
@@ -223,17 +227,17 @@ def test_who_knows_the_secret_is_served(there: Puppet, here: Puppet):
 
 
 def test_who_does_not_know_it_is_refused_at_once_and_does_not_try_again(there, here):
-    started = time.monotonic()
+    started = clock()
     text = here.do(
         """
         ucx.known_secrets[me.address] = b"x" * 32
         try:
-            await connect("ucx://" + me.address, timeout=20)
+            await connect("ucx://" + me.address, timeout=60)
         except OSError as error:
             return repr(error)
         """
     )
-    assert time.monotonic() - started < 3
+    assert clock() - started < 3
     assert text.startswith("FatalCommClosedError(")
     assert "did not prove itself" in text
     (line,) = there.logged()
@@ -246,7 +250,7 @@ def test_nobody_dials_a_listener_of_which_nothing_is_known(here: Puppet):
         """
         del ucx.known_secrets[me.address]
         try:
-            await connect("ucx://" + me.address, timeout=20)
+            await connect("ucx://" + me.address, timeout=60)
         except OSError as error:
             return repr(error)
         """
@@ -262,7 +266,7 @@ for module, name in ((ucx, "host_array"), (ucx, "from_frames"), (ucx.base, "host
         me.touched.append(name)
         raise AssertionError(name)
     mock.patch.object(module, name, touched).start()
-mock.patch.object(ucx, "AUTHENTICATION_DEADLINE_S", 0.5).start()
+mock.patch.object(ucx, "AUTHENTICATION_DEADLINE_S", 1.5).start()
 """
 CONNECT = "me.ep = await base.ucxx.create_endpoint(me.ip, me.port)\n"
 STRANGERS = {
@@ -324,7 +328,7 @@ def test_bytes_of_another_protocol_do_no_harm(there: Puppet, here: Puppet):
 
 
 def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
-    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 0.5).start()")
+    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 1.0).start()")
     before = there.do("return psutil.Process().memory_info().rss")
     # with all of UCX's features, as distributed-ucxx has it
     stranger = Puppet(PRELUDE.replace("ucx.progress()", "base.init_once()"))
@@ -337,7 +341,7 @@ def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
                 ep = await base.ucxx.create_endpoint("127.0.0.1", {port})
                 data = np.ones(2**27, "u1")
                 try:
-                    async with asyncio.timeout(0.7):
+                    async with asyncio.timeout(1.5):
                         await ep.am_send(data)
                 except Exception:
                     pass
@@ -352,7 +356,7 @@ def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
 
 
 def test_only_so_many_may_be_unproven_at_a_time(there: Puppet, here: Puppet):
-    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 1.0).start()")
+    there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 4.0).start()")
     there.do("mock.patch.object(ucx, 'PENDING_LIMIT', 3).start()")
     here.do("me.strangers = []")
     for _ in range(2):
@@ -360,13 +364,13 @@ def test_only_so_many_may_be_unproven_at_a_time(there: Puppet, here: Puppet):
     assert here.do(GREET) == {"x": 1}  # while they are silent
     here.do(CONNECT + "me.strangers.append(me.ep)")
     there.wait_for("me.listener.pending == 3")
-    started = time.monotonic()
+    started = clock()
     assert here.do(GREET) == {"x": 1}  # once they are gone
-    assert time.monotonic() - started < 5
+    assert clock() - started < 8
     there.wait_for("me.listener.pending == 0")
     lines = there.logged()
     assert sum("3 others are unproven" in line for line in lines) == 1
-    assert sum("did not prove itself within 1 s" in line for line in lines) == 3
+    assert sum("did not prove itself within 4 s" in line for line in lines) == 3
     here.do("me.strangers = me.ep = None")
 
 
@@ -384,7 +388,7 @@ def test_strangers_leave_nothing_behind(there: Puppet, here: Puppet):
 
 # Messages
 
-OPEN = 'me.comm = await connect("ucx://" + me.address, timeout=10)\n'
+OPEN = 'me.comm = await connect("ucx://" + me.address, timeout=60)\n'
 #: Neither polls nor looks from time to time: a lost wake-up is a hang.
 ASLEEP = """
 for name, value in (("SAFETY_S", 60), ("ANSWER_POLL_S", 0.0), ("POLL_S", 0.0)):
@@ -449,7 +453,7 @@ def test_messages_of_all_sizes_arrive_both_ways_at_once(there: Puppet, here: Pup
             return {"number": number, "text": "x" * number * 50, "frames": frames}
 
         async def talk(which):
-            comm = await connect("ucx://" + me.address, timeout=20)
+            comm = await connect("ucx://" + me.address, timeout=60)
             sent = [message(n) for n in range(which, 36, 3)]
             async def write():
                 for one in sent:
@@ -465,9 +469,9 @@ def test_messages_of_all_sizes_arrive_both_ways_at_once(there: Puppet, here: Pup
             await writing
             await comm.close()
 
-        start = time.perf_counter()
+        start = clock()
         await asyncio.gather(*(talk(which) for which in range(3)))
-        return time.perf_counter() - start
+        return clock() - start
         """,
         40,
     )
@@ -491,12 +495,12 @@ def test_connections_are_forgotten_when_nobody_holds_them(there: Puppet, here: P
 #: An OSError ends each; how, and after how many seconds.
 ENDED = """
 async def ended(work):
-    start = time.perf_counter()
+    start = clock()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await work
     except OSError as error:
-        return [type(error).__name__, time.perf_counter() - start]
+        return [type(error).__name__, clock() - start]
     return ["none", 0]
 """
 
@@ -509,8 +513,8 @@ def test_whoever_waits_for_a_peer_that_is_killed_hears_of_it(there: Puppet, here
         here.do(
             f"""
             ucx.known_secrets[{address!r}] = bytes.fromhex({secret!r})
-            me.reader = await connect("ucx://{address}", timeout=10)
-            me.writer = await connect("ucx://{address}", timeout=10)
+            me.reader = await connect("ucx://{address}", timeout=60)
+            me.writer = await connect("ucx://{address}", timeout=60)
             {ENDED.replace(chr(10), chr(10) + " " * 12)}
             async def write():
                 while True:
@@ -527,11 +531,11 @@ def test_whoever_waits_for_a_peer_that_is_killed_hears_of_it(there: Puppet, here
         mortal.close()
     text, seconds = here.do(
         f"""
-        start = time.perf_counter()
+        start = clock()
         try:
             await connect("ucx://{address}", timeout=1)
         except OSError as error:
-            return [str(error), time.perf_counter() - start]
+            return [str(error), clock() - start]
         """
     )
     assert "Timed out" in text
@@ -546,7 +550,7 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(there: Puppet, here: Pupp
         here.do(
             f"""
             ucx.known_secrets[{address!r}] = bytes.fromhex({secret!r})
-            me.comms = [await connect("ucx://{address}", timeout=10) for _ in range(3)]
+            me.comms = [await connect("ucx://{address}", timeout=60) for _ in range(3)]
             """
         )
         os.kill(still.process.pid, signal.SIGSTOP)
@@ -564,11 +568,11 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(there: Puppet, here: Pupp
         assert here.do(GREET) == {"x": 1}
         seconds, ends = here.do(
             """
-            start = time.perf_counter()
+            start = clock()
             me.tasks[0].cancel(), me.tasks[1].cancel()
             await me.comms[2].close()
             ends = await asyncio.gather(*me.tasks, return_exceptions=True)
-            return [time.perf_counter() - start, [type(end).__name__ for end in ends]]
+            return [clock() - start, [type(end).__name__ for end in ends]]
             """
         )
         assert ends == ["CancelledError", "CancelledError", "CommClosedError"]
@@ -649,7 +653,7 @@ async def talk():
     listener = listen("ucx://127.0.0.1:0", echo)
     await listener.start()
     ucx.known_secrets[listener.contact_address[6:]] = listener.secret
-    comm = await connect(listener.contact_address, timeout=5)
+    comm = await connect(listener.contact_address, timeout=60)
     await comm.write({"x": 1})
     print(await comm.read())
     await comm.close()
@@ -664,7 +668,7 @@ assert len(ucx._progress) == 1
     env = {**clean_environment(), "UCXPY_PROGRESS_MODE": "blocking"}
     env["UCX_WARN_UNUSED_ENV_VARS"] = "n"
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=180
     )
     assert (ended.returncode, ended.stdout) == (0, "{'x': 1}\n" * 3)
     assert ended.stderr == ""
@@ -684,7 +688,7 @@ from distributed.core import send_recv
 from hpcdask import peers
 from hpcdask.peers import PeerWorker
 peers.FIRST_NBYTES = peers.MEASURED_NBYTES = 2**16
-peers.WARM_DEADLINE_S = peers.ASK_DEADLINE_S = peers.UCX_DEADLINE_S = 3
+peers.WARM_DEADLINE_S = peers.ASK_DEADLINE_S = peers.UCX_DEADLINE_S = 20
 async def start(exchange="ucx", **kwargs):
     return await PeerWorker(
         SCHEDULER, exchange=exchange, host="127.0.0.1", nthreads=1, dashboard=False, **kwargs
@@ -870,7 +874,7 @@ def test_a_new_worker_at_the_address_of_another_is_asked_again(cluster):
             me.worker.rpc.semaphore.release()
         me.worker.rpc.contacts[addr] = "ucx://127.0.0.1:9"
         ucx.known_secrets["127.0.0.1:9"] = b"x" * 32
-        peers.UCX_DEADLINE_S = 0.5
+        peers.UCX_DEADLINE_S = 2
         kinds.append(await me.fetch(addr))
         return [*kinds, me.worker.rpc.contacts[addr] == contact]
         """
@@ -882,12 +886,14 @@ def test_a_worker_that_goes_while_it_is_asked(cluster):
     _, a, _b = cluster
     text = a.do(
         """
+        asked = asyncio.Event()
         async def silent(reader, writer):
-            await asyncio.sleep(30)
+            asked.set()
+            await asyncio.sleep(600)
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         addr = "tcp://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
         tasks = [asyncio.create_task(me.worker.rpc.connect(addr)) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await asked.wait()
         me.worker.rpc.remove(addr)
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         server.close()
@@ -925,7 +931,7 @@ def test_a_worker_that_dies_or_closes_while_others_get_warm(cluster):
 
 def test_a_worker_over_tcp_or_whose_ucx_does_not_start_is_warm_too(cluster):
     scheduler, _a, b = cluster
-    b.do("me.more = await me.start('tcp', name='over tcp')\nawait asyncio.sleep(0.1)")
+    b.do("me.more = await me.start('tcp', name='over tcp')")
     assert warm(scheduler, "over tcp")["links"] == []
     b.do("await me.more.close()")
     transports = b.do(
@@ -992,7 +998,7 @@ def add():
 
 
 def wait_until_warm():
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not all(client.run(warm).values()) and time.monotonic() < deadline:
         time.sleep(0.05)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from dask_jobqueue.slurm import SLURMJob
 
+from clock import clock
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.base import Request
 from hpcdask.queues.slurm import SlurmQueue
@@ -135,7 +136,7 @@ esac"""
     assert sorted(seen.nodes for seen in running) == ["node1", "node2", "node3", "node4"]
     for seen in running:
         assert seen.started is not None
-        assert abs(time.time() - seen.started) < 60
+        assert abs(time.time() - seen.started) < 300
         assert seen.ends == seen.started + 30 * 60  # dask-jobqueue's default walltime
     waiting = door.wait(ids[8:], State.PENDING, what=lambda seen: seen.reason)
     # The last is what SLURM 23.11 says where there is no accounting
@@ -248,9 +249,9 @@ def test_only_what_is_asked_for_with_one_call(door, monkeypatch):
     calls = counting("squeue", door.folder, monkeypatch)
     ids = door.submit(count=600, request={"gpus": 0})
     asked = [*ids, "999999", "999999_3"]
-    start = time.monotonic()
+    start = clock()
     assert set(door.query(asked)) == set(ids)
-    assert time.monotonic() - start < 10
+    assert clock() - start < 10
     assert door.query(ids[:1]).keys() == {ids[0]}
     assert door.query([]) == {}
     assert len(calls.read_text().splitlines()) == 2
@@ -315,11 +316,11 @@ def test_sbatch_that_hangs(door, monkeypatch, body):
     wrapper("sbatch", body, door.folder, monkeypatch)
     monkeypatch.setenv("HPCDASK_HANGS", str(door.folder))
     door.queue.timeout_s = 1
-    start = time.monotonic()
+    start = clock()
     with pytest.raises(QueueError, match="sbatch did not answer within 1 s: SLURM is") as caught:
         door.submit()
     assert not isinstance(caught.value, Refused)
-    assert time.monotonic() - start < 20
+    assert clock() - start < 20
     marker = f"HPCDASK_HANGS={door.folder}"
     if "setsid" in body:
         end(leftovers(marker))  # out of reach
@@ -397,7 +398,7 @@ def test_departed(accounted, monkeypatch):
     }
     assert seen[ids[3]].reason.startswith("by ")
     assert seen[ids[0]].nodes.startswith("node")
-    assert abs(time.time() - seen[ids[0]].started) < 60
+    assert abs(time.time() - seen[ids[0]].started) < 300
     calls.unlink()
     accounted.departed(ids)
     assert len(calls.read_text().splitlines()) == 1
