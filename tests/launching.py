@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import pytest
@@ -85,6 +85,16 @@ async def until(condition: Callable[[], T], timeout: float = 10, what: str = "")
         waited = f"{PATIENCE * timeout:g} s"
         raise AssertionError(f"after {waited} still waiting for {what or condition}") from None
     return value
+
+
+async def decide_again(cluster: Any, times: int) -> None:
+    """Let a cluster of jobs decide so many times what to do, and do it."""
+    for _ in range(times):
+        async with asyncio.timeout(PATIENCE * 10), cluster.keeper._settled:
+            cluster.keeper.poke()
+            await cluster.keeper._settled.wait()
+        if (submission := cluster.keeper._submission) is not None:
+            await asyncio.wait([submission])
 
 
 def leftovers(marker: str) -> list[psutil.Process]:

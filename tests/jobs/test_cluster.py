@@ -31,7 +31,16 @@ from hpcdask.queues import moab
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
 from hpcdask.reconcile import OVER, State
-from launching import clean_environment, describe, end, leftovers, until, wait_for, walk
+from launching import (
+    clean_environment,
+    decide_again,
+    describe,
+    end,
+    leftovers,
+    until,
+    wait_for,
+    walk,
+)
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 
@@ -183,16 +192,6 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
         cluster.sync(decide_again, cluster, times=3)
         assert len(cluster.jobs()) == 3
     assert capsys.readouterr().err.count("jobs in a row") == 1
-
-
-async def decide_again(cluster: hpcdask.LocalCUDAJobCluster, times: int) -> None:
-    """Let the cluster decide so many times what to do, and do it."""
-    for _ in range(times):
-        async with asyncio.timeout(60), cluster.keeper._settled:
-            cluster.keeper.poke()
-            await cluster.keeper._settled.wait()
-        if (submission := cluster.keeper._submission) is not None:
-            await asyncio.wait([submission])
 
 
 def test_an_answer_that_makes_no_sense_does_not_end_the_watch(

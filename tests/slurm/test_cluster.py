@@ -16,7 +16,7 @@ import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.queues import base
 from hpcdask.reconcile import OVER, State, parse_worker_name
-from launching import end, wait_for, walk
+from launching import decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -42,7 +42,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     user.occupy(3)
     with user.make(job_name='it\'s; a "name" $HOME') as cluster, cluster.get_client() as client:
         assert cluster.jobs() == ()
-        time.sleep(1)
+        cluster.sync(decide_again, cluster, times=3)
         assert not squeue.calls()  # nothing is asked while there is no job
         cluster.scale(4)
         assert sorted(user.queued()) == sorted(job.id for job in cluster.jobs())
