@@ -317,7 +317,7 @@ def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
     async def work() -> None:
         async with make(folder, asynchronous=True) as cluster:
             cluster.scale(1)
-            await asyncio.wait_for(cluster.wait_for_workers(1), 30)
+            await asyncio.wait_for(cluster.wait_for_workers(1), 180)
             await cluster.scale(0)
             assert all(job.cancelled or job.leaving for job in cluster.jobs())
 

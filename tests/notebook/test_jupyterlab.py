@@ -16,7 +16,7 @@ import hpcdask
 from slurm_login import Login, login
 from slurm_site import SlurmSite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jupyterlab.md").read_text()
 SNIPPET = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])

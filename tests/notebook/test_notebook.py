@@ -19,7 +19,7 @@ import browser
 from desk import JOBSCRIPTS, Desk, read, shown
 from launching import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm]
 
 NOTEBOOKS = sorted(path.name for path in JOBSCRIPTS.glob("*.ipynb"))
 JOB = {"cores": 1, "memory": "512MiB", "walltime": "00:10:00", "poll_interval": "1s"}

@@ -264,17 +264,19 @@ def test_sbatch_hangs_after_it_has_submitted(user: Login):
 
 
 @pytest.mark.parametrize("seen", ["at work", "at the end"])
-def test_jobs_that_appear_after_sbatch_was_given_up(user: Login, seen: str):
+def test_jobs_that_appear_after_sbatch_was_given_up(user: Login, tmp_path: Path, seen: str):
     """A busy controller takes a request whose sender is gone."""
     sbatch = user.wrap("sbatch")
-    late = f'sleep 2; exec {sbatch.real} "$@"'
+    given_up = tmp_path / "given-up"
+    late = f'until [ -e {given_up} ]; do sleep 0.1; done; exec {sbatch.real} "$@"'
     sbatch.behave(f"setsid sh -c '{late}' sh \"$@\" >/dev/null 2>&1 & sleep 600")
     if seen == "at the end":
         user.occupy(4)  # so that no worker tells of them
     with user.make() as cluster, cluster.get_client() as client:
-        cluster.queue.timeout_s = 1.0
+        cluster.queue.timeout_s = 3.0
         with pytest.raises(QueueError, match="sbatch did not answer"):
             cluster.scale(2)
+        given_up.touch()
         assert not cluster.jobs()
         cluster.queue.timeout_s = 30.0
         sbatch.behave()
@@ -297,7 +299,7 @@ def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str
         client.wait_for_workers(2, timeout=180)
         wait_for_running(cluster, 2)
         computation = Computation(client, 60)
-        cluster.queue.timeout_s = 1.0
+        cluster.queue.timeout_s = 3.0
         more = len(squeue.calls()) + 2  # the one under way still has the old limit, of a minute
         wait_for(lambda: len(squeue.calls()) >= more, 40, "a call with the new limit")
         error = "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"
@@ -348,7 +350,6 @@ def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.CaptureFixture[str]):
     """One cluster has room for replacements; the other has none until its only job is over."""
     hold = ("--gres=gpu:1", "--nodelist=node4", "--chdir", user.home, "--output=/dev/null")

@@ -17,7 +17,7 @@ from launching import describe, end, leftovers, openmpi_launcher, wait_for, walk
 from slurm_site import SlurmSite
 from torque import TORQUE, with_torque
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 SCRIPTS = Path(__file__).parents[2] / "jobscripts"
 #: What sbatch's options make of a script's own.

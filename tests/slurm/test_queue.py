@@ -184,7 +184,7 @@ def test_a_site_without_arrays_that_takes_few_jobs(slurm_programs, tmp_path, mon
         door.wait([job_id], State.COMPLETED)
         assert door.log(job_id, "50% of\"it's").read_text() == f"{job_id}\n"
         assert os.listdir(door.log(job_id, "50% of\"it's").parent) == [f"queue-{job_id}.log"]
-        door.queue.timeout_s = 3  # sbatch itself waits and tries again, for minutes
+        door.queue.timeout_s = 6  # sbatch itself waits and tries again, for minutes
 
         def fill() -> None:
             for _ in range(3):  # what is over counts too

@@ -140,7 +140,6 @@ def new_user(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_getting_started_line_by_line(new_user):
     home, env = new_user
     ran = ""
@@ -172,7 +171,7 @@ def _run(block: Block, home: Path, env: dict[str, str]) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
     )
     # the doctor may find something that could be better
     fine = (0, 1) if shlex.split(block.text)[:2] == ["hpcdask", "doctor"] else (0,)

@@ -415,7 +415,6 @@ JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.ya
 # The site
 
 
-@pytest.mark.timeout(180)
 def test_the_site_builds_without_warnings(tmp_path):
     done = subprocess.run(
         [
@@ -424,7 +423,7 @@ def test_the_site_builds_without_warnings(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site/reference/cli.html").read_text()
