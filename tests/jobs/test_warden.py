@@ -182,7 +182,7 @@ registry.queue_class({name!r})()
 print(*sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     loaded = {module.partition(".")[0] for module in done.stdout.split()}
     assert not loaded & {

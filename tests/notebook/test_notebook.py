@@ -67,7 +67,7 @@ def test_it_is_kept_without_outputs(name: str):
 
 def test_end_to_end(desk: Desk, tmp_path: Path):
     notebook = adaptive(chunks=40, side=400)
-    client = NotebookClient(notebook, timeout=120, startup_timeout=60)
+    client = NotebookClient(notebook, timeout=600, startup_timeout=300)
     client.execute(env=desk.env, cwd=str(desk.home))
 
     script = shown(notebook, "script")
@@ -125,7 +125,7 @@ def test_genomics(desk: Desk):
         f"n_populations = 3\ndevice = 'cpu'\noptions = {JOB}\nworkers = 2"
     )
     notebook = read("genomics.ipynb", parameters)
-    NotebookClient(notebook, timeout=120, startup_timeout=60).execute(
+    NotebookClient(notebook, timeout=600, startup_timeout=300).execute(
         env=desk.env, cwd=str(desk.home)
     )
     assert "SLURMCUDACluster(" in shown(notebook, "cluster")
@@ -143,11 +143,11 @@ def test_genomics(desk: Desk):
 def test_no_job_outlives_the_kernel(desk: Desk, how: str):
     """In the middle of the computation; the last cells never run."""
     notebook = adaptive(chunks=20_000, side=400)
-    manager, client = start_new_kernel(startup_timeout=60, env=desk.env, cwd=str(desk.home))
+    manager, client = start_new_kernel(startup_timeout=300, env=desk.env, cwd=str(desk.home))
     try:
         for cell in notebook.cells:
             if cell.cell_type == "code":
-                reply = client.execute_interactive(cell.source, timeout=120, output_hook=str)
+                reply = client.execute_interactive(cell.source, timeout=600, output_hook=str)
                 assert reply["content"]["status"] == "ok", reply
             if cell.id == "summary":
                 break
