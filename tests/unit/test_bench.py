@@ -732,7 +732,7 @@ def test_cases_beside_the_peers_that_there_are_not(cases, message):
     script = Path(command.__file__).parents[2] / "benchmarks" / "peers.py"
     argv = [sys.executable, str(script), "--cases", cases]
     done = subprocess.run(
-        argv, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=30
+        argv, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

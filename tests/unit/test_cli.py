@@ -15,7 +15,7 @@ from hpcdask.reconcile import Seen, State
 
 def test_the_package_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdask", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "hpcdask", "--version"], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, f"hpcdask {__version__}\n"), done.stderr
 

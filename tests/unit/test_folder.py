@@ -274,7 +274,7 @@ def test_whether_the_notebook_lives(cluster, tmp_path):
 from hpcdask.queues.folder import ClusterFolder
 ClusterFolder.create("gone", "slurm", {str(tmp_path)!r})
 """
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=300, check=True)
     assert ClusterFolder.open(tmp_path / "gone").lives() is False
     cluster.mark_ended()
     assert cluster.lives() is False

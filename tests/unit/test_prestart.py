@@ -82,7 +82,7 @@ def run(folder: Path, body: str) -> None:
     path = folder / "parent.py"
     path.write_text(PARENT + "".join(f"    {line}\n" for line in body.strip().splitlines()))
     done = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, path], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
