@@ -98,7 +98,7 @@ def test_jobs_shows_where_each_job_belongs(user):
     row = known[left.ids()[0]]
     assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "starting")
     assert row["notebook"] == {"lives": False, "host": socket.gethostname(), "pid": left.owner.pid}
-    assert abs(row["since"] - time.time()) < 60
+    assert abs(row["since"] - time.time()) < 600
     assert known[living.ids()[0]]["notebook"]["lives"] is True
 
     lines = user.hpcdask("jobs").stdout.splitlines()

@@ -100,7 +100,7 @@ def test_a_job_runs_with_prologue_and_ends(site):
         assert seen.id == job_id
         assert (seen.state, seen.exit_code) == (State.COMPLETED, 0)
         assert seen.nodes == os.uname().nodename
-        assert abs(seen.started - time.time()) < 60
+        assert abs(seen.started - time.time()) < 600
         assert site.output(job_id).splitlines() == ["from-prologue from-preamble", f"id {job_id}"]
         assert (site.folder / f"queue-{job_id}.log").stat().st_mode & 0o777 == 0o600
     assert asyncio.run(queue.tagged()).keys().isdisjoint(ids)
@@ -302,7 +302,7 @@ def test_another_process_finds_and_cancels_a_job(site):
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     (seen,) = query(queue, job_id)
     assert seen.state is State.STARTING
-    assert abs(seen.started - time.time()) < 60
+    assert abs(seen.started - time.time()) < 600
     assert not asyncio.run(queue.departed([job_id]))
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
