@@ -228,6 +228,7 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, for
     if form == "module":
         shutil.copytree(PROGRAMS, site.folder / "programs")
         shutil.copy(PROGRAMS / "common.py", site.folder)
+        shutil.copy(PROGRAMS.parents[1] / "clock.py", site.folder)
         shutil.copy(PROGRAMS / "neighbour.py", site.folder)
         ended = site.run("-m", "programs.work", find=False)
     else:
