@@ -593,7 +593,7 @@ def test_a_task_longer_than_the_walltime_is_named(folder: Path):
 
     walltime = f"{max(8, stretched(4))}s"
     with make(folder, walltime=walltime, n_workers=1) as cluster, cluster.get_client() as client:
-        future = client.submit(endless, 100)
+        future = client.submit(endless, 3600)
         with pytest.raises(Exception, match=r"endless.*walltime"):
             future.result(timeout=600)
 

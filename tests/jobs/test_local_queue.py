@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from clock import stretched
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.queues import local, machine
 from hpcdask.queues.base import Request
@@ -172,7 +173,7 @@ def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
 
 
 def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
-    monkeypatch.setattr(local, "KILL_WAIT_S", 3)
+    monkeypatch.setattr(local, "KILL_WAIT_S", stretched(3))
     queue = site.queue()
     (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     (done,) = site.submit(queue, "exit 4")
