@@ -191,12 +191,14 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
         while codecs and "Crc" in codecs[-1]:  # appended to what is there
             codecs.pop()
         store.blosc = array.shards is None and bool(codecs) and "Blosc" in codecs[-1]
-        sharding: Any = array.metadata.codecs[0] if array.shards else None
-        if sharding:
+        if array.shards:
             n_chunks = math.prod(map(operator.floordiv, array.shards, array.chunks))
             store.index_nbytes = n_chunks * INDEX_ENTRY_NBYTES
-        if sharding and sharding.index_location.value == "start":
-            store.index_type = f"{'<>'[sharding.index_codecs[0].endian.value == 'big']}u8"
+            # As the store has it: the attributes are enums in zarr 3.1 and strings in 3.3
+            sharding: Any = array.metadata.codecs[0].to_dict()["configuration"]
+            if sharding["index_location"] == "start":
+                endian = sharding["index_codecs"][0]["configuration"]["endian"]
+                store.index_type = f"{'<>'[endian == 'big']}u8"
     return array
 
 
