@@ -62,10 +62,17 @@ def reexecute() -> None:
     _execute_again({**PRE_SPAWN, **environment})
 
 
-def adopt_configured_pre_spawn(janitor: Janitor) -> None:
+def adopt_configured_pre_spawn(janitor: Janitor, **given: str) -> None:
     """Execute once more if the user's Dask configuration asks for other pre-spawn variables.
 
     The janitor of this life goes first: it would take the next one's for what is left.
+
+    Parameters
+    ----------
+    janitor
+        Of this rank.
+    **given
+        More variables for the next life.
     """
     import dask.config
 
@@ -81,7 +88,7 @@ def adopt_configured_pre_spawn(janitor: Janitor) -> None:
     }
     if changed:
         janitor.dismiss()
-        _execute_again({**os.environ, **changed})
+        _execute_again({**os.environ, **given, **changed})
 
 
 def _mend_inheritance() -> None:

@@ -32,9 +32,10 @@ QUEUE_JOBS = {
 #: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
 #: own MPI found the rank, that rank.
 LAUNCHER_PID = "HPCDASK_LAUNCHER_PID"
+GIVEN = "HPCDASK_RANK"
+_given: dict[str, str] = {}
 _launcher_pid: int | None = None
 _launcher: tuple[int, str] | None = None
-GIVEN = "HPCDASK_RANK"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
         None where a launcher started this process but says too little:
         then MPI must be asked.
     """
-    environ = os.environ if environ is None else environ
+    environ = {**os.environ, **_given} if environ is None else environ
 
     def number(*names: str) -> int | None:
         for name in names:
@@ -237,13 +238,20 @@ def leave_mpi_alone() -> None:
 def note_launcher() -> None:
     """Find the MPI launcher early: later it may be gone, and nobody's parent."""
     global _launcher, _launcher_pid
-    given = os.environ.pop(LAUNCHER_PID, "")  # meant for this process alone
-    if given:
+    for name in (LAUNCHER_PID, GIVEN):  # meant for this process alone, and not for its children
+        if name in os.environ:
+            _given[name] = os.environ.pop(name)
+    if given := _given.get(LAUNCHER_PID):
         pid, _, start = given.partition(".")
         _launcher_pid = int(pid)
         _launcher = (int(pid), start) if start else None
     elif is_launcher(_name_and_parent(found := launcher_pid())[0]):
         _launcher = (found, process_start(found))
+
+
+def given() -> dict[str, str]:
+    """What `hpcdask.Runner` said to this process, as variables for its next life."""
+    return dict(_given)
 
 
 def mpi_launcher() -> tuple[int, str] | None:

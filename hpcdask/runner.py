@@ -157,7 +157,7 @@ def _launch(
     from .nanny import check_preloads, quiet
 
     bootstrap.mark("distributed imported")
-    bootstrap.adopt_configured_pre_spawn(janitor)
+    bootstrap.adopt_configured_pre_spawn(janitor, **ranks.given())
     spec = launch.spec
     problem = None
     try:

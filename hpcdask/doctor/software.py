@@ -19,7 +19,7 @@ WANTED = re.compile(
     r"|distributed-ucxx)(-(cu|cuda)\d+x?)?)"
 )
 #: Earlier ones run code of whoever reaches the scheduler (CVE-2026-23528).
-LEAST_DISTRIBUTED = (2026, 1, 0)
+LEAST_DISTRIBUTED = (2026, 7, 0)
 #: Least compute capability that CUDA 13 knows.
 FIRST_OF_13 = (7, 5)
 #: What CUDA workers need, and for what.
@@ -129,8 +129,9 @@ def _dask(say: Reporter, packages: dict[str, str]) -> Finding:
         return say.error(
             "dask",
             value,
-            "Earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
-            'pip install -U "distributed>=2026.1.0"',
+            "Earlier than 2026.7.0, a worker that dies at its start is restarted without end, and "
+            "earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
+            'pip install -U "distributed>=2026.7.0"',
         )
     if dask != distributed:
         return say.error(

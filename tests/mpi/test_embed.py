@@ -15,10 +15,13 @@ from running import PROGRAMS, Ended, Running, Site
 
 pytestmark = pytest.mark.mpi
 EMBEDDED = str(PROGRAMS / "embedded.py")
+#: Has a rank execute itself once more, as which it must still know what it was told.
+AGAIN = {"DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON": '{"MKL_NUM_THREADS": 2}'}
 
 
 def start(site: Site, how: str, end: str, n: int = 2) -> Running:
-    process = site.launcher.popen(n, "python", EMBEDDED, how, end, env=site.env, cwd=site.folder)
+    env = {**site.env, **(AGAIN if "mpi" in how else {})}
+    process = site.launcher.popen(n, "python", EMBEDDED, how, end, env=env, cwd=site.folder)
     running = Running(site, process)
     site._runs.append(running)
     return running
@@ -56,6 +59,7 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
     assert ended.out.count("workers") == 1, str(ended)
     assert "sum 6" in ended.out
     assert "hashes 1" in ended.out
+    assert "hands on {''}" in ended.out, str(ended)
     if site.launcher.name != "no launcher":  # which starts as many as the machine has cores for
         assert "workers 2 " in ended.out
     if end == "return":

@@ -408,7 +408,7 @@ PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
         (changed("shared memory", size=64 << 20, free=64 << 20), "/dev/shm", "warning", "64 MiB"),
         (changed("shared memory", writable=False), "/dev/shm", "error", "cannot be written"),
         (changed("name", error="unknown"), "host name", "warning", "no address"),
-        (packages_changed(distributed="2025.12.0"), "dask", "error", "2025.12.0"),
+        (packages_changed(distributed="2026.6.0"), "dask", "error", "2026.6.0"),
         (packages_changed(dask="2026.8.0"), "dask", "error", "2026.8.0"),
         (changed("software", unfit=["dask==2026.6.0"]), "dask-cuda", "warning", "dask==2026.6.0"),
         (packages_changed(cupy_cuda12x="14.2.0"), "two cupy", "error", "cupy-cuda12x 14.2.0"),

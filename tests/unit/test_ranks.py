@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 
@@ -299,10 +300,14 @@ def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> 
     ("given", "pid", "launcher"), [("17.4242", 17, (17, "4242")), ("18", 18, None)]
 )
 def test_a_launcher_that_is_given_is_given_to_one_process(monkeypatch, given, pid, launcher):
-    """A job that a Dask task submitted had it too, and ended since there was no such process."""
+    """What Dask tasks started took its rank, and jobs ended since there was no launcher."""
     monkeypatch.setattr(ranks, "_launcher", None)
     monkeypatch.setattr(ranks, "_launcher_pid", None)
+    monkeypatch.setattr(ranks, "_given", {})
+    rank = ranks.Rank(1, 2, 0, 1, "here", "mpi", "first")
     monkeypatch.setenv(ranks.LAUNCHER_PID, given)
+    monkeypatch.setenv(ranks.GIVEN, rank.to_text("second"))
     ranks.note_launcher()
-    assert ranks.LAUNCHER_PID not in os.environ
+    assert not {ranks.LAUNCHER_PID, ranks.GIVEN} & set(os.environ)
+    assert ranks.detect() == dataclasses.replace(rank, launcher="given", launch_id="second")
     assert (ranks.launcher_pid(), ranks.mpi_launcher()) == (pid, launcher)

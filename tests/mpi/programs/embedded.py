@@ -3,13 +3,20 @@
 import glob
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 
+#: What is meant for ranks alone, of what programs get that Dask tasks start.
+FOR_RANKS = "env | grep -E '^HPCDASK_(RANK|LAUNCHER_PID)='"
+
 how, end = sys.argv[1:3]
 if "mpi" in how:
     from mpi4py import MPI  # noqa: F401 - initialises MPI in this process
+
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PM", "MPI_"))]:
+        del os.environ[name]  # some launchers leave it to MPI to say which rank this is
 from distributed import Client  # noqa: E402
 
 import hpcdask  # noqa: E402
@@ -20,6 +27,7 @@ def work(client: Client) -> None:
         "workers", len(client.run(int)), "sum", client.submit(sum, [1, 2, 3]).result(), flush=True
     )
     print("hashes", len(set(client.run(hash, "x").values())), flush=True)
+    print("hands on", set(client.run(subprocess.getoutput, FOR_RANKS).values()), flush=True)
     if end == "shutdown":
         client.shutdown()
         sys.exit(5)
