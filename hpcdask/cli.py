@@ -12,7 +12,7 @@ import click
 
 from hpcdask import __version__
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.queues.ending import end_jobs, may_bring_more
+from hpcdask.queues.ending import end_jobs, find_jobs, may_bring_more
 from hpcdask.queues.folder import prune
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.survey import Found, choose, survey
@@ -158,7 +158,7 @@ async def _end(cluster: Found) -> str | None:
     queue = queue_class(cluster.queue)()
 
     async def find() -> list[str]:
-        tags = await queue.tagged()
+        tags = await find_jobs(queue, [cluster.folder] if cluster.folder else [])
         mine = [job_id for job_id, tag in tags.items() if tag == cluster.tag]
         # a notebook that lives may submit others for ever
         return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine

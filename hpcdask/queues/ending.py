@@ -1,12 +1,12 @@
-"""Cancelling the jobs of a cluster that nobody holds any more, until they are gone."""
+"""Finding the jobs of a cluster, and cancelling them until they are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
-from hpcdask.errors import QueueError
+from hpcdask.errors import NoTags, QueueError
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.reconcile import OVER
@@ -17,6 +17,20 @@ END_S = 150.0
 UNANSWERED_S = COMMAND_TIMEOUT_S + 15
 #: Least and most seconds between two looks at the queue.
 PAUSE_S = (0.5, 10.0)
+
+
+async def find_jobs(queue: Queue, folders: Collection[ClusterFolder]) -> dict[str, str]:
+    """Ids of this user's jobs with a tag of hpcdask, with the tag.
+
+    Of a queue that shows no tags, those that are recorded in these folders and not over. Jobs of a
+    submission that got no answer are not known there.
+    """
+    try:
+        return await queue.tagged()
+    except NoTags:
+        recorded = {job_id: folder.tag for folder in folders for job_id in folder.ids()}
+        seen = await queue.query(recorded) if recorded else {}
+        return {job_id: recorded[job_id] for job_id, job in seen.items() if job.state not in OVER}
 
 
 async def end_jobs(
@@ -87,7 +101,8 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
         mine: list[str] = []
         problem: QueueError | None = None
         try:
-            mine = [job_id for job_id, tag in (await queue.tagged()).items() if tag == folder.tag]
+            found = await find_jobs(queue, [folder])
+            mine = [job_id for job_id, tag in found.items() if tag == folder.tag]
         except QueueError as error:
             problem = error
         others = set(folder.ids()) - set(mine)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
+from hpcdask.queues.ending import find_jobs
 from hpcdask.queues.folder import ClusterFolder, list_clusters
 from hpcdask.queues.registry import NAMES, queue_class
 from hpcdask.reconcile import OVER, Seen
@@ -89,7 +90,9 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
     problems = {}
     # a system that a folder names comes first: another one's commands may be wrappers around it
     systems = sorted(NAMES, key=lambda name: name not in named)
-    answers = await asyncio.gather(*(_ask(name, name in named) for name in systems))
+    answers = await asyncio.gather(
+        *(_ask(name, name in named, list(folders.values())) for name in systems)
+    )
     for system, answer in zip(systems, answers, strict=True):
         if isinstance(answer, HpcdaskError):
             if system in named:
@@ -104,14 +107,17 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
     return list(clusters.values()), problems
 
 
-async def _ask(name: str, named: bool) -> dict[str, tuple[str, Seen]] | HpcdaskError:
+async def _ask(
+    name: str, named: bool, folders: list[ClusterFolder]
+) -> dict[str, tuple[str, Seen]] | HpcdaskError:
     """The jobs with a tag of hpcdask that are not over, by id."""
     try:
         queue: Queue = queue_class(name)()
         queue.check("The other systems are shown", "nothing is known of the jobs of")
         if not named:
             queue.timeout_s = GUESS_TIMEOUT_S
-        tags = await queue.tagged()
+        mine = [folder for folder in folders if folder.queue == name and folder.ended is None]
+        tags = await find_jobs(queue, mine)
         seen = await queue.query(tags) if tags else {}
     except HpcdaskError as error:
         return error

@@ -6,14 +6,20 @@ PBS itself answers.
 """
 
 import asyncio
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from distributed import Client
 
 from doors import ask, cancel, make_job, submit, wait_for_state, write_script
 from hpcdask import PBSCUDACluster
+from hpcdask.cli import main
 from hpcdask.errors import QueueError, Refused
+from hpcdask.queues.ending import end_cluster
+from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.reconcile import State
 from launching import wait_for
@@ -104,6 +110,38 @@ def test_these_commands_hide_tags_and_elements(queue: PbsQueue):
     assert asyncio.run(queue.limit()) == 1
     with pytest.raises(QueueError, match="squeue --me"):
         asyncio.run(queue.tagged())
+
+
+def test_jobs_without_tags_are_known_by_what_was_recorded(
+    queue: PbsQueue, slurm: SlurmSite, tmp_path: Path
+):
+    """Of a cluster whose notebook is gone; its warden and `hpcdask cleanup` found nothing."""
+    base = tmp_path / "base"
+    folder = ClusterFolder.create("pbs-ab12cd34", "pbs", base)
+    folder.owner = dataclasses.replace(folder.owner, start="0")
+    folder._write()
+    folder.write_script("true")
+    script = write_script(queue, make_job("PBS"), tmp_path, "exec sleep 600")
+    ids = [submit(queue, script)[0] for _ in range(2)]
+    wait_for_state(queue, ids[0], State.STARTING)
+    told: list[str] = []
+    folder.new_submission().record(ids[:1])
+    assert asyncio.run(end_cluster(folder, queue, told.append)) == []
+    assert told == [f"cancelling {ids[0]}"]
+    told.clear()
+    assert asyncio.run(end_cluster(folder, queue, told.append)) == []  # not for 150 s
+    assert not told
+
+    folder.new_submission().record(ids[1:])
+    shown = CliRunner().invoke(main, ["jobs", "--folder", str(base), "--json"])
+    assert shown.exit_code == 0, shown.output
+    rows = json.loads(shown.stdout)
+    assert [row["job"] for row in rows if row["queue"] == "pbs"] == ids[1:]
+    done = CliRunner().invoke(main, ["cleanup", "--folder", str(base), "--yes"])
+    assert done.exit_code == 0, done.output
+    assert f"cancelling {ids[1]}" in done.output
+    assert running(slurm) == 0
+    assert ClusterFolder.open(folder.path).ended is not None
 
 
 def test_a_cluster_of_pbs_jobs(queue: PbsQueue, slurm: SlurmSite, tmp_path: Path):
