@@ -145,19 +145,19 @@ class Keeper:
             if job.workers:
                 self._departures.retire(job.id)
 
-    async def settle(self, *, by_hand: bool = True) -> None:
+    async def settle(self) -> None:
         """Wait until the wanted jobs are submitted, or cannot be. Raises why they cannot.
 
-        Who asks `by_hand` is told of a queue that is silent; for others it is tried again.
+        Who waits is told of a queue that is silent; for others it is tried again.
         """
-        self._waiting_users += by_hand
+        self._waiting_users += 1
         try:
             async with self._settled:
                 await self._settled.wait_for(
                     lambda: self.failure is not None or (self._asked() and self._submission is None)
                 )
         finally:
-            self._waiting_users -= by_hand
+            self._waiting_users -= 1
         if self.failure is not None:
             raise self.failure
 

@@ -15,7 +15,7 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.scheduler import WorkerState
 
-from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec import parse_memory
 
@@ -76,9 +76,9 @@ class JobAdaptive(Adaptive):
             self.close_counts[name] = self.wait_count
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]
-        """Wish for more workers; why that fails is told by the cluster."""
-        with contextlib.suppress(HpcdaskError):
-            await self.cluster._scale(n, by_hand=False)
+        """Wish for more workers, and do not wait: the next look may find fewer to be enough."""
+        with contextlib.suppress(UsageError):  # the cluster is closed
+            self.cluster._wish(n)
 
 
 class Scaling(Cluster):
@@ -143,12 +143,14 @@ class Scaling(Cluster):
         scaling.add_done_callback(_scalings.discard)
         return scaling
 
-    async def _scale(self, n: int, *, by_hand: bool = True) -> None:
+    def _wish(self, n: int) -> Keeper:
         keeper = self._running_keeper()
-        if by_hand:
-            keeper.forgive()
         keeper.want(math.ceil(n / self.options.workers))
-        await keeper.settle(by_hand=by_hand)
+        return keeper
+
+    async def _scale(self, n: int) -> None:
+        self._running_keeper().forgive()
+        await self._wish(n).settle()
 
     def _scale_down(self, names: Collection[str]) -> None:
         self._running_keeper().dismiss(names)

@@ -432,6 +432,61 @@ def test_one_idle_sample_cancels_nothing(folder: Path):
         assert not any(job.cancelled or job.leaving for job in cluster.jobs())
 
 
+class OneByOne(LocalQueue):
+    """Takes one job a command, when it is let, and starts none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commands = 0
+        self._let = asyncio.Semaphore(0)
+
+    def let(self, jobs: int) -> None:
+        for _ in range(jobs):
+            self._let.release()
+
+    async def limit(self) -> int:
+        return 1
+
+    async def submit(self, script: str, count: int) -> list[str]:
+        await self._let.acquire()
+        self.commands += 1
+        return await super().submit(script, count)
+
+    def _start(self, entry) -> str:
+        return "Resources"
+
+
+def test_adapt_stops_a_submission_under_way(folder: Path):
+    """It waited for the last of the jobs before it looked again."""
+    target = 30
+
+    class Sampled(scaling.JobAdaptive):
+        async def safe_target(self) -> int:
+            return target
+
+    async def work() -> None:
+        nonlocal target
+        cluster = make(folder, asynchronous=True)
+        queue = cluster.queue = OneByOne()
+        async with cluster:
+            adaptive = cluster.adapt(minimum=0, maximum=30, interval=0, Adaptive=Sampled)
+            try:
+                await asyncio.wait_for(adaptive.adapt(), 20)
+                queue.let(3)
+                await asyncio.to_thread(wait_for, lambda: queue.commands == 3, 20, "three jobs")
+                target = 0
+                for _ in range(adaptive.wait_count):
+                    await adaptive.adapt()
+            finally:
+                queue.let(30)
+            await asyncio.to_thread(
+                wait_for, lambda: cluster.keeper._submission is None, 20, "the submission to end"
+            )
+            assert queue.commands <= 4  # one was under way
+
+    asyncio.run(work())
+
+
 def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
     prologue = ["exec sleep 100"]
     keywords = {"job_script_prologue": prologue, "start_timeout": "1s", "poll_interval": 0.1}
