@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any, NoReturn
 
-from .bootstrap import FILES, detach_standard_streams
+from .bootstrap import FILES, detach_standard_streams, process_start
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -61,8 +62,11 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
     server: Any = forkserver._forkserver
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = f"/hpcdask-{'.'.join(_life(os.getpid()))}"
+    _purge_semaphores()
     if len(os.fsencode(folder)) < 80:  # for a fork server of multiprocessing's, if this one is lost
-        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        config["tempdir"] = folder
     # A socket's path may have 107 characters, the folder's may have more
     address = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/template"
     listener = socket.socket(socket.AF_UNIX)
@@ -179,6 +183,21 @@ def stop() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
+
+
+def _life(pid: int) -> tuple[str, str, str]:
+    """One process for good: its id, its start, and in which namespace they mean something."""
+    return str(os.stat("/proc/self/ns/pid").st_ino), str(pid), process_start(pid)
+
+
+def _purge_semaphores() -> None:
+    """Remove what ranks of this node left that died with their tracker (`scancel JOB.STEP`)."""
+    for path in glob.glob("/dev/shm/sem.hpcdask-*"):
+        with contextlib.suppress(OSError, ValueError):
+            space, pid, start = os.path.basename(path).split("-")[1].split(".")
+            here, _, now = _life(int(pid))
+            if os.lstat(path).st_uid == os.getuid() and space == here and start != now:
+                os.unlink(path)
 
 
 def _start_resource_tracker() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,6 +134,16 @@ def walk(folder: Path) -> Iterator[Path]:
     """Yield what lies in a folder and below, while others remove some of it."""
     for parent, folders, files in os.walk(folder):  # Path.rglob fails on a folder that vanishes
         yield from (Path(parent, name) for name in (*folders, *files))
+
+
+def semaphores_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files of the named semaphores that processes have in their memory."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found.update(re.findall(r"/dev/shm/sem\.\S+", maps))
+    return found
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:

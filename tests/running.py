@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import re
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +19,16 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock
-from launching import Launcher, clean_environment, describe, end, wait_for, walk, what_stays
+from launching import (
+    Launcher,
+    clean_environment,
+    describe,
+    end,
+    semaphores_of,
+    wait_for,
+    walk,
+    what_stays,
+)
 
 T = TypeVar("T")
 PROGRAMS = Path(__file__).parent / "mpi" / "programs"
@@ -264,10 +272,7 @@ class Site:
 
     def note_semaphores(self) -> None:
         """Remember which semaphores the runs use now, so that `check_nothing_left` knows them."""
-        for process in self.processes():
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self._semaphores.update(re.findall(r"/dev/shm/sem\.mp-\S+", maps))
+        self._semaphores |= semaphores_of(self.processes())
 
     def semaphores(self) -> list[str]:
         """Semaphores of the runs that are still there."""

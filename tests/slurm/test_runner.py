@@ -27,6 +27,7 @@ from launching import (
     mpich_launcher,
     name_of,
     openmpi_launcher,
+    semaphores_of,
     wait_for,
     walk,
     what_stays,
@@ -330,7 +331,8 @@ def test_step_cancelled(desk, slurm):
     """SLURM kills all of a step's processes at once, the janitors too: the next run sweeps."""
     step = desk.srun("-N2", "-n2", *RUN, desk.write(WAIT))
     step.wait_for("running")
-    assert desk.processes()
+    semaphores = semaphores_of(desk.processes())
+    assert semaphores
     (name,) = slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
     slurm.run("scancel", name)
     result = step.end(20)
@@ -339,6 +341,7 @@ def test_step_cancelled(desk, slurm):
     wait_for(lambda: not desk.processes(), 5, "the processes to end")
     assert_worked(desk.srun("-N1", "-n2", *RUN, desk.write(COUNT)).end(), 2)
     desk.assert_nothing_left()
+    assert not list(filter(os.path.exists, semaphores))
 
 
 def test_job_cancelled(desk, slurm):
