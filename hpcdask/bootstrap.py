@@ -18,8 +18,11 @@ import contextlib
 import gc
 import os
 import signal
+import stat
 import sys
 import time
+
+from . import private
 
 MARKER = "HPCDASK_RANK_MARKER"
 STARTED = "HPCDASK_STARTED"
@@ -109,7 +112,34 @@ def _execute_again(environment: dict[str, str]) -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    given = sys.orig_argv[1:]
+    command = [sys.executable, *given] if sys.flags.safe_path else [*interpreter(), *given]
+    os.execve(sys.executable, command, environment)
+
+
+def interpreter() -> list[str]:
+    """This Python as a command, which imports nothing from the current folder by itself.
+
+    In that folder, such as /tmp, another user may have put modules.
+    """
+    found = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    only_there = found not in sys.path[1:] and os.path.samefile(found, ".")  # not installed
+    return [sys.executable] if only_there else [sys.executable, "-P"]
+
+
+def wants_folders() -> bool:
+    """Whether modules beside programs are to be found: `-P` is ours, these are the user's word."""
+    return not (os.environ.get("PYTHONSAFEPATH") or sys.flags.isolated)
+
+
+def add_working_folder() -> None:
+    """Have modules of the current folder found, after all others, unless any user may put some."""
+    if not wants_folders():
+        return
+    with contextlib.suppress(OSError):  # it is gone
+        folder = os.getcwd()
+        if folder not in sys.path and not os.stat(folder).st_mode & stat.S_IWOTH:
+            sys.path.append(folder)
 
 
 def end_on_interrupt() -> None:
@@ -151,6 +181,16 @@ def process_start(pid: int) -> str:
         return ""
 
 
+def owner_text(pid: int | None = None) -> str:
+    """What is written into a folder of a process of this node, and names that process for good.
+
+    Host and process id namespace come first: a process id means something only within both.
+    """
+    pid = os.getpid() if pid is None else pid
+    space = os.readlink("/proc/self/ns/pid")
+    return f"{os.uname().nodename} {space} {pid} {process_start(pid)}"
+
+
 def detach_standard_streams(*, output: bool) -> None:
     """Point stdin, and with `output` stdout and stderr too, at /dev/null.
 
@@ -184,11 +224,12 @@ class Janitor:
         """Fork the janitor. Call it before heavy imports and before any thread."""
         read_end, write_end = os.pipe()
         rank = os.getpid()
+        owner = owner_text()
         pid = os.fork()
         if pid == 0:
             try:
                 os.close(write_end)
-                _watch(rank, read_end, os.environ[MARKER])
+                _watch(rank, owner, read_end, os.environ[MARKER])
             finally:
                 os._exit(0)
         os.close(read_end)
@@ -220,7 +261,7 @@ class Janitor:
         os.close(self._pipe)
 
 
-def _watch(rank: int, pipe: int, marker: str) -> None:
+def _watch(rank: int, owner: str, pipe: int, marker: str) -> None:
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -237,7 +278,7 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
         told[path] = when  # the last word on each holds
     for path, when in told.items():
         if when == b"now":
-            _remove_tree(os.fsdecode(path))
+            private.remove(os.fsdecode(path), owner)
     deadline = time.monotonic() + KILL_DEADLINE_S
     while time.monotonic() < deadline and (
         victims := marked_processes(marker, besides={rank, os.getpid()})
@@ -250,7 +291,7 @@ def _watch(rank: int, pipe: int, marker: str) -> None:
         time.sleep(0.01)
     for path, when in told.items():
         if when == b"later":
-            _remove_tree(os.fsdecode(path))
+            private.remove(os.fsdecode(path), owner)
 
 
 def marked_processes(marker: str, besides: set[int]) -> list[int]:
@@ -278,15 +319,3 @@ def marked_processes(marker: str, besides: set[int]) -> list[int]:
             continue
         found.append(int(entry))
     return found
-
-
-def _remove_tree(folder: str) -> None:
-    import shutil
-
-    if os.path.isdir(folder) and not os.path.islink(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        try:
-            os.unlink(folder)
-        except OSError:
-            pass

@@ -22,6 +22,7 @@ from distributed.core import Status
 from distributed.utils import NoOpAwaitable
 
 from . import ranks
+from .bootstrap import interpreter
 from .children import configure_client, forget_client, hear_start
 from .errors import LaunchError, UsageError
 from .spec import RunSpec, to_argv
@@ -96,7 +97,7 @@ class Runner:
                 "the launcher's environment does not tell this process's rank: import "
                 "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run"
             )
-        command = [sys.executable, "-m", "hpcdask.run", *to_argv(self.spec)]
+        command = [*interpreter(), "-m", "hpcdask.run", *to_argv(self.spec)]
         if rank.index != 0:
             with _deaf_to_interrupts():  # Ctrl-C is for the program, in rank 0
                 self._process = subprocess.Popen(

@@ -92,6 +92,11 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
     while time.monotonic() < deadline:
         note = rendezvous.fetch()
         if note is not None:
+            if member.spec.tls and not note["credentials"]:
+                raise LaunchError(
+                    "rank 0's note has no keys, though --no-tls is not among this rank's options: "
+                    "give all ranks the same options"
+                )
             heard = note
             try:
                 return note, await _dial(note)

@@ -119,6 +119,14 @@ class Leader:
             lambda number: self._happened("signal", number),
             repeated={signal.SIGINT} if attached else set(),
         )
+        if self.spec.tls:
+            self.member.credentials = security.create_credentials()
+            mark("credentials made")
+        else:
+            say(
+                "warning: --no-tls: any user who reaches a port of this run runs code as you, also "
+                "from this machine"
+            )
         try:
             if self.early_error:
                 raise self.early_error
@@ -156,9 +164,6 @@ class Leader:
     # Bringing up
 
     async def _bring_up(self) -> None:
-        if self.spec.tls:
-            self.member.credentials = security.create_credentials()
-            mark("credentials made")
         self.orders = await self.scheduler.channel()
         if self.spec.interface != AUTO:
             self._start_scheduler(self.spec.interface)

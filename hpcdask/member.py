@@ -8,7 +8,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from . import (
     devices,
     fabric,
     hooks,
+    private,
     ranks,
     rendezvous,
     schedulerfile,
@@ -29,15 +29,16 @@ from . import (
     template,
     transport,
 )
-from .bootstrap import STARTED, Janitor, process_start
+from .bootstrap import STARTED, Janitor, owner_text, process_start
 from .children import PASSED_ON, Child, Nursery
 from .devices import Gpu, View
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
 from .fabric import Fabric
 from .logs import say
-from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet, scratch_folder
+from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet
 from .ranks import Rank
 from .scout import Scout, has_peers
+from .scratch import scratch_folder
 from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
@@ -305,12 +306,12 @@ class Member:
 
     def abort_launch(self, code: int) -> None:
         """End a launch in which some rank never came, and perhaps this one with it."""
-        shutil.rmtree(self.scratch, ignore_errors=True)  # SLURM ends janitors, too
+        private.remove(self.scratch, owner_text())  # SLURM ends janitors, too
         rendezvous.abort_launch(self.rank, code)
 
     def leave(self, code: int) -> NoReturn:
         """End this process now. The janitor ends what is still there."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        private.remove(self.scratch, owner_text())
         leave(code)
 
 
@@ -347,4 +348,4 @@ def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
                 "Start the run again"
             ) from None
 
-    return scratch_folder(spec, announce)
+    return scratch_folder(spec.local_directory, announce)

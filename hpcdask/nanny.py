@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
-import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,7 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 
 from . import context, devices, full, memory, template
 from .batching import BATCH_INTERVAL_S
-from .bootstrap import mark, marks, process_start
+from .bootstrap import mark, marks
 from .context import CONTEXT_MADE, make_context
 from .devices import Gpu, cuda_extra
 from .errors import ClusterError, HpcdaskError, MissingExtra, root_cause
@@ -444,49 +442,6 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
     return not ("TLS handshake failed" in text and "EOF" in text)
 
 
-def scratch_folder(spec: WorkerSpec, announce: Callable[[str], None]) -> str:
-    """A new private folder on the node, 0700.
-
-    Parameters
-    ----------
-    spec
-        Names the folder to make it in.
-    announce
-        Called with the path before there is anything, so that nothing is left whatever happens.
-
-    Raises
-    ------
-    UsageError
-        ``--local-directory`` cannot be written, or names a variable that this node lacks.
-    """
-    import tempfile
-
-    from .errors import UsageError
-
-    base = spec.local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
-    # variables of this node, not of who submits; the program may go to another folder
-    base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
-    if unset := re.search(r"\$\w+|\$\{\w+\}", base):
-        raise UsageError(
-            f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "
-            "a folder on the node's own disk, or a variable that jobs have"
-        )
-    try:
-        os.makedirs(base, exist_ok=True)
-        purge(base)
-        folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
-        announce(folder)
-        os.mkdir(folder, 0o700)
-        with open(os.path.join(folder, "owner"), "w") as file:
-            file.write(f"{' '.join(_this_host())} {os.getpid()} {process_start(os.getpid())}")
-        return folder
-    except OSError as error:
-        raise UsageError(
-            f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
-            f"on the node's own disk that you can write"
-        ) from None
-
-
 def check_preloads(spec: WorkerSpec) -> None:
     """Find what workers and nannies are to load, before any of them starts.
 
@@ -514,25 +469,3 @@ def check_preloads(spec: WorkerSpec) -> None:
             else:
                 what = f"there is no module {top or name} (a file's name ends in .py)"
             raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
-
-
-def purge(base: str) -> None:
-    """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
-    import glob
-    import shutil
-
-    for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
-        try:
-            if os.lstat(folder).st_uid != os.getuid():
-                continue  # a stranger's: do not even open what lies there
-            with open(os.path.join(folder, "owner")) as file:
-                host, space, pid, start = file.read().split()
-            if (host, space) == _this_host() and start != process_start(int(pid)):
-                shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, ValueError):
-            continue
-
-
-def _this_host() -> tuple[str, str]:
-    """Host and process id namespace: a process id means something only within both."""
-    return socket.gethostname(), os.readlink("/proc/self/ns/pid")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
+import stat
 import sys
 import types
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from typing import NoReturn
 
+from .bootstrap import wants_folders
 from .errors import UsageError
 
 
@@ -105,13 +107,22 @@ class Program:
         return not os.path.isdir(self.target) and not _is_zip(self.target)
 
     def set_path(self) -> None:
-        """Put first in sys.path what plain python would, which workers need too."""
-        if self.is_module or sys.flags.safe_path:
-            return  # the working folder is there already, or python -P wants nothing there
-        if self._is_script():
-            sys.path[0] = os.path.dirname(os.path.realpath(self.target))
+        """Put first in sys.path what plain python would, which workers need too.
+
+        This process itself has `-P`: what it needs it does not take from there.
+        """
+        if self.is_module:
+            folder = os.getcwd()
+        elif self._is_script():
+            folder = os.path.dirname(os.path.realpath(self.target))
         else:
-            sys.path[0] = os.path.join(os.getcwd(), self.target)
+            folder = os.path.join(os.getcwd(), self.target)
+        if not wants_folders() or folder in (*sys.path[:1], *sys.path[-1:]):
+            return
+        if self.is_module and os.stat(folder).st_mode & stat.S_IWOTH:
+            sys.path.append(folder)  # where anybody may put a module of any name
+        else:
+            sys.path.insert(0, folder)
 
     def run(self) -> NoReturn:
         """Become the program. Ends by `SystemExit`, with the code that plain Python would give."""

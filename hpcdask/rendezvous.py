@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import select
-import shutil
 import signal
 import stat
 import struct
@@ -26,14 +25,16 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from . import private
 from .errors import LaunchError, MissingExtra
 from .ranks import Rank, from_mpi
-from .security import write_private
 
 Note = dict[str, Any]
+#: The file with the note.
+NOTE = "note.json"
 MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
 #: In which launchers tell how many ranks they started.
 COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
@@ -58,6 +59,9 @@ class Rendezvous(Protocol):
 class FileRendezvous:
     """The note as a file.
 
+    Of a node's ranks it lies in the temporary folder, where another user may have taken the name:
+    then in the home folder. All of them look in both.
+
     Parameters
     ----------
     launch_id
@@ -65,62 +69,64 @@ class FileRendezvous:
     shared
         Whether ranks of other nodes must see it: then it lies in the home folder (or Dask's
         configuration ``hpcdask.shared-directory``), else in the node's temporary folder.
+
+    Attributes
+    ----------
+    folders
+        Where it may lie.
     """
 
     def __init__(self, launch_id: str, *, shared: bool) -> None:
         import dask.config
 
-        base = tempfile.gettempdir()
+        home = os.path.expanduser("~")
+        name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
+        places = [(tempfile.gettempdir(), name), (home, f"{name}-{os.uname().nodename}")]
         if shared:
-            base = dask.config.get("hpcdask.shared-directory", None) or os.path.expanduser("~")
-        name = hashlib.sha256(launch_id.encode()).hexdigest()[:16]
-        self.base = os.path.abspath(base)
-        self.folder = os.path.join(self.base, f".hpcdask-{os.getuid()}-{name}")
-        self.path = os.path.join(self.folder, "note.json")
+            places = [(dask.config.get("hpcdask.shared-directory", None) or home, name)]
+        self.folders = [os.path.join(os.path.abspath(base), last) for base, last in places]
         self._launch_id = launch_id
 
     def publish(self, note: Note) -> None:
         """Write the note, over that of a life that left one."""
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.folder, 0o700)
-        except OSError as error:
-            raise LaunchError(
-                f"the ranks cannot meet in {self.base}: {error.strerror}. It must be a folder that "
-                f"all nodes share and you can write: set HOME, or hpcdask.shared-directory in "
-                f"Dask's configuration"
-            ) from None
-        self._check_owner()
-        os.chmod(self.folder, 0o700)
-        write_private(self.path, json.dumps({**note, "launch": self._launch_id}))
+        text = json.dumps({**note, "launch": self._launch_id})
+        problems = []
+        for folder in self.folders:
+            try:
+                with _closing(private.make_folder(folder)) as at:
+                    private.write_private(NOTE, text, dir_fd=at)
+                return
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror}")
+        raise LaunchError(
+            f"the ranks cannot meet in {'; '.join(problems)}. It must be a place that all nodes "
+            f"share and you can write: set TMPDIR or HOME, or hpcdask.shared-directory in Dask's "
+            f"configuration"
+        )
 
     def fetch(self) -> Note | None:
         """The note as it stands. It may be an older life's: then nobody answers at its address."""
-        with contextlib.suppress(OSError):
-            os.listdir(self.base)  # makes NFS look again
-        try:
-            self._check_owner()
-            with open(self.path) as file:
-                note = json.load(file)
-        except (OSError, ValueError):  # ESTALE of NFS, too
-            return None
-        return dict(note) if note.get("launch") == self._launch_id else None
+        for folder in self.folders:
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # ESTALE of NFS, too
+                os.listdir(os.path.dirname(folder))  # makes NFS look again
+                with _closing(private.open_folder(folder)) as at:
+                    note = json.loads(private.read(NOTE, dir_fd=at))
+                if note.get("launch") == self._launch_id:
+                    return dict(note)
+        return None
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self.folders:
+            private.remove(folder)
 
-    def _check_owner(self) -> None:
-        status = os.lstat(self.folder)
-        if (
-            status.st_uid != os.getuid()
-            or not os.path.isdir(self.folder)
-            or os.path.islink(self.folder)
-        ):
-            raise LaunchError(
-                f"{self.folder} belongs to another user: remove it, or set TMPDIR to a "
-                f"folder of your own"
-            )
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class MPIRendezvous:

@@ -141,10 +141,28 @@ def _check_port(address: str) -> None:
             ) from None
 
 
+def _check_configuration(rank: ranks.Rank | None) -> None:
+    """End this rank if Dask's configuration may be a stranger's: nobody reads it from here on."""
+    from .security import check_configuration
+
+    try:
+        check_configuration()
+    except UsageError as error:
+        from .member import complain, leave
+        from .rendezvous import abort_launch
+
+        if rank is None or rank.local_index == 0:
+            complain(f"{error} (on {socket.gethostname()})")
+        if rank is not None:
+            abort_launch(rank, error.exit_code)
+        leave(error.exit_code)
+
+
 def _launch(
     launch: Launch, janitor: Janitor, scout: Scout | None, rank: ranks.Rank | None
 ) -> Program:
     bootstrap.mark("options read")
+    _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
@@ -174,6 +192,8 @@ def _launch(
     template.prepare_forks()
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
+    else:
+        bootstrap.add_working_folder()
     try:
         check_preloads(spec)
     except UsageError as error:
@@ -215,7 +235,8 @@ def _launch(
             early_error=_early_error(launch, rank),
         )
         if isinstance(meeting, rendezvous.FileRendezvous):
-            janitor.remove_at_end(meeting.folder)
+            for folder in meeting.folders:
+                janitor.remove_at_end(folder)
         work = leader.lead()
     else:
         if scheduler_child is not None:

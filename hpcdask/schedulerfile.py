@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import security
+from . import private, security
 from .errors import SchedulerFileError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def write(path: str, address: str, credentials: security.Credentials, *, job: st
             "pid": os.getpid(),
         },
     }
-    security.write_private(path, json.dumps(content, indent=2))
+    private.write_private(path, json.dumps(content, indent=2))
 
 
 def remove(path: str, address: str) -> None:
@@ -50,9 +49,8 @@ def remove(path: str, address: str) -> None:
     with contextlib.suppress(SchedulerFileError):
         if read(path)["address"] != address:
             return
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    shutil.rmtree(f"{path}.keys", ignore_errors=True)
+    private.remove(path)
+    private.remove(f"{path}.keys")
 
 
 def check_writable(path: str) -> None:
@@ -61,8 +59,8 @@ def check_writable(path: str) -> None:
     Raises
     ------
     SchedulerFileError
-        Its folder is missing or closed, or the file exists and is something else, or
-        belongs to a cluster that still answers.
+        Its folder is missing or closed or open to all, or the file exists and is something else,
+        or belongs to a cluster that still answers.
     """
     if not path:
         raise SchedulerFileError(
@@ -75,6 +73,12 @@ def check_writable(path: str) -> None:
             f"--scheduler-file: the folder {folder} does not exist or cannot be "
             f"written. It must be one that the clients' machine shares"
         )
+    try:
+        private.refuse_open(folder)
+    except OSError as error:
+        raise SchedulerFileError(
+            f"--scheduler-file: {error.strerror}. Name a file in a folder of your own"
+        ) from None
     keys = f"{path}.keys"
     if os.path.lexists(keys) and not security.is_key_folder(keys):
         raise SchedulerFileError(
@@ -98,13 +102,12 @@ def read(path: str) -> dict[str, Any]:
     Raises
     ------
     SchedulerFileError
-        It does not exist, is not a scheduler file, or belongs to another user.
+        It does not exist, is not a scheduler file, belongs to another user, or others may
+        write it.
     """
     path = os.path.abspath(path)
     try:
-        with open(path) as file:
-            owner = os.fstat(file.fileno()).st_uid
-            content = json.load(file)
+        content = json.loads(private.read(path))
         host, _ = _endpoint(content["address"])
         host.encode("idna")  # as a connection does, with an error of no such form
         if not isinstance(content.get("hpcdask", {}), dict):
@@ -114,17 +117,16 @@ def read(path: str) -> dict[str, Any]:
             f"{path} does not exist: start the cluster with --scheduler-file "
             f"{path}, and see that this machine shares that folder"
         ) from None
+    except private.NotPrivate as error:
+        raise SchedulerFileError(
+            f"{path} {error.strerror}; a cluster takes programs of its owner only"
+        ) from None
     except OSError as error:
         raise SchedulerFileError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise SchedulerFileError(
             f"{path} is not a scheduler file. Name the one that --scheduler-file wrote"
         ) from None
-    if owner != os.getuid():
-        raise SchedulerFileError(
-            f"{path} belongs to another user (uid {owner}); a cluster takes "
-            f"programs of its owner only"
-        )
     return dict(content)
 
 

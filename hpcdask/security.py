@@ -6,14 +6,15 @@ issue more. Scheduler, workers and clients have keys of their own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import SchedulerFileError
+from . import private
+from .errors import SchedulerFileError, UsageError
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -103,12 +104,15 @@ def to_security(credentials: Mapping[str, str] | None) -> Security:
 def save_credentials(credentials: Credentials, folder: str) -> None:
     """Write each credential to a 0600 file in a new 0700 folder."""
     if is_key_folder(folder):
-        shutil.rmtree(folder)  # of a cluster that could not clean up
+        private.remove(folder)  # of a cluster that could not clean up
     os.mkdir(folder, 0o700)
-    os.chmod(folder, 0o700)
-    for name, field in FILES.items():
-        if field in credentials:
-            write_private(os.path.join(folder, name), credentials[field])
+    at = private.make_folder(folder)
+    try:
+        for name, field in FILES.items():
+            if field in credentials:
+                private.write_private(name, credentials[field], dir_fd=at)
+    finally:
+        os.close(at)
 
 
 def is_key_folder(folder: str) -> bool:
@@ -122,30 +126,35 @@ def is_key_folder(folder: str) -> bool:
 
 
 def load_credentials(folder: str) -> Credentials:
-    """Paths of the credentials in a key folder, as keyword arguments of Security.
+    """The credentials in a key folder, as keyword arguments of Security.
 
     Raises
     ------
     SchedulerFileError
         The folder is gone, or others can read or write it.
     """
+    found: Credentials = {}
     try:
-        status = os.stat(folder)
-    except OSError:
+        at = private.open_folder(folder)
+        try:
+            closed = not os.fstat(at).st_mode & 0o077
+            for name, field in FILES.items():
+                with contextlib.suppress(FileNotFoundError):
+                    found[field] = private.read(name, dir_fd=at)
+        finally:
+            os.close(at)
+    except private.NotPrivate:
+        closed = False
+    except (OSError, UnicodeDecodeError):
         raise SchedulerFileError(
             f"the key folder {folder} is gone: the cluster has ended, "
             f"or this node does not share the folder"
         ) from None
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not closed:
         raise SchedulerFileError(
             f"the key folder {folder} belongs to, or is open to, somebody else; "
             f"it must be yours with mode 0700"
         )
-    found = {
-        field: os.path.join(folder, name)
-        for name, field in FILES.items()
-        if os.path.exists(os.path.join(folder, name))
-    }
     if len(client_only(found)) < 3:
         raise SchedulerFileError(
             f"the key folder {folder} is incomplete: the cluster has ended, or is still starting"
@@ -153,16 +162,24 @@ def load_credentials(folder: str) -> Credentials:
     return found
 
 
-def write_private(path: str, text: str) -> None:
-    """Write a 0600 file that appears whole or not at all."""
-    temporary = f"{path}.{os.urandom(6).hex()}"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(file, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def check_configuration() -> None:
+    """Refuse Dask's configuration where other users may write it: it can run code.
+
+    Raises
+    ------
+    UsageError
+        Naming the file or folder.
+    """
+    import glob
+
+    import dask.config
+
+    for path in dask.config.paths:
+        files = [file for end in ("json", "yaml", "yml") for file in glob.glob(f"{path}/*.{end}")]
+        for found in (path, *files):
+            with contextlib.suppress(OSError):  # it is not there
+                if private.others_may_write(os.stat(found)):
+                    raise UsageError(
+                        f"others may write {found}, Dask's configuration, and so run code as you. "
+                        f"See what it says, then: chmod go-w {found}"
+                    )

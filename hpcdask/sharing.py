@@ -11,11 +11,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from . import private
 from .devices import Gpu, driver_files
 from .errors import DeviceError
 
-#: The node's own folder, the same for all jobs; TMPDIR is often each job's own.
-LOCKS = "/tmp"
 #: Seconds that an earlier job gets to let go of its GPU.
 LOCK_DEADLINE_S = 10.0
 #: Set by SLURM where jobs may share a GPU: by shards, or NVIDIA's MPS.
@@ -26,7 +25,7 @@ class _Taken(Exception):
     """Another process holds the GPU; the text says which."""
 
 
-def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str = LOCKS) -> list[Gpu]:
+def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = None) -> list[Gpu]:
     """Take `count` GPUs that no other job of this user on this node holds.
 
     A GPU is held by a lock on a file of its UUID, until this process ends, however it does.
@@ -40,7 +39,7 @@ def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str = LOCKS) -> li
     owner
         Who takes them, for the messages of others.
     folder
-        Where the files lie.
+        Where the files lie; by default `hpcdask.private.node_folder`.
 
     Raises
     ------
@@ -48,6 +47,14 @@ def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str = LOCKS) -> li
         Too few are free, for `LOCK_DEADLINE_S`.
     """
     deadline = time.monotonic() + LOCK_DEADLINE_S
+    if folder is None:
+        try:
+            folder = private.node_folder("gpus")
+        except OSError as error:
+            raise DeviceError(
+                f"GPUs cannot be locked on {socket.gethostname()}, neither in /tmp nor in your "
+                f"home folder: {error.strerror}. See that you can write in one of them"
+            ) from None
     while True:
         held: dict[str, int] = {}
         others: list[str] = []
@@ -78,12 +85,10 @@ def _lock(gpu: Gpu, owner: str, folder: str) -> int:
     """Lock the file of a GPU, and return its descriptor. The file itself stays for the next."""
     path = os.path.join(folder, f"hpcdask-{os.getuid()}-{gpu.uuid.replace('/', '-')}.lock")
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = private.open_lock(path)
     except OSError as error:
         raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
     try:
-        if os.fstat(file).st_uid != os.getuid():
-            raise _Taken(f"{gpu.uuid} cannot be locked, {path} is another user's")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -215,7 +215,7 @@ def _start_resource_tracker() -> None:
     os.set_inheritable(read_end, True)
     os.posix_spawn(
         sys.executable,
-        [sys.executable, "-S", "-c", program],  # it needs the standard library only
+        [sys.executable, "-P", "-S", "-c", program],  # it needs the standard library only
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
         setsid=True,

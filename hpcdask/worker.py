@@ -210,6 +210,7 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
 def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobPart:
     """Fork what the workers are forked from, before the first thread."""
     bootstrap.mark("options read")
+    security.check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
     from hpcdask import children, template
@@ -219,6 +220,7 @@ def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobP
 
     bootstrap.mark("distributed imported")
     bootstrap.adopt_configured_pre_spawn(janitor)
+    bootstrap.add_working_folder()
     check_preloads(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     template.prepare_forks()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from launching import Launcher, mpich_launcher, openmpi_launcher
+from strangers import open_folder  # noqa: F401 (a fixture)
 
 
 def pytest_configure() -> None:

@@ -32,6 +32,7 @@ from hpcdask.bench.records import decimal_bytes, describe, say, tell
 from hpcdask.bench.startup import AHEAD, age, run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
+from hpcdask.bootstrap import interpreter
 from hpcdask.devices import visible_gpus
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.workloads import Device, Form, WorkloadError
@@ -551,7 +552,7 @@ def _tell_exchange(result: dict[str, Any]) -> None:
 def _surround(argv: Sequence[str], device: str) -> None:
     """Become the program of the runner, which makes a cluster of this machine or these ranks."""
     options = [] if device == "auto" else ["--device", device]
-    command = [sys.executable, "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
+    command = [*interpreter(), "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
     sys.stdout.flush()
     os.environ[AHEAD] = repr(age())
     os.execv(command[0], command)

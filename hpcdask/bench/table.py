@@ -19,6 +19,7 @@ from rich.table import Table
 
 from hpcdask.bench.array import PUBLISHED_NBYTES, published
 from hpcdask.bench.records import decimal_bytes, say
+from hpcdask.bootstrap import interpreter
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device
 
@@ -81,7 +82,7 @@ def run_row(row: Row, nbytes: int, repeats: int) -> list[dict[str, Any]]:
         The command failed, or took an hour.
     """
     command = [
-        *(sys.executable, "-m", "hpcdask.bench", "array", "--device", row.device),
+        *(*interpreter(), "-m", "hpcdask.bench", "array", "--device", row.device),
         *("--size", f"{nbytes}B", "--form", "both", "--repeats", str(repeats)),
     ]
     environment = dict(os.environ)

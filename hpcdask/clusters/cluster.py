@@ -27,13 +27,16 @@ from distributed.core import Status
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
+from hpcdask import private
 from hpcdask import security as keys
+from hpcdask.bootstrap import owner_text
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues import warden
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scheduler import add_lazy_dashboard
+from hpcdask.scratch import scratch_folder
 from hpcdask.tls import ClusterSecurity
 
 from . import options
@@ -211,7 +214,7 @@ class JobCluster(Scaling):
         """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
         asked = self._asked_security
         if asked is False:
-            self._say("warning: security=False: anybody who reaches the scheduler can run code")
+            self._say("warning: security=False: any user who reaches a port of it runs code as you")
             return {}
         if isinstance(asked, Security):
             self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
@@ -224,6 +227,12 @@ class JobCluster(Scaling):
 
     async def _start_scheduler(self) -> None:
         protocol = "tls" if self.security.require_encryption else "tcp"
+
+        def announce(path: str) -> None:
+            self._exits.callback(private.remove, path, owner_text())
+
+        # distributed's usual one, which it puts on sys.path, may be another user's
+        scratch = scratch_folder(None, announce)
         with warnings.catch_warnings():  # the default port of the dashboard may be taken
             warnings.filterwarnings("ignore", message="Port .* is already in use")
             self.scheduler = self._scheduler_cls(
@@ -232,6 +241,7 @@ class JobCluster(Scaling):
                     "security": self.security,
                     "port": 0,
                     "dashboard": False,
+                    "local_directory": scratch,
                     **self._scheduler_options,
                 }
             )

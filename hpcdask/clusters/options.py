@@ -26,6 +26,8 @@ import dask.config
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.forms import walltime_text
+from hpcdask.queues.script import check_lines
+from hpcdask.security import check_configuration
 from hpcdask.spec import LEAST_MEMORY_LIMIT, WorkerSpec, parse_memory, parse_seconds
 
 from .gpudirectives import is_per_node, requested_gpus
@@ -49,6 +51,8 @@ MISSING = object()
 _sections = threading.RLock()
 #: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
 SHARED = {"interface", "local_directory", "death_timeout"}
+#: Lines of shell, which may hold any character.
+SHELL = {"job_script_prologue", "env_extra"}
 #: Keywords of dask-jobqueue whose values are lists, in its old names too.
 LISTS = (
     *("job_extra_directives", "job_extra", "job_directives_skip", "header_skip"),
@@ -58,15 +62,26 @@ LISTS = (
 
 
 def import_jobqueue(module: str) -> Any:
-    """Import a module of dask-jobqueue, whose import would replace the handler of SIGINT."""
+    """Import a module of dask-jobqueue.
+
+    The import would replace the handler of SIGINT, and writes a file of configuration.
+
+    Raises
+    ------
+    UsageError
+        Others may write Dask's configuration.
+    """
     import importlib
 
-    real = signal.signal
+    real, mask = signal.signal, os.umask(0o077)
     signal.signal = lambda *args: None
     try:
-        return importlib.import_module(f"dask_jobqueue.{module}")
+        found = importlib.import_module(f"dask_jobqueue.{module}")
     finally:
         signal.signal = real
+        os.umask(mask)
+    check_configuration()
+    return found
 
 
 @dataclass
@@ -130,7 +145,7 @@ class JobOptions:
             f'exec >>{shlex.quote(logs)}/"$HPCDASK_JOB_ID.log" 2>&1',
             f"umask {mask:04o}",
         ]
-        options = ["-m", "hpcdask.worker", "--scheduler", address]
+        options = ["-P", "-m", "hpcdask.worker", "--scheduler", address]
         if tls:
             options += ["--keys", os.path.join(folder, "keys")]
         options += ["--cluster", cluster, "--workers", str(self.workers // self.nodes)]
@@ -191,6 +206,10 @@ def read_job_options(
         raise UsageError(
             f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
         )
+    for name in sorted(known - SHELL):
+        check_lines(_configured(name, for_job, config_name), name)
+    for what, value in (("gpu_type", gpu_type), ("name", _configured("name", {}, config_name))):
+        check_lines(value, what)
     job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
     workers = gpus or int(job.worker_processes) * nodes_per_job
     per_node = workers // nodes_per_job

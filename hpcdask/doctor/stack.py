@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+from hpcdask.bootstrap import interpreter
 from hpcdask.installed import loaded_transports
 
 from .findings import Facts, Finding, Reporter
@@ -92,7 +92,7 @@ def main() -> None:
 async def run(deadline_s: float = DEADLINE_S) -> Facts:
     """Start the process and read what it reports, until it ends or the deadline."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        *interpreter(),
         "-m",
         "hpcdask.doctor.stack",
         stdin=asyncio.subprocess.DEVNULL,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import grp
 import os
-import pwd
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdask.bootstrap import process_start
 from hpcdask.errors import UsageError
+from hpcdask.private import others_may_write, refuse_open
 
 #: How much of a log's end is read for its last lines.
 TAIL_BYTES = 1 << 18
@@ -54,30 +52,17 @@ def check_owned(path: Path) -> None:
     Raises
     ------
     UsageError
-        It belongs to another user, or others may write in it.
+        It belongs to another user, or others may write in it or rename it.
     """
     status = path.stat()
     if status.st_uid != os.geteuid():
         raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): name one of yours")
-    others = 0o002 if _is_private_group(status.st_gid) else 0o022
-    if status.st_mode & others:
+    if others_may_write(status):
         raise UsageError(f"others may write in {path}: chmod go-w {path}, or name another folder")
-
-
-def _is_private_group(group: int) -> bool:
-    """Whether it is the user's own, which many sites give to each: then its bits mean nothing."""
     try:
-        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return False
-
-
-def make_private(path: Path) -> None:
-    """Make a folder and its missing parents, all 0700; those that exist stay as they are."""
-    if not path.is_dir():
-        make_private(path.parent)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
+        refuse_open(str(path))
+    except OSError as error:
+        raise UsageError(f"{error.strerror}. Name another folder than {path}") from None
 
 
 def append(path: Path, text: str) -> None:

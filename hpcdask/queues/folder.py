@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.disk import Owner, append, check_owned, make_private, read_end
-from hpcdask.security import write_private
+from hpcdask.private import make_folders, write_private
+from hpcdask.queues.disk import Owner, append, check_owned, read_end
 
 DEFAULT_BASE = "~/.hpcdask"
 
@@ -112,7 +112,7 @@ class ClusterFolder:
         parent = base_path(base)
         path = parent / name
         try:
-            make_private(parent)
+            make_folders(str(parent))
             check_owned(parent)
             path.mkdir(0o700)
             path.chmod(0o700)  # whatever the umask or an ACL says
@@ -133,7 +133,7 @@ class ClusterFolder:
         usual = base_path()
         if self.path.parent != usual:
             with contextlib.suppress(OSError):
-                make_private(usual)
+                make_folders(str(usual))
                 (usual / self.name).symlink_to(self.path)
 
     @classmethod
@@ -235,7 +235,7 @@ class ClusterFolder:
         """
         target = base_path(path)
         try:
-            make_private(target)
+            make_folders(str(target))
             check_owned(target)
             (self.path / "logs").rmdir()
             (self.path / "logs").symlink_to(target)

@@ -160,7 +160,7 @@ def _description(script: str, count: int) -> str:
     path.chmod(0o700)
     lines = [
         line.removeprefix(PREFIX)
-        for line in path.read_text().splitlines()
+        for line in path.read_text().split("\n")
         if line.startswith(PREFIX)
     ]
     executable = _text(str(path), "the script's path")

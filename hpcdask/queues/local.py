@@ -341,7 +341,7 @@ class LocalQueue(Queue):
 def _read_directive(script: str) -> dict[str, Any]:
     """What a script asks for: its tag, GPUs and folder."""
     try:
-        with open(script) as file:
+        with open(script, newline="\n") as file:
             lines = [line for line in file if line.startswith(DIRECTIVE)]
         asked = json.loads(lines[0].removeprefix(DIRECTIVE))
         return {"tag": str(asked["tag"]), "gpus": int(asked["gpus"]), "folder": asked["folder"]}

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from hpcdask import private
 from hpcdask.errors import QueueError
 
 JOB = "HPCDASK_LOCAL_JOB"
@@ -114,8 +115,8 @@ def _send(processes: Iterable[Process], number: int) -> None:
 
 
 def lock_folder() -> str:
-    """Where the locks are: on the machine's own disk, the same for all programs of this user."""
-    return f"/tmp/hpcdask-gpus-{os.geteuid()}"
+    """Where the locks are: the same folder for all programs of this user on this machine."""
+    return private.node_folder("gpus")
 
 
 def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
@@ -130,17 +131,16 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
     Raises
     ------
     QueueError
-        The folder of the locks belongs to, or is open to, somebody else.
+        There is no folder for the locks.
     """
-    folder = lock_folder()
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    status = os.lstat(folder)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    try:
+        folder = lock_folder()
+        os.close(private.make_folder(folder))
+    except OSError as error:
         raise QueueError(
-            f"{folder}, where the GPUs in use are noted, belongs to, or is open to, somebody else; "
-            f"it must be yours with mode 0700"
-        )
+            f"the folder in which GPUs in use are noted cannot be made, neither in /tmp nor in "
+            f"your home folder: {error.strerror}"
+        ) from None
     locked: list[tuple[str, int]] = []
     guard = _lock(os.path.join(folder, "all"))
     if guard is None:
@@ -166,7 +166,7 @@ def _path(uuid: str) -> str:
 
 
 def _lock(path: str) -> int | None:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = private.open_lock(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return file

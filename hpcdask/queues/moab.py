@@ -46,7 +46,7 @@ class MoabQueue(PbsQueue):
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         # dask-jobqueue's default is a form of PBS Professional
-        header = "\n".join(_nodes(line) for line in job.job_header.splitlines())
+        header = "\n".join(_nodes(line) for line in job.job_header.split("\n"))
         moab = forms.with_header(job, [header])
         moab.job_extra_directives = job.job_extra_directives
         return super().script(moab, request, preamble, command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcdask.errors import UsageError
@@ -42,7 +42,18 @@ def render(job: Any, directives: Sequence[str], preamble: Sequence[str], command
 
 def header_lines(job: Any) -> list[str]:
     """Return the header's lines; an empty header has none."""
-    return [line for line in (job.job_header or "").splitlines() if line.strip()]
+    return [line for line in (job.job_header or "").split("\n") if line.strip()]
+
+
+def check_lines(value: Any, what: str) -> None:
+    """Refuse a value with line ends, alone or in a list or mapping; see `one_line`."""
+    if isinstance(value, str):
+        one_line(value, what)
+    elif isinstance(value, Mapping):
+        check_lines([*value, *value.values()], what)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            check_lines(item, what)
 
 
 def one_line(value: str, what: str) -> str:
@@ -51,9 +62,10 @@ def one_line(value: str, what: str) -> str:
     Raises
     ------
     UsageError
-        It holds a control character such as a newline, which no directive can express.
+        It holds a control character such as a newline, which no directive can express, or what
+        else `str.splitlines` splits at.
     """
-    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+    if any(ord(c) < 32 or ord(c) == 127 for c in value) or len(f"{value}.".splitlines()) > 1:
         raise UsageError(
             f"{what} {value!r} has a control character or line end, which no line of a job script "
             f"can hold. Take it out"

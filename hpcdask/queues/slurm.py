@@ -313,7 +313,7 @@ def _quoted(value: str, what: str) -> str:
 
 def _single_output(script: str) -> list[str]:
     """Return the option for a job that is no element of an array, whose %a would be 4294967294."""
-    for line in Path(script).read_text().splitlines():
+    for line in Path(script).read_text().split("\n"):
         if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
             path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])
             return [f"--output={path.removesuffix(ARRAY_LOG)}{SINGLE_LOG}"]

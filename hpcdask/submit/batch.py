@@ -12,13 +12,13 @@ import dask.config
 
 from hpcdask.clusters import options
 from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.private import make_folders, write_private
 from hpcdask.queues import forms, slurm
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.disk import check_owned, make_private
+from hpcdask.queues.disk import check_owned
 from hpcdask.queues.folder import base_path
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.registry import queue_class
-from hpcdask.security import write_private
 
 from . import BATCH, header
 from .asked import Asked
@@ -99,7 +99,7 @@ class Batch:
         path = base / "submitted" / f"{self.label}.sh"
         try:
             for folder in (base, path.parent):
-                make_private(folder)
+                make_folders(str(folder))
                 check_owned(folder)
             Path(self.logs).mkdir(parents=True, exist_ok=True)
             write_private(str(path), self.text)
@@ -194,7 +194,7 @@ def _adjusted(batch: Batch, request: Request, text: str) -> str:
     """The script of a cluster's job as one of its own."""
     # A job that is started again is not replaced here: it runs again
     guard = forms.first_life(request, batch.queue.job_id)
-    lines = [line for line in text.splitlines() if line != guard]
+    lines = [line for line in text.removesuffix("\n").split("\n") if line != guard]
     if batch.system == "slurm":
         lines = [
             line.replace(slurm.ARRAY_LOG, "hpcdask-%j.log")

@@ -30,7 +30,7 @@ def launch_lines(system: str, asked: Asked, python: str, *, counted: bool) -> li
     launcher = asked.launcher or ("srun" if system == "slurm" else "mpirun")
     if asked.container:
         python = f"{asked.container} python"
-    program = f"{python} -m hpcdask.run {shlex.join(asked.words)}"
+    program = f"{python} -P -m hpcdask.run {shlex.join(asked.words)}"
     if launcher == "srun":
         if system != "slurm":
             raise UsageError(f"--launcher srun is SLURM's: with --system {system}, use mpirun")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdask import private
 from hpcdask.errors import UsageError
 from hpcdask.queues import disk, folder
 from hpcdask.queues.disk import Owner
@@ -94,10 +95,10 @@ def test_a_base_where_others_may_write_is_refused(tmp_path):
 def test_a_group_of_ones_own_may_write_but_no_other(tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     (tmp_path / "base").chmod(0o770)
-    monkeypatch.setattr(disk, "_is_private_group", lambda group: False)
+    monkeypatch.setattr(private, "_is_private_group", lambda group: False)
     with pytest.raises(UsageError, match="others may write"):
         ClusterFolder.create("ab-1", "slurm", tmp_path / "base")
-    monkeypatch.setattr(disk, "_is_private_group", lambda group: True)
+    monkeypatch.setattr(private, "_is_private_group", lambda group: True)
     ClusterFolder.create("ab-1", "slurm", tmp_path / "base")
 
 

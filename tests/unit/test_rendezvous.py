@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import errno
 import json
 import os
@@ -18,18 +17,23 @@ from pathlib import Path
 import dask
 import pytest
 
-from hpcdask import control
+from hpcdask import control, private
 from hpcdask.errors import LaunchError
 from hpcdask.rendezvous import FileRendezvous
+from strangers import as_stranger, root_only
 
 NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}
 
 
 @pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
-    """The temporary folder of this test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    """The temporary folder of this test; the home folder lies beside it."""
+    home, base = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    base.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    return base
 
 
 def mode(path: str) -> int:
@@ -84,22 +88,23 @@ def test_nobody_else_may_read_it(base, umask):
         meeting.publish(NOTE)
     finally:
         os.umask(before)
-    assert (mode(meeting.folder), mode(meeting.path)) == (0o700, 0o600)
-    assert [path.name for path in Path(meeting.folder).iterdir()] == ["note.json"]
+    folder = meeting.folders[0]
+    assert (mode(folder), mode(f"{folder}/note.json")) == (0o700, 0o600)
+    assert os.listdir(folder) == ["note.json"]
 
 
 def test_a_folder_that_was_left_open_is_closed(base):
     meeting = FileRendezvous("launch", shared=False)
-    os.mkdir(meeting.folder)
-    os.chmod(meeting.folder, 0o777)
+    os.mkdir(meeting.folders[0])
+    os.chmod(meeting.folders[0], 0o777)
     meeting.publish(NOTE)
-    assert mode(meeting.folder) == 0o700
+    assert mode(meeting.folders[0]) == 0o700
 
 
 def test_launches_do_not_meet(base):
     one, other = (FileRendezvous(name, shared=False) for name in ("job 7.r0", "job 7.r1"))
     one.publish(NOTE)
-    assert one.folder != other.folder
+    assert not set(one.folders) & set(other.folders)
     assert other.fetch() is None
 
 
@@ -115,41 +120,85 @@ def test_launches_do_not_meet(base):
 )
 def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
     meeting = FileRendezvous("job 7.r1", shared=False)
-    os.mkdir(meeting.folder, 0o700)
-    Path(meeting.path).write_text(text)
+    os.mkdir(meeting.folders[0], 0o700)
+    Path(meeting.folders[0], "note.json").write_text(text)
     assert meeting.fetch() is None
     meeting.publish(NOTE)
     assert (meeting.fetch() or {}).get("launch") == "job 7.r1"
 
 
-def test_a_link_in_the_folder_s_place(base):
-    meeting = FileRendezvous("launch", shared=False)
-    elsewhere = base / "elsewhere"
+def put_link(folder: str) -> None:
+    elsewhere = Path(folder).parent / "elsewhere"
     elsewhere.mkdir()
-    os.symlink(elsewhere, meeting.folder)
-    for act in (lambda: meeting.publish(NOTE), meeting.fetch):
-        with pytest.raises(LaunchError, match=meeting.folder):
-            act()
-    assert not list(elsewhere.iterdir())
+    os.symlink(elsewhere, folder)
 
 
-def test_a_file_in_the_folder_s_place(base):
+def put_stranger(folder: str) -> None:
+    os.mkdir(folder)
+    os.chmod(folder, 0o777)
+    os.chown(folder, 54321, 54321)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [put_link, lambda folder: Path(folder).touch(), pytest.param(put_stranger, marks=root_only)],
+    ids=["link", "file", "stranger"],
+)
+def test_where_the_folder_s_name_is_taken_ranks_meet_at_home(base, put):
+    """The name follows from the launcher's process id, which all can see."""
+    one, other = (FileRendezvous("launch", shared=False) for _ in range(2))
+    put(one.folders[0])
+    assert other.fetch() is None
+    one.publish(NOTE)
+    assert (other.fetch() or {}).items() >= NOTE.items()
+    assert Path(one.folders[1]).parent == base.parent / "home"
+    assert os.uname().nodename in one.folders[1]  # another node may have this process id
+    assert not [path for path in base.iterdir() if path.is_dir() and any(path.iterdir())]
+    one.close()
+    assert not list((base.parent / "home").iterdir())
+
+
+def test_where_both_are_taken_the_error_says_what_to_set(base):
     meeting = FileRendezvous("launch", shared=False)
-    Path(meeting.folder).touch()
-    with pytest.raises(LaunchError, match=meeting.folder):
+    for folder in meeting.folders:
+        Path(folder).touch()
+    with pytest.raises(LaunchError, match=rf"{meeting.folders[0]}.*{meeting.folders[1]}.*TMPDIR"):
         meeting.publish(NOTE)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to another user")
-def test_another_user_s_folder(base):
+@root_only
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_swapped_note_is_not_read(base, open_folder, when, monkeypatch):
+    """Where TMPDIR has no sticky bit; also right after the folder was looked at."""
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
     meeting = FileRendezvous("launch", shared=False)
-    os.mkdir(meeting.folder)
-    os.chmod(meeting.folder, 0o777)
-    os.chown(meeting.folder, 65534, 65534)
-    for act in (lambda: meeting.publish(NOTE), meeting.fetch):
-        with pytest.raises(LaunchError, match=r"belongs to another user.*TMPDIR"):
-            act()
-    assert not list(Path(meeting.folder).iterdir())
+    meeting.publish(NOTE)
+    folder = meeting.folders[0]
+    forged = json.dumps({**NOTE, "address": "6.6.6.6", "launch": "launch"})
+
+    def swap() -> None:
+        mine = open_folder / "mine"
+        mine.mkdir()
+        (mine / "note.json").write_text(forged)
+        os.rename(folder, f"{folder}.away")
+        os.rename(mine, folder)
+
+    if when == "before":
+        as_stranger(swap)
+        assert meeting.fetch() is None
+    else:
+        real = private.open_folder
+
+        def opened(path: str) -> int:
+            found = real(path)
+            as_stranger(swap)
+            return found
+
+        monkeypatch.setattr(private, "open_folder", opened)
+        assert (meeting.fetch() or {})["address"] == NOTE["address"]
+    monkeypatch.undo()
+    meeting.close()
+    assert Path(folder, "note.json").read_text() == forged
 
 
 def test_a_note_is_seen_whole_or_not_at_all(base):
@@ -183,18 +232,16 @@ def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(builtins, "open", stale)
+        patch.setattr(private, "read", stale)
         assert meeting.fetch() is None
     assert meeting.fetch() is not None
 
 
-def test_ranks_of_several_nodes_meet_in_the_home_folder(base, monkeypatch):
-    home = base / "home"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
+def test_ranks_of_several_nodes_meet_in_the_home_folder(base):
+    home = base.parent / "home"
     meeting = FileRendezvous("launch", shared=True)
     meeting.publish(NOTE)
-    assert Path(meeting.folder).parent == home
+    assert [Path(folder).parent for folder in meeting.folders] == [home]
     meeting.close()
     assert not list(home.iterdir())
 
@@ -202,8 +249,8 @@ def test_ranks_of_several_nodes_meet_in_the_home_folder(base, monkeypatch):
 def test_or_in_the_folder_of_the_configuration(base):
     scratch = base / "scratch"
     with dask.config.set({"hpcdask.shared-directory": str(scratch)}):
-        assert Path(FileRendezvous("launch", shared=True).folder).parent == scratch
-        assert Path(FileRendezvous("launch", shared=False).folder).parent == base
+        assert Path(FileRendezvous("launch", shared=True).folders[0]).parent == scratch
+        assert Path(FileRendezvous("launch", shared=False).folders[0]).parent == base
 
 
 def test_a_shared_folder_that_does_not_exist_is_named(base):

@@ -33,9 +33,9 @@ case "$(mpirun --version 2>&1)" in
 *"Open MPI"* | *OpenRTE* | *PRRTE*) per_node="--map-by ppr:4:node" ;;
 *) per_node="-ppn 4" ;;
 esac
-exec mpirun -n 8 $per_node PYTHON -m hpcdask.run 'my train.py' --epochs 10 'it'"'"'s'
+exec mpirun -n 8 $per_node PYTHON -P -m hpcdask.run 'my train.py' --epochs 10 'it'"'"'s'
 """
-RUN = "PYTHON -m hpcdask.run 'my train.py' --epochs 10 'it'\"'\"'s'\n"
+RUN = "PYTHON -P -m hpcdask.run 'my train.py' --epochs 10 'it'\"'\"'s'\n"
 
 
 @pytest.fixture(autouse=True)
@@ -269,9 +269,11 @@ def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
 def test_launchers_and_containers():
     image = "apptainer exec --nv 'my image.sif'"
     text = script("slurm", "--container", image, "--run", "--protocol ucx", "missing.py")
-    assert text.endswith(f"exec srun -K {image} python -m hpcdask.run --protocol ucx missing.py\n")
+    assert text.endswith(
+        f"exec srun -K {image} python -P -m hpcdask.run --protocol ucx missing.py\n"
+    )
     text = script("slurm", "-N", "2", "--launcher", "mpirun", "-m", "hpcdask.bench", "array")
-    assert text.endswith("exec mpirun -n 2 PYTHON -m hpcdask.run -m hpcdask.bench array\n")
+    assert text.endswith("exec mpirun -n 2 PYTHON -P -m hpcdask.run -m hpcdask.bench array\n")
     text = script("slurm", "--run", "--scheduler-file 'my cluster.json'")
     assert text.endswith("-m hpcdask.run --scheduler-file 'my cluster.json'\n")
     assert '--job-name="dask-cluster"' in text

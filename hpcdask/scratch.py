@@ -1,0 +1,74 @@
+"""Folders on a node's own disk, for what is spilled: made for a process, and removed after it."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable
+
+import dask.config
+
+from . import private
+from .bootstrap import owner_text, process_start
+from .errors import UsageError
+
+
+def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
+    """A new private folder on the node, 0700.
+
+    Parameters
+    ----------
+    local_directory
+        The folder to make it in; None for that of Dask's configuration, or the usual one.
+    announce
+        Called with the path before there is anything, so that nothing is left whatever happens.
+
+    Raises
+    ------
+    UsageError
+        ``--local-directory`` cannot be written, or names a variable that this node lacks.
+    """
+    base = local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
+    # variables of this node, not of who submits; the program may go to another folder
+    base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
+    if unset := re.search(r"\$\w+|\$\{\w+\}", base):
+        raise UsageError(
+            f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "
+            "a folder on the node's own disk, or a variable that jobs have"
+        )
+    try:
+        private.make_folders(base)
+        private.refuse_open(base)
+        purge(base)
+        folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
+        announce(folder)
+        os.mkdir(folder, 0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(os.open(os.path.join(folder, private.OWNER), flags, 0o600), "w") as file:
+            file.write(owner_text())
+        return folder
+    except OSError as error:
+        raise UsageError(
+            f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
+            f"on the node's own disk that you can write (the usual one is TMPDIR)"
+        ) from None
+
+
+def purge(base: str) -> None:
+    """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
+    here = owner_text().split()[:2]
+    for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
+        with contextlib.suppress(OSError, ValueError):
+            at = private.open_folder(folder)
+            try:
+                owner = private.read(private.OWNER, dir_fd=at)
+            finally:
+                os.close(at)
+            *there, pid, start = owner.split()
+            if there == here and start != process_start(int(pid)):
+                private.remove(folder, owner)
