@@ -44,3 +44,19 @@ def as_stranger(act: Callable[[], object]) -> None:
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+#: What other modules' names are put on: it tells, and hides what is installed.
+MODULE = """
+import os
+with open(os.environ["OWNED"], "a") as file:
+    file.write(__name__ + "\\n")
+raise ImportError
+"""
+
+
+def put_modules(folder: Path, *names: str) -> None:
+    """Put packages there that write to the file which the variable OWNED names."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(MODULE)

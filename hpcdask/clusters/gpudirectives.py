@@ -107,7 +107,7 @@ def _first(pattern: re.Pattern[str], values: Iterator[str]) -> int | None:
 def _values(directive: str, *options: str) -> Iterator[str]:
     """What follows options: ``--name=VALUE``, ``--name VALUE``, ``-l VALUE`` or ``-lVALUE``."""
     words = _words(directive)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         for option in options:
             joined = f"{option}=" if option.startswith("--") else option
             if word == option:

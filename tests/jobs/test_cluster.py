@@ -41,6 +41,7 @@ from launching import (
     wait_for,
     walk,
 )
+from strangers import put_modules
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 
@@ -900,3 +901,35 @@ def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):
     before = signal.getsignal(signal.SIGINT)
     with make(folder):
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_nothing_of_the_current_folder_goes_before_what_is_installed(tmp_path, monkeypatch):
+    """A stranger may have put it there; what lies there alone is found all the same."""
+    put_modules(tmp_path, "hpcdask", "distributed", "yaml", "multiprocessing")
+    (tmp_path / "only_here.py").write_text("ANSWER = 42")
+    monkeypatch.setenv("OWNED", str(tmp_path / "owned"))
+    monkeypatch.chdir(tmp_path)
+
+    def answer() -> int:
+        import only_here
+
+        return only_here.ANSWER
+
+    folder = tmp_path / "clusters"
+    with (
+        hpcdask.LocalCUDAJobCluster(
+            1,
+            device="cpu",
+            cores=1,
+            memory="1GiB",
+            shared_temp_directory=str(folder),
+            scheduler_options={"dashboard": False, "dashboard_address": ":0"},
+        ) as cluster,
+        cluster.get_client() as client,
+    ):
+        assert client.submit(answer).result(timeout=60) == 42
+        path = cluster.scheduler.local_directory
+        assert os.stat(Path(path).parents[0]).st_uid == os.getuid()
+        assert f"hpcdask-{os.getuid()}-" in path
+    assert not Path(path).exists()
+    assert not (tmp_path / "owned").exists()

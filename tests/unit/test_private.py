@@ -17,7 +17,7 @@ from hpcdask.devices import Gpu
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.queues import machine
 from launching import wait_for
-from strangers import UID, as_stranger, root_only
+from strangers import UID, as_stranger, put_modules, root_only
 
 FILE = json.dumps({"address": "tcp://127.0.0.1:1"})
 
@@ -323,3 +323,57 @@ def test_a_run_ends_before_it_obeys_a_configuration_of_others(tmp_path):
     assert f"hpcdask: error: others may write {config}/x.yaml" in done.stderr
     assert not (tmp_path / "owned").exists()
     assert not done.stdout
+
+
+# --- the current folder ---------------------------------------------------------------------------
+
+
+PROGRAM = """
+from contextlib import nullcontext
+from distributed import Client
+from hpcdask import Runner
+
+def answer():
+    import {beside}
+    return {beside}.ANSWER
+
+with Runner(device="cpu", tls=False) if "{how}" == "runner" else nullcontext():
+    with Client() as client:
+        print(client.submit(answer).result(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["run", "runner"])
+def test_a_run_takes_nothing_from_the_current_folder_that_is_installed(tmp_path, how):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    put_modules(here, "distributed", "yaml", "click", "multiprocessing")
+    elsewhere.mkdir()
+    (here / "only_here.py").write_text("ANSWER = 42")
+    (elsewhere / "beside.py").write_text("ANSWER = 42")
+    beside = "beside" if how == "run" else "only_here"
+    program = elsewhere / "program.py"
+    program.write_text(PROGRAM.format(how=how, beside=beside))
+    options = ["-m", "hpcdask.run", "--device", "cpu", "--no-tls"] if how == "run" else []
+    done = subprocess.run(
+        [sys.executable, *options, str(program)],
+        env={**os.environ, "OWNED": str(tmp_path / "owned"), "TMPDIR": "/tmp"},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "42\n", done.stderr
+    assert not (tmp_path / "owned").exists()
+    assert "hpcdask: warning: --no-tls: any user who reaches a port of this run" in done.stderr
+
+
+@pytest.mark.parametrize(("bits", "there"), [(0o755, True), (0o1777, False)])
+def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, bits, there):
+    tmp_path.chmod(bits)
+    program = (
+        "from hpcdask import bootstrap as b; b.add_working_folder(); import sys; print(sys.path)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (f"{str(tmp_path)!r}]\n" in done.stdout) is there, done

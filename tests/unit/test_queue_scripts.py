@@ -7,10 +7,12 @@ named in its test; SLURM's, PBS's and Grid Engine's scripts also run in real one
 from datetime import timedelta
 from typing import Any
 
+import dask
 import pytest
+from hypothesis import given, settings, strategies
 
 from doors import TAG, make_job, preamble
-from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
+from hpcdask.clusters.options import JobOptions, import_jobqueue, job_keywords, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.registry import queue_class
@@ -506,3 +508,93 @@ def test_walltimes_that_are_none(kind: str, text: str):
 def test_the_error_of_a_walltime_shows_it_as_it_was_given():
     with pytest.raises(UsageError, match=r"^walltime='soon' is not one of HOURS, "):
         door("OAR").parse_walltime("soon")
+
+
+# Values with line ends
+
+BREAKS = [chr(code) for code in range(0x3000) if len(f"a{chr(code)}b".splitlines()) > 1] + ["\r\n"]
+ALL = ("SLURM", "PBS", "Moab", "LSF", "SGE", "OAR", "HTCondor", "Local")
+#: Keywords that are no texts in a script, or are shell as the user wrote it.
+NO_TEXTS = {
+    *("config_name", "cores", "processes", "nanny", "protocol", "interface", "memory"),
+    *("death_timeout", "extra", "worker_extra_args", "log_directory", "use_stdin", "lsf_units"),
+    *("job_script_prologue", "env_extra", "worker_command", "local_directory", "ncpus", "mem"),
+    *("job_extra", "header_skip", "job_directives_skip", "job_cpu"),
+}
+
+
+def text_keywords(kind: str) -> list[str]:
+    """The keywords of a system whose texts may stand in its scripts."""
+    job = getattr(import_jobqueue(kind.lower()), f"{kind}Job")
+    return sorted({*job_keywords(job) - NO_TEXTS, "gpu_type"})
+
+
+def whole(kind: str, keyword: str, value: Any) -> str:
+    """The script of a cluster's job with one more keyword."""
+    more: Any = {"walltime": "1:00", "lsf_units": "mb"} if kind == "LSF" else {}
+    if keyword == "job_extra_directives":
+        value = {"name": value} if kind == "HTCondor" else [value]
+    elif keyword.endswith("_command_extra"):
+        value = [value]
+    found = read_job_options(
+        getattr(import_jobqueue(kind.lower()), f"{kind}Job"),
+        door(kind),
+        kind.lower(),
+        gpus_per_job=1,
+        gpu_type=value if keyword == "gpu_type" else None,
+        nodes_per_job=1,
+        protocol=None,
+        given={
+            "cores": 8,
+            "memory": "64GiB",
+            **KINDS.get(kind, {}),
+            **more,
+            **({} if keyword == "gpu_type" else {keyword: value}),
+        },
+    )
+    return found.script(door(kind), "ab-1", FOLDER, "tcp://h:1", tls=False)
+
+
+@pytest.mark.parametrize(("kind", "keyword"), [(k, w) for k in ALL for w in text_keywords(k)])
+def test_no_value_brings_a_line_into_a_script(kind: str, keyword: str):
+    for end in BREAKS:
+        for value in (f"a{end}touch /tmp/owned", f"a{end}#SBATCH --wrap=x", f"a{end}"):
+            with pytest.raises(UsageError, match=r"control character or line end"):
+                whole(kind, keyword, value)
+
+
+@pytest.mark.filterwarnings("ignore:project has been renamed:FutureWarning")
+@pytest.mark.parametrize("kind", ALL)
+@given(data=strategies.data())
+@settings(max_examples=40, deadline=None)
+def test_whatever_the_text_is_it_stays_in_its_line(kind: str, data: Any):
+    keyword = data.draw(strategies.sampled_from(["job_name", "gpu_type", *text_keywords(kind)]))
+    text = data.draw(
+        strategies.text(min_size=1) | strategies.text("\"';#$`\\\n\x0b\x85\u2028 a", min_size=1)
+    )
+    try:
+        script = whole(kind, keyword, text)
+    except UsageError:
+        return
+    header = script[: script.index("umask 077")].split("\n")
+    assert script.splitlines() == script[:-1].split("\n")
+    shell = [line for line in header[1:] if line and not line.startswith("#")]
+    assert all(line.startswith("[ ! -e ") for line in shell)  # the guard of a second life
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("end", ["\n", "\x0b", "\x85", "\u2028"])
+def test_nor_does_a_configured_value_or_a_folder_s_name(kind: str, end: str):
+    with (
+        dask.config.set({f"jobqueue.{kind.lower()}.name": f"a{end}touch /tmp/owned"}),
+        pytest.raises(UsageError, match="line end"),
+    ):
+        whole(kind, "job_name", None)
+    if kind != "Local":  # which writes it as JSON
+        with pytest.raises(UsageError, match="line end"):
+            script(kind, f"/home/ann/a{end}touch b/logs", **KINDS.get(kind, {}))
+
+
+def test_lines_of_the_prologue_may_hold_what_they_like():
+    text = script("LSF", **KINDS["LSF"], job_script_prologue=["echo '\u2028'", "cat <<E\nx\nE"])
+    assert "\necho '\u2028'\ncat <<E\nx\nE\n" in text

@@ -536,3 +536,20 @@ def test_a_configured_walltime_that_yaml_has_counted():
     with dask.config.set({"jobqueue.slurm.walltime": 7200}):
         assert "walltime=7200 is a number" in refused("script", "slurm", "train.py")
         assert "#SBATCH -t 1:00:00" in script("slurm", "-t", "1:00:00", "train.py")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("end", ["\n", "\x0b", "\f", "\x85", "\N{LINE SEPARATOR}"])
+def test_no_name_brings_a_line_into_a_script(system: str, end: str, folder: Path, monkeypatch):
+    bad = f"a{end}touch owned"
+    (folder / f"{bad}.py").touch()
+    if system != "htcondor":
+        refused("script", system, "-q", bad, "train.py")
+        refused("script", system, "-A", bad, "train.py")
+    for words in ([f"{bad}.py"], ["train.py", bad], ["-m", bad]):
+        assert "line end" in refused("script", system, *words)
+    (folder / bad).mkdir()
+    (folder / bad / "train.py").touch()
+    monkeypatch.chdir(folder / bad)
+    monkeypatch.setenv("PWD", str(folder / bad))
+    assert "the current folder" in refused("script", system, "train.py")
