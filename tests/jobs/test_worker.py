@@ -21,7 +21,7 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import joblife, member, nanny, ranks, security, sharing, worker
+from hpcdask import joblife, member, nanny, private, ranks, security, worker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
 from hpcdask.peers import PeerWorker
@@ -478,7 +478,9 @@ def gpus(tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
         }
 
     yield environment
-    for lock in Path(sharing.LOCKS).glob(f"hpcdask-{os.getuid()}-GPU-{machine}-*.lock"):
+    for lock in Path(private.node_folder("gpus")).glob(
+        f"hpcdask-{os.getuid()}-GPU-{machine}-*.lock"
+    ):
         lock.unlink()
 
 

@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
 
-from hpcdask import control, private
+from hpcdask import control, follower, private
 from hpcdask.errors import LaunchError
 from hpcdask.rendezvous import FileRendezvous
+from hpcdask.spec import RunSpec
 from strangers import as_stranger, root_only
 
 NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}
@@ -286,3 +288,10 @@ def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
         return hellos
 
     assert asyncio.run(meet()) == [{"rank": 1}]
+
+
+def test_a_note_without_keys_is_refused_where_tls_is_asked_for():
+    meeting = SimpleNamespace(fetch=lambda: {**NOTE, "credentials": {}})
+    member = SimpleNamespace(spec=RunSpec(timeout=5), rank=None)
+    with pytest.raises(LaunchError, match="has no keys, though --no-tls is not among"):
+        asyncio.run(follower._find_leader(member, meeting))
