@@ -14,9 +14,12 @@ import ssl
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tornado.netutil import bind_sockets
+
+from .listening import Acceptor, Unproven, prepare
+
 Message = dict[str, Any]
 LINE_LIMIT = 4 * 2**20
-HELLO_DEADLINE_S = 10.0
 
 
 class Channel:
@@ -72,24 +75,43 @@ class Hub:
     def __init__(
         self, nonce: str, arrived: Callable[[Message, Channel], Coroutine[Any, Any, None]]
     ) -> None:
+        prepare()
         self._nonce = nonce
         self._arrived = arrived
-        self._server: asyncio.Server | None = None
+        self._sockets: list[socket.socket] = []
+        self._acceptors: list[Acceptor] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven = Unproven()
 
     async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
         """Listen on a free port of `host` and return its number."""
-        self._server = await asyncio.start_server(
-            self._accept, host, 0, ssl=context, limit=LINE_LIMIT, backlog=1024
-        )
-        return int(self._server.sockets[0].getsockname()[1])
+        self._sockets = bind_sockets(0, address=host, backlog=4096)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
+        def handle(sock: socket.socket, address: Any) -> None:
+            task = asyncio.create_task(self._accept(sock, context))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._acceptors = [Acceptor(one, self._unproven.room, handle) for one in self._sockets]
+        return int(self._sockets[0].getsockname()[1])
+
+    async def _accept(self, sock: socket.socket, context: ssl.SSLContext | None) -> None:
+        loop, me = asyncio.get_running_loop(), asyncio.current_task()
+        assert me is not None
+        reader = asyncio.StreamReader(limit=LINE_LIMIT)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport: Any = None
         try:
-            async with asyncio.timeout(HELLO_DEADLINE_S):
+            with self._unproven.watch(me.cancel):
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: protocol, sock, ssl=context
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+                channel = Channel(reader, writer)
                 shown = await channel.receive()
-        except TimeoutError:
-            shown = None
+        except (OSError, asyncio.CancelledError):
+            (transport or sock).close()
+            return
         if shown is None or shown.get("nonce") != self._nonce:
             channel.close()
             return
@@ -102,8 +124,10 @@ class Hub:
 
     def close(self) -> None:
         """Stop listening; channels stay."""
-        if self._server is not None:
-            self._server.close()
+        for acceptor, sock in zip(self._acceptors, self._sockets, strict=True):
+            acceptor.stop()
+            sock.close()
+        self._acceptors, self._sockets = [], []
 
 
 async def dial(host: str, port: int, context: ssl.SSLContext | None, nonce: str) -> Channel:

@@ -20,7 +20,7 @@ from distributed.core import Status
 from distributed.utils import get_ip
 from distributed.worker_state_machine import ExecuteFailureEvent
 
-from . import context, devices, full, memory, template
+from . import context, devices, full, listening, memory, template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks
 from .context import CONTEXT_MADE, make_context
@@ -203,6 +203,12 @@ class BoundNanny(Nanny):
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
+        listening.prepare()
+
+    async def listen(self, *args: Any, **kwargs: Any) -> None:
+        """Listen, with limits for strangers."""
+        await super().listen(*args, **kwargs)
+        listening.guard(self)
 
     def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
         """The worker closes for good, and says why."""

@@ -25,7 +25,7 @@ from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
-from . import dialing
+from . import dialing, listening, webserver
 from .bootstrap import mark
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
 from .errors import ClusterError, root_cause
@@ -208,6 +208,7 @@ class PeerWorker(Worker):
             WARM: self._fetch,
             MAPPED: self._tell_mapped,
         }
+        listening.prepare()
         pool: Any = self.rpc
         pool.__class__ = PeerPool
         pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
@@ -233,6 +234,7 @@ class PeerWorker(Worker):
     async def listen(self, *args: Any, **kwargs: Any) -> None:
         """Listen on tcp, and on ucx where that was asked for by name and has to work."""
         await super().listen(*args, **kwargs)
+        listening.guard(self)
         if self.exchange == "ucx" and self._ucx_address is None:
             why = ""
             try:
@@ -247,6 +249,11 @@ class PeerWorker(Worker):
                 # a nanny does not hear why its worker does not start
                 print(f"hpcdask: error: worker {self.name}: {text}", file=sys.stderr, flush=True)
                 raise ClusterError(text)
+
+    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+        """Serve the worker's pages, with limits."""
+        super().start_http_server(*args, **kwargs)
+        webserver.guard(self)
 
     async def _listen_on_ucx(self) -> None:
         from . import ucx

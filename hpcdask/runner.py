@@ -148,7 +148,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
     try:
         check_configuration()
     except UsageError as error:
-        from .member import complain, leave
+        from .logs import complain, leave
         from .rendezvous import abort_launch
 
         if rank is None or rank.local_index == 0:

@@ -10,8 +10,8 @@ from typing import Any
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
-from tornado import web
 
+from . import listening, webserver
 from .batching import BATCH_INTERVAL_S
 from .control import Channel
 from .devices import start_nvml
@@ -55,47 +55,13 @@ class _Census(SchedulerPlugin):
             self._channel.send(warm=msg)
 
 
-class LazyDashboard(web.RequestHandler):
-    """Loads Bokeh (half a second) when somebody first looks, not while workers start."""
-
-    def initialize(self, scheduler: Scheduler) -> None:
-        """Keep whose dashboard it is."""
-        self._scheduler = scheduler
-
-    async def get(self, *args: str) -> None:
-        """Put the real dashboard in place of this handler, and send the browser there again."""
-        application = self._scheduler.http_application
-        if self.application in application.applications:
-            try:
-                await asyncio.get_running_loop().run_in_executor(None, _load_bokeh)
-            except ImportError:
-                raise web.HTTPError(
-                    404, reason="the dashboard needs bokeh: pip install bokeh"
-                ) from None
-        if self.application in application.applications:
-            application.applications.remove(self.application)
-            from distributed.dashboard import scheduler as dashboard
-
-            dashboard.connect(application, self._scheduler.http_server, self._scheduler, prefix="/")
-        self.redirect(self.request.uri or "/status")
-
-
-def add_lazy_dashboard(scheduler: Scheduler) -> None:
-    """Let a scheduler that was made without a dashboard load it when somebody looks."""
-    lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
-    scheduler.http_application.add_application(lazy)
-
-
-def _load_bokeh() -> None:
-    import distributed.dashboard.scheduler  # noqa: F401
-
-
 def main(sock: socket.socket) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
     leave_signals_to_the_rank()
+    listening.prepare()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
@@ -110,19 +76,22 @@ async def _main(sock: socket.socket) -> None:
     if order is None:
         return
     try:
-        scheduler = Scheduler(
-            host=order["host"],
-            interface=order["interface"],
-            protocol=order["protocol"],
-            port=0,
-            security=to_security(order["credentials"]),
-            dashboard=False,
-            local_directory=order["scratch"],
-            dashboard_address=order["dashboard"],
-        )
-        add_lazy_dashboard(scheduler)
+        with webserver.without_proxy():
+            scheduler = Scheduler(
+                host=order["host"],
+                interface=order["interface"],
+                protocol=order["protocol"],
+                port=0,
+                security=to_security(order["credentials"]),
+                dashboard=False,
+                local_directory=order["scratch"],
+                dashboard_address=order["dashboard"],
+            )
+        webserver.guard(scheduler)
+        webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_Census(scheduler, channel))
         await scheduler
+        listening.guard(scheduler)
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         channel.send(error=f"the scheduler did not start: {what}")

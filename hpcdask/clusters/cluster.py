@@ -27,7 +27,7 @@ from distributed.core import Status
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
-from hpcdask import private
+from hpcdask import listening, private, webserver
 from hpcdask import security as keys
 from hpcdask.bootstrap import owner_text
 from hpcdask.errors import HpcdaskError, UsageError
@@ -35,7 +35,6 @@ from hpcdask.queues import warden
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
-from hpcdask.scheduler import add_lazy_dashboard
 from hpcdask.scratch import scratch_folder
 from hpcdask.tls import ClusterSecurity
 
@@ -227,13 +226,15 @@ class JobCluster(Scaling):
 
     async def _start_scheduler(self) -> None:
         protocol = "tls" if self.security.require_encryption else "tcp"
+        listening.prepare()
 
         def announce(path: str) -> None:
             self._exits.callback(private.remove, path, owner_text())
 
         # distributed's usual one, which it puts on sys.path, may be another user's
         scratch = scratch_folder(None, announce)
-        with warnings.catch_warnings():  # the default port of the dashboard may be taken
+        # the default port of the dashboard may be taken
+        with warnings.catch_warnings(), webserver.without_proxy():
             warnings.filterwarnings("ignore", message="Port .* is already in use")
             self.scheduler = self._scheduler_cls(
                 **{
@@ -245,8 +246,10 @@ class JobCluster(Scaling):
                     **self._scheduler_options,
                 }
             )
-        add_lazy_dashboard(self.scheduler)
+        webserver.guard(self.scheduler)
+        webserver.add_lazy_dashboard(self.scheduler)
         await self.scheduler
+        listening.guard(self.scheduler)
         self._address = self.scheduler.address
         host = get_address_host(self._address)
         if self.queue_name != "local" and host in ("127.0.0.1", "::1"):

@@ -1,0 +1,234 @@
+"""The pages of scheduler and workers: the same as distributed's own, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import types
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import dask
+import pytest
+from distributed import Scheduler
+from distributed.dashboard.scheduler import applications
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest, HTTPResponse
+from tornado.httputil import HTTPHeaders
+from tornado.websocket import websocket_connect
+
+from hpcdask import webserver
+from hpcdask.peers import PeerWorker
+
+LOCAL = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
+
+
+@asynccontextmanager
+async def scheduler() -> AsyncIterator[Scheduler]:
+    """One of ours, as the runner and clusters of jobs make it."""
+    with webserver.without_proxy():
+        made = Scheduler(dashboard=False, **LOCAL)
+    webserver.guard(made)
+    webserver.add_lazy_dashboard(made)
+    async with made:
+        yield made
+
+
+async def ask(server: object, path: str, **options: object) -> HTTPResponse:
+    url = f"http://127.0.0.1:{server.http_server.port}{path}"
+    options = {"request_timeout": 60, "follow_redirects": False} | options
+    return await AsyncHTTPClient().fetch(HTTPRequest(url, **options), raise_error=False)
+
+
+async def answers(server: object, paths: list[str]) -> dict[str, tuple]:
+    found = {}
+    for path in paths:
+        answer = await ask(server, path, follow_redirects=True)
+        where = urlsplit(answer.effective_url).path
+        found[path] = answer.code, answer.headers.get("Content-Type"), where
+    return found
+
+
+def paths_of(theirs: Scheduler) -> list[str]:
+    """All that distributed's own server answers to GET, but for files and parameters."""
+    rules = theirs.http_application.wildcard_router.rules
+    plain = [rule.matcher.regex.pattern.rstrip("$") for rule in rules]
+    plain = [path for path in plain if "(" not in path and path != "/eventstream"]
+    assert {"/health", "/metrics", "/info/main/workers.html", "/json/index.html"} <= set(plain)
+    more = [
+        "/",
+        "/status",
+        "/individual-progress",
+        "/gpu",
+        "/nowhere",
+        "/statics/css/base.css",
+        "/info/worker/unknown.html",
+        "/status/",
+    ]
+    more += ["/static/js/bokeh.min.js", "/individual-plots.json", "/favicon.ico"]
+    return [*plain, *more]
+
+
+@pytest.mark.slow
+def test_pages_are_those_of_distributed_before_and_after_the_first_look():
+    async def run() -> None:
+        async with Scheduler(dashboard=True, **LOCAL) as theirs:
+            paths = paths_of(theirs)
+            expected = await answers(theirs, paths)
+            told = (await ask(theirs, "/individual-plots.json")).body
+            pages = [one.app_paths for one in theirs.http_application.applications]
+        async with scheduler() as ours:
+            for path, answer in expected.items():
+                if path in applications and path != "/status":
+                    continue  # slow to draw
+                # each is the first look
+                ours.http_application.applications.clear()
+                webserver.add_lazy_dashboard(ours)
+                assert await answers(ours, [path]) == {path: answer}
+            assert await answers(ours, list(expected)) == expected
+            assert (await ask(ours, "/individual-plots.json")).body == told
+            assert [one.app_paths for one in ours.http_application.applications] == pages
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("looks", [[], ["/status"]], ids=["before", "after"])
+def test_sitemap(looks):
+    """distributed's own answers 500, which its users meet in JupyterLab."""
+
+    async def run() -> None:
+        async with scheduler() as ours:
+            for path in looks:
+                assert (await ask(ours, path)).code in (200, 302)
+            answer = await ask(ours, "/sitemap.json")
+            assert answer.code == 200, answer.body
+            for path in ("/health", "/status", "/individual-progress", "/json/index.html"):
+                assert path in answer.body.decode()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("looks", [[], ["/status"]], ids=["before", "after"])
+def test_proxy_is_no_route(looks, monkeypatch):
+    """With jupyter-server-proxy it leads to any port of the machine."""
+
+    async def run() -> None:
+        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
+            for path in looks:
+                await ask(ours, path)
+            for server in (ours, worker):
+                answer = await ask(server, "/proxy/22/127.0.0.1/", follow_redirects=True)
+                assert answer.code == 404, answer.body
+
+    stranger = types.ModuleType(webserver.PROXY)
+    stranger.__getattr__ = lambda name: pytest.fail("the proxy is loaded")
+    monkeypatch.setitem(sys.modules, webserver.PROXY, stranger)
+    assert webserver.PROXY in dask.config.get("distributed.scheduler.http.routes")
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("uri", ["//evil.example/x", "/\\evil.example/x", "///evil.example/x"])
+def test_no_redirect_to_elsewhere(uri):
+    async def run() -> None:
+        async with scheduler() as ours:
+            there = await asyncio.open_connection("127.0.0.1", ours.http_server.port)
+            there[1].write(f"GET {uri} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+            head = (await asyncio.wait_for(there[0].readuntil(b"\r\n\r\n"), 60)).decode()
+            there[1].close()
+            assert "\r\nLocation: /evil.example/x\r\n" in head
+
+    asyncio.run(run())
+
+
+def post(port: int, *, chunked: bool) -> bytes:
+    """99 MB, until it hangs up."""
+    size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 99000000"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        sock.sendall(f"POST /health HTTP/1.1\r\nHost: h\r\n{size}\r\n\r\n".encode())
+        with suppress(OSError):
+            if chunked:
+                sock.sendall(b"%x\r\n" % 99_000_000)
+            for _ in range(99):
+                sock.sendall(bytes(1_000_000))
+            return sock.recv(4096)
+    return b""
+
+
+def test_a_large_body_is_refused_and_not_kept():
+    """Also one in pieces, whose header does not say how much there is."""
+
+    def forget_peak() -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) // 1024
+
+    async def run() -> None:
+        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
+            for server in (ours, worker):
+                for chunked in (False, True):
+                    forget_peak()
+                    before = peak()
+                    port = server.http_server.port
+                    answer = await asyncio.to_thread(post, port, chunked=chunked)
+                    assert b" 200 " not in answer
+                    assert peak() - before < 30, (server, chunked)
+                assert (await ask(server, "/health")).code == 200
+
+    asyncio.run(run())
+
+
+def test_no_more_connections_than_there_is_room_for(monkeypatch):
+    """The others wait until one of them ends; the scheduler's descriptors are for its workers."""
+    monkeypatch.setattr(webserver, "CONNECTIONS", 20)
+    monkeypatch.setattr(webserver, "REQUEST_S", 1.0)
+
+    async def run() -> None:
+        async with scheduler() as ours:
+            port = ours.http_server.port
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+            assert (await ask(ours, "/health")).code == 200
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_configured_origins_are_for_bokeh_to_check():
+    headers = HTTPHeaders({"Host": "node", "Origin": "https://hub.example", "Upgrade": "websocket"})
+    request = types.SimpleNamespace(headers=headers)
+    assert webserver._is_of_another_site(request)
+    with dask.config.set({webserver._ORIGINS: ["hub.example"]}):
+        assert not webserver._is_of_another_site(request)
+
+
+def test_websockets_of_other_sites_are_refused():
+    """A page of any site may ask the user's browser for one to localhost."""
+
+    async def code(server: object, origin: str | None, host: str | None = None) -> int:
+        port = server.http_server.port
+        headers = {"Host": host or f"127.0.0.1:{port}"} | ({"Origin": origin} if origin else {})
+        url = f"ws://127.0.0.1:{port}/eventstream"
+        try:
+            (await websocket_connect(HTTPRequest(url, headers=headers))).close()
+        except Exception as error:
+            return error.code
+        return 101
+
+    async def run() -> None:
+        async with scheduler() as ours:
+            port = ours.http_server.port
+            assert await code(ours, None) == 101
+            assert await code(ours, f"http://127.0.0.1:{port}") == 101
+            # by ssh -L with another port, and by a proxy in front
+            assert await code(ours, "http://localhost:9999", "localhost:9999") == 101
+            assert await code(ours, "https://hub.example", "hub.example") == 101
+            assert await code(ours, "https://evil.example") == 403
+            assert await code(ours, f"http://127.0.0.1:{port + 1}") == 403
+            await ask(ours, "/status")
+            assert await code(ours, "https://evil.example") == 403
+
+    asyncio.run(run())
