@@ -107,7 +107,7 @@ class Leader:
         self.orders: Channel | None = None
         self.address = ""
         self.written = ""
-        self.dashboard = 0
+        self.dashboard_host, self.dashboard = "", 0
         self.signalled: int | None = None
         self.deadline = time.monotonic() + self.spec.timeout
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,7 +178,8 @@ class Leader:
         mark("scheduler listens")
         if "error" in started:
             raise ClusterError(started["error"])
-        self.address, self.dashboard = started["address"], started["dashboard"]
+        self.address = started["address"]
+        self.dashboard_host, self.dashboard = started["dashboard"]
         self._start_workers(places)
         least = min(self.spec.workers_min or len(self.wanted), len(self.wanted))
         while len(self.registered & self.wanted) < least:
@@ -189,13 +190,14 @@ class Leader:
 
     def _start_scheduler(self, interface: str | None) -> None:
         assert self.orders is not None
+        # In a job login nodes shall reach it. On other hosts anybody may work.
+        listens = LOOPBACK if self._host() == LOOPBACK or job_id() is None else ""
         self.orders.send(
             host=None if interface else self._host(),
             interface=interface,
             protocol="tls" if self.spec.tls else "tcp",
             credentials=self.member.credentials,
-            dashboard=self.spec.dashboard_address
-            or (f"{LOOPBACK}:8787" if self._host() == LOOPBACK else ":8787"),
+            dashboard=self.spec.dashboard_address or f"{listens}:8787",
             scratch=self.member.scratch,
         )
 
@@ -346,7 +348,9 @@ class Leader:
             network = f"ucx between workers, {network} to the scheduler"
         if self.spec.protocol == "auto" and self.on_device:
             network += f" ({self.choice.reason})"
-        host = self.address.rpartition("://")[2].rpartition(":")[0]
+        host = own = self.address.rpartition("://")[2].rpartition(":")[0]
+        if self.dashboard_host == LOOPBACK:
+            host = LOOPBACK
         there, planned = len(self.registered), len(group)
         count = _workers(there) if there >= planned else f"{there} of {_workers(planned)}"
         say(
@@ -366,9 +370,15 @@ class Leader:
             if self.spec.tls and not file:
                 way = "clients need its keys: start it with --scheduler-file"
             say(f"scheduler at {self.address}: {way}")
+        if not self.has_program or host != own:
+            way = (
+                f"127.0.0.1:{self.dashboard} {self.rank.host}"
+                if host == LOOPBACK
+                else f"{self.rank.host}:{self.dashboard} <login node>"
+            )
             say(
-                f"dashboard from your own machine: ssh -L {self.dashboard}:{self.rank.host}:"
-                f"{self.dashboard} <login node>, then http://localhost:{self.dashboard}/status"
+                f"dashboard from your own machine: ssh -L {self.dashboard}:{way}, then "
+                f"http://localhost:{self.dashboard}/status"
             )
 
     def _note_warm(self, message: dict[str, Any]) -> None:

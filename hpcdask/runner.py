@@ -148,7 +148,8 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
     try:
         check_configuration()
     except UsageError as error:
-        from .logs import complain, leave
+        from .logs import complain
+        from .member import leave
         from .rendezvous import abort_launch
 
         if rank is None or rank.local_index == 0:

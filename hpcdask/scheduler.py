@@ -98,7 +98,7 @@ async def _main(sock: socket.socket) -> None:
         await channel.flush()
         return
     server: Any = scheduler.http_server
-    channel.send(address=scheduler.address, dashboard=server.port)
+    channel.send(address=scheduler.address, dashboard=[server.address, server.port])
     told = asyncio.create_task(_obey(scheduler, channel))
     await scheduler.finished()
     told.cancel()

@@ -48,11 +48,12 @@ def create_credentials() -> Credentials:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     now = datetime.datetime.now(datetime.UTC)
 
-    def build(subject: str, issuer: str, public: Any, signer: Any, authority: bool) -> str:
+    def build(subject: str, issuer: str, public: Any, signer: Any, role: str | None) -> str:
+        authority = role is None
         builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
@@ -64,17 +65,19 @@ def create_credentials() -> Credentials:
             .not_valid_after(now + VALIDITY)
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         )
+        if not authority:  # a client's key does for no scheduler
+            usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+            usages += [ExtendedKeyUsageOID.SERVER_AUTH] * (role != "client")
+            builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         certificate = builder.sign(signer, hashes.SHA256())
         return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
     authority = ec.generate_private_key(ec.SECP256R1())
     name = f"hpcdask {os.urandom(8).hex()}"
-    made = {"tls_ca_file": build(name, name, authority.public_key(), authority, True)}
+    made = {"tls_ca_file": build(name, name, authority.public_key(), authority, None)}
     for role in ("scheduler", "worker", "client"):
         key = ec.generate_private_key(ec.SECP256R1())
-        made[f"tls_{role}_cert"] = build(
-            f"hpcdask {role}", name, key.public_key(), authority, False
-        )
+        made[f"tls_{role}_cert"] = build(f"hpcdask {role}", name, key.public_key(), authority, role)
         made[f"tls_{role}_key"] = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,

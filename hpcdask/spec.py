@@ -445,7 +445,9 @@ class RunSpec(WorkerSpec):
         None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere."
     )
     dashboard_address: str | None = _field(
-        None, "Where the dashboard listens, such as :8787. Default: :8787, or any free port."
+        None,
+        "Where the dashboard listens, such as :8787. Default: port 8787, or any free one; in a job "
+        "everywhere, elsewhere on 127.0.0.1.",
     )
     tls: bool = _field(True, "Encrypt and authenticate all tcp connections.", flag=True)
     oversubscribe: bool = _field(

@@ -61,6 +61,7 @@ _PARAMETERS = """
         Name of the cluster. Default: a random one.
     scheduler_options : dict
         Passed to the scheduler, such as ``{{"interface": "eth0", "dashboard_address": ":8788"}}``.
+        The dashboard listens on 127.0.0.1 if nothing is said of it.
     silence_logs : str, int or bool
         Level below which distributed's messages in this process are left out while the cluster
         lives. Default: ``"error"``; False for none.

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import os
 import re
+import socket
 import sys
 import textwrap
 import warnings
@@ -24,7 +25,7 @@ import dask.config
 from distributed import Scheduler, Security, rpc
 from distributed.comm import get_address_host
 from distributed.core import Status
-from distributed.utils import silence_logging_cmgr
+from distributed.utils import format_dashboard_link, silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
 from hpcdask import listening, private, webserver
@@ -47,6 +48,7 @@ from .scaling import Scaling
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
+LOOPBACK = "127.0.0.1"
 
 
 class JobCluster(Scaling):
@@ -163,9 +165,11 @@ class JobCluster(Scaling):
         chosen = dict(configured or {}) if given is None else dict(given)
         if "host" not in chosen:
             chosen.setdefault("interface", interface)
+            if self.queue_name == "local" and chosen["interface"] is None:
+                chosen["host"] = LOOPBACK
             what = "interface" if chosen["interface"] == interface else "scheduler_options"
             options.check_interface(chosen["interface"], what)
-        return {"dashboard_address": ":8787", **chosen}
+        return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
 
     # Start and end
 
@@ -397,6 +401,21 @@ class JobCluster(Scaling):
         self._log(text)
         print(f"hpcdask: {text}", file=sys.stderr, flush=True)
 
+    @property
+    def dashboard_link(self) -> str:
+        """Where the dashboard is, seen from this machine."""
+        server: Any = self.scheduler.http_server if self.scheduler is not None else None
+        if server is not None and server.address in (LOOPBACK, "::1"):
+            return str(format_dashboard_link(server.address, server.port))
+        return str(super().dashboard_link)
+
+    def _tunnel(self) -> str:
+        """The command that brings the dashboard to the user's machine; empty if none is needed."""
+        server: Any = self.scheduler.http_server if self.scheduler is not None else None
+        if self.queue_name == "local" or server is None or server.address != LOOPBACK:
+            return ""
+        return f"ssh -L {server.port}:{LOOPBACK}:{server.port} {socket.gethostname()}"
+
     def __repr__(self) -> str:
         text = super().__repr__()
         link = self.dashboard_link if self.status == Status.running else ""
@@ -404,13 +423,13 @@ class JobCluster(Scaling):
         parts = [
             text.removesuffix(")"),
             self.jobs().counts(),
-            f"dashboard {link}" if link else "",
+            f"dashboard {link}{self._tunnel() and f' ({self._tunnel()})'}" if link else "",
             f"failed: {failed}" if failed else "",
         ]
         return f"{', '.join(filter(None, parts))})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.failure)
+        status = html(self.jobs(), self.failure, self._tunnel())
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 

@@ -86,13 +86,16 @@ def _age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def html(jobs: JobTable, failure: HpcdaskError | None) -> str:
+def html(jobs: JobTable, failure: HpcdaskError | None, tunnel: str = "") -> str:
     """What a notebook shows beside distributed's own summary of a cluster."""
     parts = []
     if failure is not None:
         # It may end with lines of a log
         text = f"<strong>Failed:</strong> {escape(str(failure))}"
         parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
+    if tunnel:
+        text = "The dashboard listens on this machine only. For a browser on yours:"
+        parts.append(f"{text} <code>{escape(tunnel)}</code>")
     if jobs:
         counts = escape(jobs.counts()) or "all over"
         summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"

@@ -102,6 +102,15 @@ def test_a_server_with_another_cluster_s_keys_is_not_believed(credentials, other
         contact(others, credentials)
 
 
+def test_a_client_s_key_does_for_no_server(credentials):
+    as_scheduler = {
+        name.replace("client", "scheduler"): text
+        for name, text in security.client_only(credentials).items()
+    }
+    with pytest.raises(OSError, match=r"certificate|TLS"):
+        contact(as_scheduler, credentials)
+
+
 def test_a_whole_cluster(credentials, tmp_path):
     """Scheduler and worker with keys in memory, the client with files."""
     folder = tmp_path / "keys"
