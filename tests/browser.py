@@ -43,7 +43,7 @@ def run(folder: Path, *options: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

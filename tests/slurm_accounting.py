@@ -50,7 +50,7 @@ def start_database(folder: Path, start: Start, wait: Wait, env: Mapping[str, str
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     if made.returncode:

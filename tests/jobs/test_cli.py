@@ -63,7 +63,7 @@ class User:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=600,
             check=False,
             env=self.env,
         )
@@ -244,7 +244,7 @@ def test_without_clusters():
         [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", "/nonexistent", "--json"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=True,
     )
     assert isinstance(json.loads(done.stdout), list)

@@ -92,7 +92,7 @@ class Machines:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=600,
             check=False,
         )
 

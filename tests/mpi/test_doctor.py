@@ -41,7 +41,7 @@ def test_alone_as_text_and_as_json():
             env=environ,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=600,
             stdin=subprocess.DEVNULL,
             check=False,
         )

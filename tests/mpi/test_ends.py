@@ -206,7 +206,7 @@ def test_a_worker_over_its_memory_limit_is_restarted(site: Site):
     ended = site.run(
         *("--memory-limit", "400MiB", "over_memory.py"),
         env={"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"},
-        timeout=180,
+        timeout=600,
     )
     assert ended.code == 6, str(ended)
     assert json.loads(result_of(ended)) == {"new": 1, "all": 2}

@@ -165,7 +165,7 @@ def test_submit_waits_and_returns_the_exit_code(sge: SgeSite, queue: SgeQueue, t
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 5, (done.stdout, done.stderr)

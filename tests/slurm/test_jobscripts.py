@@ -224,7 +224,7 @@ def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, s
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=True,
     )
     assert done.stdout.splitlines() == [

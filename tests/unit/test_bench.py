@@ -277,7 +277,7 @@ def test_startup_of_a_cluster_of_its_own(tmp_path):
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)

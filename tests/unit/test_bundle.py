@@ -173,7 +173,7 @@ def test_it_installs_and_runs_without_a_network(tmp_path: Path):
             *(python, "-m", "hpcdask.run", "--device", "cpu"),
             *("-m", "hpcdask.bench", "array", "--size", "100MB", "--repeats", "1"),
             cwd=tmp_path,
-            timeout=180,
+            timeout=600,
         )
         assert result.code == 0, result.err
         (record,) = (json.loads(line) for line in result.out.splitlines() if "array" in line)

@@ -727,7 +727,7 @@ except ChildProcessError:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env=env,
         check=True,
     )

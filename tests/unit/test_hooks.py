@@ -32,7 +32,7 @@ def run(body: str, **environment: str) -> None:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

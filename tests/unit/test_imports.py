@@ -119,7 +119,7 @@ def imported(*modules: str, before: str = "") -> dict:
         env=env,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -153,7 +153,7 @@ def test_no_module_needs_an_optional_package():
         input=json.dumps(OPTIONAL),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -225,6 +225,6 @@ def test_an_import_hook_that_patches_modules_stays(tmp_path, patch, stays):
         capture_output=True,
         text=True,
         check=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.stdout == f"{stays}\n"

@@ -499,7 +499,7 @@ def test_completion_by_the_shell():
         },
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.stdout == "plain,submit\n", done.stderr
