@@ -170,6 +170,25 @@ class SlurmSite:
 
         wait_for(all_over, timeout, "the jobs to end and all nodes to be idle", interval=0.2)
 
+    def daemons(self, program: str) -> list[subprocess.Popen[bytes]]:
+        """Return the site's processes of a daemon, such as ``slurmd``, those of the nodes in order."""
+        return [daemon for daemon in self._daemons if Path(daemon.args[0]).name == program]
+
+    def mend(self) -> None:
+        """Start the daemons again that have ended, and take all nodes back."""
+        for daemon in list(self._daemons):
+            if daemon.poll() is not None:
+                self._daemons.remove(daemon)
+                self._start(*daemon.args)
+        self._wait(
+            self._daemons[-1],
+            lambda: self.run("scontrol", "ping", check=False).returncode == 0,
+            "slurmctld to answer",
+        )
+        for node in self.nodes:
+            self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.cancel_all(60)
+
     def log(self, lines: int = 20) -> str:
         """Return the last lines of each daemon's log."""
         parts = []

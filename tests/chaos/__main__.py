@@ -1,0 +1,105 @@
+"""``make chaos``: plays episodes drawn from a seed until the time is over.
+
+The environment says which: SEED (of the first one), MINUTES or EPISODES (how long), ARENA
+(``runner``, ``jobs`` or ``gpu``), EPISODE (a file of one that was kept), OUT (a folder for failures).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from chaos.episodes import Episode, draw, shrink
+from chaos.playing import Violation
+
+
+def open_arena(name: str, folder: Path):
+    """Return the arena of that name."""
+    if name == "jobs":
+        from chaos.clusters import JobsArena
+
+        return JobsArena(folder)
+    from chaos.runs import RunnerArena
+
+    return RunnerArena(folder, "cuda" if name == "gpu" else "cpu")
+
+
+def violation_of(arena, episode: Episode) -> str:
+    """Play an episode; return what was violated, or nothing."""
+    start = time.monotonic()
+    try:
+        came = arena.play(episode)
+        violated = ""
+    except Violation as error:
+        came, violated = "VIOLATED", str(error)
+    except Exception as error:  # of the arena itself: that is no finding, but is to be seen
+        came, violated = "BROKEN", f"{type(error).__name__}: {error}"
+    print(f"{episode} {time.monotonic() - start:.1f} s: {came}", flush=True)
+    return violated
+
+
+def chaos(name: str, seed: int, out: Path, episodes: int = 0, minutes: float = 0) -> int:
+    """Play so many episodes, or for so long; return how many failed."""
+    until = time.monotonic() + 60 * minutes
+    kinds: collections.Counter[str] = collections.Counter()
+    played = failed = 0
+    with tempfile.TemporaryDirectory(prefix="hpcdask-chaos-") as folder:
+        arena = open_arena(name, Path(folder))
+        try:
+            while played < episodes or time.monotonic() < until:
+                episode = draw(name, seed + played)
+                played += 1
+                if why := arena.left_out(episode):
+                    print(f"{episode} left out: {why}", flush=True)
+                    continue
+                kinds.update(event.fault for event in episode.events)
+                if violated := violation_of(arena, episode):
+                    failed += 1
+                    keep(arena, episode, violated, out)
+        finally:
+            arena.close()
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+    print(f"{name}: {played} episodes, {failed} failed; events: {counts}", flush=True)
+    return failed
+
+
+def keep(arena, episode: Episode, violated: str, out: Path) -> None:
+    """Print and keep a failure, and the least of its events that fail again."""
+    folder = out / f"{episode.arena}-{episode.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log").write_text(violated)
+    episode.save(folder / "episode.json")
+    print("\n".join(violated.splitlines()[:4]), flush=True)
+    least = shrink(episode, lambda fewer: bool(violation_of(arena, fewer)))
+    least.save(folder / "shrunk.json")
+    print(f"least: {least}; again: make chaos EPISODE={folder}/shrunk.json", flush=True)
+
+
+def main() -> int:
+    """Read the environment and play."""
+    env = {name: value for name, value in os.environ.items() if value}
+    out = Path(env.get("OUT", "chaos-failures"))
+    if "EPISODE" in env:
+        episode = Episode.load(Path(env["EPISODE"]))
+        with tempfile.TemporaryDirectory(prefix="hpcdask-chaos-") as folder:
+            arena = open_arena(episode.arena, Path(folder))
+            try:
+                violated = violation_of(arena, replace(episode))
+            finally:
+                arena.close()
+        print(violated)
+        return bool(violated)
+    seed = int(env.get("SEED", time.time_ns() % 10**6))
+    episodes = int(env.get("EPISODES", 0))
+    minutes = 0 if episodes else float(env.get("MINUTES", 1))
+    print(f"SEED={seed}", flush=True)
+    return bool(chaos(env.get("ARENA", "runner"), seed, out, episodes, minutes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

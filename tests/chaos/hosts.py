@@ -1,0 +1,86 @@
+"""What a fault needs root for: two hosts that are network namespaces, and small disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+SUBNET = "10.213.{}.{}"
+
+
+def missing() -> str:
+    """Say why this machine cannot have them; nothing where it can."""
+    if os.geteuid() != 0:
+        return "no other network or disk: needs root"
+    name = f"hd-probe-{os.getpid()}"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "delete", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no network namespaces here: {error}"
+    return ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """Two hosts with a cable between them, `a` and `b`; `wrapper` starts a command on one."""
+
+    def __init__(self, folder: Path) -> None:
+        third = os.getpid() % 200 + 20
+        self.addresses = [SUBNET.format(third, 1), SUBNET.format(third, 2)]
+        self.names = [f"hd-{side}-{os.getpid()}" for side in "ab"]
+        self.links = [f"hd{side}{os.getpid()}"[:15] for side in "ab"]
+        self.wrapper = folder / "on-host"
+
+    def __enter__(self) -> Hosts:
+        try:
+            for name in self.names:
+                _ip("netns", "add", name)
+            _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+            for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
+                _ip("link", "set", link, "netns", name)
+                _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+                for device in ("lo", link):
+                    _ip("-n", name, "link", "set", device, "up")
+                _ip("-n", name, "route", "add", "default", "dev", link)
+        except BaseException:
+            self.__exit__()
+            raise
+        a, b = self.names
+        self.wrapper.write_text(  # called as ssh is: options, host, command
+            f"#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nhost=$1; shift\n"
+            f"[[ $host == {self.addresses[0]} ]] && name={a} || name={b}\n"
+            'exec ip netns exec $name unshare --uts bash -c "hostname $name; exec $*"\n'
+        )
+        self.wrapper.chmod(0o700)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.join(up=True)
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)  # and its end of the cable
+
+    def join(self, *, up: bool) -> None:
+        """Plug the cable in, or out."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("-n", self.names[1], "link", "set", self.links[1], "up" if up else "down")
+            if up:
+                _ip("-n", self.names[1], "route", "replace", "default", "dev", self.links[1])
+
+
+@contextlib.contextmanager
+def disk(folder: Path, mebibytes: int) -> Iterator[None]:
+    """A disk of its own, with little room, at an empty folder."""
+    options = ("-t", "tmpfs", "-o", f"size={mebibytes}m,mode=0700", "hpcdask-chaos")
+    subprocess.run(["mount", *options, folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -1,0 +1,77 @@
+"""Exchanges data between workers and checks it, until the file `stop` says that it is enough.
+
+Its arguments: how many workers there are to be at the end, and `numpy` or `cupy`.
+"""
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+from distributed import Client, wait
+
+SIDE, CHUNK = {"numpy": (1000, 125), "cupy": (16_000, 2000)}[sys.argv[2]]
+
+
+def block(number: int, kind: str, block_info: dict | None = None):
+    """A block of x, whose values tell where it is and in which exchange."""
+    xp = importlib.import_module(kind)
+    (rows, columns) = block_info[None]["array-location"]
+    row, column = xp.arange(*rows, dtype="f8"), xp.arange(*columns, dtype="f8")
+    return 1000.0 * number + row[:, None] * SIDE + column
+
+
+def exchange(client: Client, number: int, kind: str) -> bool:
+    chunks = da.core.normalize_chunks(CHUNK, (SIDE, SIDE))
+    x = da.map_blocks(block, number, kind, chunks=chunks, dtype="f8", meta=np.empty((0, 0)))
+    x = x.persist()
+    wait(x)
+    y = (x + x.T).map_blocks(lambda part: part.get() if hasattr(part, "get") else part)
+    row = np.arange(SIDE, dtype="f8")
+    known = 1000.0 * number + row[:, None] * SIDE + row
+    return np.array_equal(y.compute(), known + known.T)
+
+
+def fill() -> str:
+    """Take device memory until none is left."""
+    import cupy
+
+    kept = []
+    while True:
+        kept.append(cupy.empty(2**28, dtype="u1"))
+
+
+def main() -> None:
+    wanted, kind = int(sys.argv[1]), sys.argv[2]
+    began = time.monotonic()
+    client = Client()
+    print("pids", os.getpid(), client.run_on_scheduler(os.getpid), flush=True)
+    print("ready", flush=True)
+    number = more = 0
+    while more < 2:
+        number += 1
+        more += Path("stop").exists()
+        if Path("full device").exists():
+            Path("full device").unlink()
+            error = client.submit(fill, pure=False).exception()
+            print("explained" if "out of device memory" in str(error) else f"bad {error}")
+        if not exchange(client, number, kind):
+            print("wrong", number, flush=True)
+            sys.exit(77)
+        print("exchange", number, flush=True)
+        if time.monotonic() - began > 400:
+            sys.exit(78)
+    there = 0
+    while there < wanted and not Path("fewer").exists() and time.monotonic() - began < 460:
+        there = len(client.scheduler_info(n_workers=-1)["workers"])
+        time.sleep(0.1)
+    print("workers", there, flush=True)
+    client.close()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

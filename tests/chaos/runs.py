@@ -1,0 +1,237 @@
+"""The arena of the runner: real launchers, exchanges between workers, and faults amid them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from chaos.episodes import Episode, Event
+from chaos.hosts import Hosts, disk
+from chaos.hosts import missing as missing_hosts
+from chaos.playing import Player, Undo, Violation, strike
+from launching import Launcher, describe, mpich_launcher, name_of, openmpi_launcher, wait_for
+from running import Running, Site, no_launcher
+from slurm_site import SlurmSite, missing_programs
+
+PROGRAMS = Path(__file__).parent / "programs"
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+#: Seconds until all is gone: what a node lost is noticed after 10, and machines are busy.
+GONE_S = 40.0
+#: Lines that say why: the runner's own, Python's, and the launchers'.
+WHY = re.compile(
+    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|BAD TERMINATION|KILLED BY|"
+    r"srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
+)
+HARMLESS = ("worker", "janitor", "helper")
+
+
+class RunnerArena:
+    """Plays episodes of the runner; `device` is ``cpu`` or ``cuda``."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self._folder, self._device = folder, device
+        self._stack = contextlib.ExitStack()
+        self._slurm: SlurmSite | None = None
+        self.without = {} if device == "cuda" else self._look()
+
+    def _look(self) -> dict[str, str]:
+        """What cannot be played here, and why."""
+        without = {}
+        if why := missing_hosts():
+            without |= {"hosts": why, "disk": why}
+        if missing := missing_programs():
+            without["srun"] = f"SLURM is not installed, missing {' '.join(missing)}"
+        return without
+
+    def close(self) -> None:
+        """End what all episodes share."""
+        self._stack.close()
+
+    def left_out(self, episode: Episode) -> str:
+        """Say why an episode cannot be played here."""
+        disk_of = "disk" if episode.options.get("disk") else ""
+        return self.without.get(episode.options["launcher"], "") or self.without.get(disk_of, "")
+
+    def play(self, episode: Episode) -> str:
+        """Return what came out of it. Raises Violation."""
+        with contextlib.ExitStack() as stack:
+            hosts = None
+            if episode.options["launcher"] == "hosts":
+                hosts = stack.enter_context(Hosts(self._folder))
+            site = stack.enter_context(Site(self._launcher(episode.options["launcher"], hosts)))
+            if episode.options.get("disk"):
+                stack.enter_context(disk(site.tmp, 8))
+            return Run(episode, site, hosts, self._device).play()
+
+    def _launcher(self, name: str, hosts: Hosts | None) -> Launcher:
+        if name == "srun":
+            if self._slurm is None:
+                self._slurm = self._stack.enter_context(SlurmSite(nodes=2, gpus_per_node=0))
+            self._slurm.mend()
+            return Launcher("srun", ["srun", "-N2", "--mpi=none", "--overcommit"], self._slurm.env)
+        if hosts is not None:
+            mpich = mpich_launcher()
+            way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", "1"]
+            here = ["ip", "netns", "exec", hosts.names[0]]
+            mpich.prefix = [*here, *mpich.prefix, *way, "-hosts", ",".join(hosts.addresses)]
+            return mpich
+        makers = {"openmpi": openmpi_launcher, "mpich": mpich_launcher, "alone": no_launcher}
+        return makers[name]()
+
+
+class Run:
+    """One run of one episode."""
+
+    def __init__(self, episode: Episode, site: Site, hosts: Hosts | None, device: str) -> None:
+        self.episode, self.site, self.hosts, self.device = episode, site, hosts, device
+        self.options = episode.options
+        self._workers = site.folder / "workers"
+        self._workers.mkdir()
+        count = self.options["n"] - 2 * (self.options["layout"] == "dedicated")
+        self._wanted = count
+        self.run = self._start()
+        self.player = Player(self.printed, self.over, self.fire)
+        self._roles: set[str] = set()
+
+    def _start(self) -> Running:
+        arguments = ["--layout", self.options["layout"], "--preload", str(PROGRAMS / "pids.py")]
+        if self.options["workers_min"]:
+            arguments += ["--workers-min", "1"]
+        if self.options.get("file"):
+            arguments += ["--scheduler-file", "cluster.json"]
+        kind = "cupy" if self.device == "cuda" else "numpy"
+        arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
+        env = {"CHAOS_WORKERS": str(self._workers)}
+        n = self.options["n"]
+        return self.site.start(*arguments, n=n, env=env, device=self.device, find=False)
+
+    def printed(self) -> list[str]:
+        """Lines of standard output."""
+        return list(self.run._lines["out"])
+
+    def over(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.run.process.poll() is not None
+
+    # Faults
+
+    def fire(self, event: Event) -> tuple[str, Undo | None]:
+        """Cause a fault."""
+        self.site.note_semaphores()
+        if event.fault == "network":
+            assert self.hosts is not None
+            self._roles.add("network" if event.lasts > 5 else "blip")
+            self.hosts.join(up=False)
+            return str(event), lambda: self.hosts.join(up=True)
+        if event.fault == "full":
+            self._roles.add("full")
+            return str(event), self._fill_disk()
+        if event.fault == "full device":
+            (self.site.folder / "full device").touch()
+            return str(event), None
+        role, _, index = event.who.partition(" ")
+        roles = self.roles()
+        if role == "any":
+            found = sorted((p.pid, p, r) for r, group in roles.items() for p in group)
+            candidates = [(p, r) for _, p, r in found]
+        else:
+            candidates = [(p, role) for p in roles.get(role, ())]
+        if not candidates:
+            return "", None
+        process, role = candidates[int(index) % len(candidates)]
+        early = role in HARMLESS and not any(line.startswith("ready") for line in self.printed())
+        self._roles.add("early" if early else "stop" if event.fault == "STOP" else role)
+        if self.options["workers_min"] and role not in HARMLESS:
+            (self.site.folder / "fewer").touch()
+        return f"{event.fault} of {role} {process.pid} at {event.mark}", strike(process, event.fault)
+
+    def _fill_disk(self) -> Undo:
+        path = self.site.tmp / "ballast"
+        with contextlib.suppress(OSError), path.open("wb", buffering=0) as ballast:
+            while ballast.write(bytes(2**16)):
+                pass
+        return lambda: path.unlink(missing_ok=True)
+
+    def roles(self) -> dict[str, list[psutil.Process]]:
+        """The processes of the run by what they are."""
+        told = [line.split()[1:] for line in self.printed() if line.startswith("pids ")]
+        known = {int(pid): role for pid, role in zip(*told[:1], ("program", "scheduler"))} if told else {}
+        known |= {int(path.name): "worker" for path in self._workers.iterdir()}
+        found: dict[str, list[psutil.Process]] = {}
+        for process in sorted(self.site.processes(), key=lambda process: process.pid):
+            with contextlib.suppress(psutil.Error, OSError):
+                found.setdefault(known.get(process.pid) or self._role(process), []).append(process)
+        return found
+
+    def _role(self, process: psutil.Process) -> str:
+        if process.pid == self.run.process.pid or name_of(process) == "srun":
+            return "rank" if self.options["launcher"] == "alone" else "launcher"
+        if not any(name in process.environ() for name in RANKS):
+            return "daemon"
+        parent = process.parent()
+        if process.cwd() == "/" and os.getsid(process.pid) == process.pid:
+            return "janitor"
+        outside = parent is None or not any(name in parent.environ() for name in RANKS)
+        return "rank" if outside else "helper"
+
+    # What must hold
+
+    def play(self) -> str:
+        """Play it and check."""
+        try:
+            self.player.play(self.episode)
+            (self.site.folder / "stop").touch()
+            self.player.finish()
+        except Violation as error:
+            running = describe(self.site.processes())
+            raise Violation(f"{error}\n--- running\n{running}\n{self.run._output()}") from None
+        self._check()
+        return f"code {self.run.process.returncode}, {', '.join(self.player.hits) or 'nothing hit'}"
+
+    def _check(self) -> None:
+        problems = self._left()
+        code = self.run.process.returncode
+        out, err = ("".join(self.run._lines[name]) for name in ("out", "err"))
+        done = "\ndone\n" in out
+        fatal = self._roles - {*HARMLESS, "stop", "blip"}
+        if "wrong" in out or "\nbad" in out:
+            problems.append("a result is wrong")
+        if (code == 0) != done and not (done and fatal):
+            problems.append(f"code {code}, but the program was {'' if done else 'not '}done")
+        if code and not fatal:
+            problems.append(f"code {code}, and nothing was hit that a run cannot do without")
+        if code and not (WHY.search(err) or fatal & {"program", "launcher", "daemon", "any"}):
+            if not (self.options["launcher"] == "alone" and "rank" in fatal):
+                problems.append(f"code {code}, and no line says why")
+        there = re.search(r"^workers (\d+)$", out, re.MULTILINE)
+        lost = self.options["workers_min"] and fatal
+        if done and not lost and (there is None or int(there[1]) != self._wanted):
+            problems.append(f"{there and there[1]} of {self._wanted} workers at the end")
+        if problems:
+            hits = "\n".join(self.player.hits)
+            raise Violation("\n".join([*problems, "--- hits", hits, self.run._output(), f"code {code}"]))
+
+    def _left(self) -> list[str]:
+        """What is still there. SLURM kills janitors with a step: there the next run sweeps."""
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not self.site.processes(), GONE_S)
+        for reader in self.run._readers:
+            reader.join(5)
+        killed = self._roles & {"janitor", "launcher", "rank", "daemon", "helper", "early"}
+        swept = "janitor" in killed or (self.options["launcher"] == "srun" and killed)
+        if swept and not self.site.processes() and self.site.files():
+            self._sweep()
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not (self.site.processes() or self.site.files()), GONE_S)
+        parts = [*describe(self.site.processes()).splitlines(), *self.site.files()]
+        return [f"left behind: {part}" for part in parts]
+
+    def _sweep(self) -> None:
+        (self.site.folder / "nothing.py").write_text("")
+        self.site.start("nothing.py", n=self.options["n"], find=False).process.wait(120)
