@@ -174,12 +174,16 @@ class SlurmSite:
         """Return the site's processes of a daemon, such as ``slurmd``, those of the nodes in order."""
         return [daemon for daemon in self._daemons if Path(daemon.args[0]).name == program]
 
-    def mend(self) -> None:
-        """Start the daemons again that have ended, and take all nodes back."""
+    def restart(self, daemon: subprocess.Popen[bytes]) -> None:
+        """Start a daemon again that has ended, unless that was done already."""
+        if daemon in self._daemons and daemon.poll() is not None:
+            self._daemons.remove(daemon)
+            self._start(*daemon.args)
+
+    def bring_back(self) -> None:
+        """Start all daemons again that have ended, and take all nodes back."""
         for daemon in list(self._daemons):
-            if daemon.poll() is not None:
-                self._daemons.remove(daemon)
-                self._start(*daemon.args)
+            self.restart(daemon)
         self._wait(
             self._daemons[-1],
             lambda: self.run("scontrol", "ping", check=False).returncode == 0,
@@ -187,6 +191,10 @@ class SlurmSite:
         )
         for node in self.nodes:
             self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+
+    def mend(self) -> None:
+        """As at the start: all daemons, no jobs, idle nodes."""
+        self.bring_back()
         self.cancel_all(60)
 
     def log(self, lines: int = 20) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -191,6 +193,7 @@ class Queue(ABC):
     ) -> subprocess.CompletedProcess[str]:
         """Run one command in a thread; it may not take longer than `timeout_s`.
 
+        Who no longer waits for it has it killed: an event loop that ends waits for its threads.
         Files that the queue creates for the job are private: the umask is 077.
 
         Raises
@@ -200,10 +203,27 @@ class Queue(ABC):
         QueueError
             It cannot be started.
         """
-        return await asyncio.to_thread(self._run, command, input, env)
+        given_up, started = threading.Event(), list[subprocess.Popen[str]]()
+
+        def tell(process: subprocess.Popen[str]) -> None:
+            started.append(process)
+            if given_up.is_set():
+                _kill(process)
+
+        try:
+            return await asyncio.to_thread(self._run, command, input, env, tell)
+        except asyncio.CancelledError:
+            given_up.set()
+            for process in started:
+                _kill(process)
+            raise
 
     def _run(
-        self, command: Sequence[str], input: str | None, env: Mapping[str, str] | None
+        self,
+        command: Sequence[str],
+        input: str | None,
+        env: Mapping[str, str] | None,
+        started: Callable[[subprocess.Popen[str]], None] = lambda process: None,
     ) -> subprocess.CompletedProcess[str]:
         passed = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
         try:
@@ -220,14 +240,11 @@ class Queue(ABC):
             )
         except OSError as error:
             raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
+        started(process)
         try:
             out, err = process.communicate(input, timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
-            # a wrapper's children hold the pipes too
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _kill(process)
             said = _last_words(process)
             raise NoAnswer(
                 f"{command[0]} did not answer within {self.timeout_s:g} s"
@@ -252,6 +269,13 @@ def where_to_run(queue: Queue) -> str:
         f"This is inside a container, which does not have the queue's commands: submit from the "
         f"host, or bind into the container {', '.join(queue.programs)} and {queue.companions}"
     )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With a wrapper's children, which hold the pipes too."""
+    if process.returncode is None:  # else its id may be another one's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_words(process: subprocess.Popen[str]) -> str:

@@ -70,7 +70,9 @@ def _moment(rng: random.Random, marks: Sequence[str]) -> dict[str, Any]:
 
 
 def _runner(rng: random.Random) -> Drawn:
-    launcher = rng.choice(("openmpi", "openmpi", "mpich", "mpich", "srun", "srun", "hosts", "alone"))
+    launcher = rng.choice(
+        ("openmpi", "openmpi", "mpich", "mpich", "srun", "srun", "hosts", "alone")
+    )
     n = {"alone": 1, "hosts": 2}.get(launcher) or rng.choice((2, 2, 3))
     layout = "dedicated" if n == 3 and rng.random() < 0.5 else "shared"
     options = {

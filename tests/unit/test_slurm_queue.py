@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from hpcdask.queues.base import Request
 from hpcdask.queues.script import double_quoted, one_line, render
 from hpcdask.queues.slurm import SlurmQueue
 from hpcdask.reconcile import Seen, State
+from launching import wait_for
 
 NOW = 2_000.0
 
@@ -547,6 +550,27 @@ def test_the_cluster_is_the_same_for_all_commands(monkeypatch):
     done = SlurmQueue()._run(["env"], None, None)
     assert "SBATCH_CLUSTERS" not in done.stdout
     assert "SLURM_CLUSTERS=b\n" in done.stdout
+
+
+def test_a_command_that_nobody_waits_for_is_killed(tmp_path):
+    """A cluster that closed while squeue hung said that its thread could not be joined."""
+    queue, note = SlurmQueue(timeout_s=600), tmp_path / "pid"
+
+    async def give_up() -> None:
+        hangs = asyncio.create_task(queue.run("sh", "-c", f"echo $$ >{note}; sleep 600; true"))
+        while not (note.exists() and note.read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        hangs.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hangs
+        pid = int(note.read_text())
+        try:  # without the kill, its thread would hold up the end of the loop
+            await asyncio.to_thread(wait_for, lambda: not os.path.exists(f"/proc/{pid}"), 20)
+        except AssertionError:
+            os.killpg(pid, signal.SIGKILL)
+            raise
+
+    asyncio.run(give_up())
 
 
 @pytest.mark.parametrize(("clusters", "option"), [("", []), ("b", ["--clusters=b"])])
