@@ -23,13 +23,14 @@ WORKERS ?= $(if $(CUDA),0,3)
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
 
-.PHONY: help venv programs demo test lint format type docs links bench check clean
+.PHONY: help venv programs demo test chaos lint format type docs links bench check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
 	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
 	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
+	@echo "make chaos   kill, stop and starve runs and job clusters at random, and check what is left"
 	@echo "make check   the same as test;  make lint | type | format | docs | links | bench | venv | clean"
 
 venv: .venv/.test .venv-mpich/.done
@@ -89,6 +90,11 @@ test: .venv/.test .venv-mpich/.done programs lint
 	wait $$types; types=$$?; cat .venv/types.log; exit $$((tests ? tests : types))
 
 check: test
+
+# Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu; or those of a file, EPISODE
+chaos: .venv/.test .venv-mpich/.done programs
+	@SEED=$(SEED) MINUTES=$(MINUTES) EPISODES=$(EPISODES) ARENA=$(ARENA) EPISODE=$(EPISODE) \
+		OUT=$(OUT) PYTHONPATH=tests $(BIN)/python -m chaos
 
 docs: .venv/.docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

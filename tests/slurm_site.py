@@ -171,7 +171,7 @@ class SlurmSite:
         wait_for(all_over, timeout, "the jobs to end and all nodes to be idle", interval=0.2)
 
     def daemons(self, program: str) -> list[subprocess.Popen[bytes]]:
-        """Return the site's processes of a daemon, such as ``slurmd``, those of the nodes in order."""
+        """Return the processes of a daemon, such as ``slurmd``, those of the nodes in order."""
         return [daemon for daemon in self._daemons if Path(daemon.args[0]).name == program]
 
     def restart(self, daemon: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,7 @@
 """``make chaos``: plays episodes drawn from a seed until the time is over.
 
 The environment says which: SEED (of the first one), MINUTES or EPISODES (how long), ARENA
-(``runner``, ``jobs`` or ``gpu``), EPISODE (a file of one that was kept), OUT (a folder for failures).
+(``runner``, ``jobs`` or ``gpu``), EPISODE (a file of one to play again), OUT (where failures go).
 """
 
 from __future__ import annotations

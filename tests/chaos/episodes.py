@@ -108,7 +108,9 @@ def _gpu(rng: random.Random) -> Drawn:
         who = "" if fault == "full device" else who + str(rng.randrange(2))
         return Event(**moment, fault=fault, who=who, lasts=2.0 if fault == "STOP" else 0.0)
 
-    return {"launcher": "openmpi", "n": 2, "layout": "shared", "workers_min": False}, event
+    launcher = rng.choice(("openmpi", "openmpi", "alone"))
+    n = {"alone": 1}.get(launcher, 2)
+    return {"launcher": launcher, "n": n, "layout": "shared", "workers_min": False}, event
 
 
 #: Faults of job clusters: who they are for, and the seconds after which they are taken back.

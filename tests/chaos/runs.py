@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from chaos.episodes import Episode, Event
 from chaos.hosts import Hosts, disk
@@ -19,6 +19,7 @@ from launching import Launcher, describe, mpich_launcher, name_of, openmpi_launc
 from running import Running, Site, no_launcher
 from slurm_site import SlurmSite, missing_programs
 
+LAUNCHERS = {"openmpi": openmpi_launcher, "mpich": mpich_launcher, "alone": no_launcher}
 PROGRAMS = Path(__file__).parent / "programs"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: Seconds until all is gone: what a node lost is noticed after 10, and machines are busy.
@@ -38,13 +39,20 @@ class RunnerArena:
         self._folder, self._device = folder, device
         self._stack = contextlib.ExitStack()
         self._slurm: SlurmSite | None = None
-        self.without = {} if device == "cuda" else self._look()
+        self.without = self._look()
 
     def _look(self) -> dict[str, str]:
         """What cannot be played here, and why."""
         without = {}
+        for name, make in LAUNCHERS.items():
+            try:
+                make()
+            except (pytest.skip.Exception, pytest.fail.Exception) as error:
+                without[name] = str(error)
         if why := missing_hosts():
             without |= {"hosts": why, "disk": why}
+        elif "mpich" in without:
+            without["hosts"] = without["mpich"]
         if missing := missing_programs():
             without["srun"] = f"SLURM is not installed, missing {' '.join(missing)}"
         return without
@@ -81,8 +89,7 @@ class RunnerArena:
             here = ["ip", "netns", "exec", hosts.names[0]]
             mpich.prefix = [*here, *mpich.prefix, *way, "-hosts", ",".join(hosts.addresses)]
             return mpich
-        makers = {"openmpi": openmpi_launcher, "mpich": mpich_launcher, "alone": no_launcher}
-        return makers[name]()
+        return LAUNCHERS[name]()
 
 
 class Run:
@@ -95,7 +102,8 @@ class Run:
         self._workers.mkdir()
         count = self.options["n"] - 2 * (self.options["layout"] == "dedicated")
         self._alone = self.options["launcher"] == "alone"
-        self._wanted = count  # without a launcher and a GPU there are more, as LocalCluster has
+        self._wanted = count  # or what there is: without a launcher there may be more
+        self._used = used_memory() if device == "cuda" else []
         self.run = self._start()
         self.player = Player(self.printed, self.over, self.fire)
         self._roles: set[str] = set()
@@ -163,12 +171,8 @@ class Run:
 
     def roles(self) -> dict[str, list[psutil.Process]]:
         """The processes of the run by what they are."""
-        told = [line.split()[1:] for line in self.printed() if line.startswith("pids ")]
-        known = (
-            {int(pid): role for pid, role in zip(*told[:1], ("program", "scheduler"))}
-            if told
-            else {}
-        )
+        told = next((line.split()[1:] for line in self.printed() if line.startswith("pids ")), ())
+        known = {int(pid): name for pid, name in zip(told, ("program", "scheduler"), strict=False)}
         known |= {int(path.name): "worker" for path in self._workers.iterdir()}
         found: dict[str, list[psutil.Process]] = {}
         for process in sorted(self.site.processes(), key=lambda process: process.pid):
@@ -213,13 +217,15 @@ class Run:
             problems.append(f"code {code}, but the program was {'' if done else 'not '}done")
         if code and not fatal:
             problems.append(f"code {code}, and nothing was hit that a run cannot do without")
-        if code and not (WHY.search(err) or fatal & {"program", "launcher", "daemon", "any"}):
-            if not (self._alone and "rank" in fatal):
-                problems.append(f"code {code}, and no line says why")
-        there = re.search(r"^workers (\d+)$", out, re.MULTILINE)
+        told = {"program", "launcher", "daemon"} | ({"rank"} if self._alone else set())
+        if code and not (WHY.search(err) or fatal & told):  # who signals those knows why
+            problems.append(f"code {code}, and no line says why")
+        if "Traceback (most" in err and not fatal & {"program", "full", "rank", "launcher"}:
+            problems.append("a traceback")
+        there = re.search(r"^workers (\d+) of (\d+)$", out, re.MULTILINE)
         lost = self.options["workers_min"] and fatal
-        if done and not lost and (there is None or int(there[1]) < self._wanted):
-            problems.append(f"{there and there[1]} of {self._wanted} workers at the end")
+        if done and not lost and (there is None or int(there[1]) < int(there[2])):
+            problems.append(f"at the end {there and there[0]}")
         if problems:
             hits = "\n".join(self.player.hits)
             raise Violation(
@@ -239,8 +245,22 @@ class Run:
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not (self.site.processes() or self.site.files()), GONE_S)
         parts = [*describe(self.site.processes()).splitlines(), *self.site.files()]
+        if self._used:
+            with contextlib.suppress(AssertionError):
+                wait_for(self._device_memory_is_back, GONE_S, interval=1)
+            if not self._device_memory_is_back():
+                parts.append(f"device memory: {used_memory()} MiB in use, {self._used} before")
         return [f"left behind: {part}" for part in parts]
+
+    def _device_memory_is_back(self) -> bool:
+        return all(now < before + 64 for now, before in zip(used_memory(), self._used, strict=True))
 
     def _sweep(self) -> None:
         (self.site.folder / "nothing.py").write_text("")
         self.site.start("nothing.py", n=self.options["n"], find=False).process.wait(120)
+
+
+def used_memory() -> list[int]:
+    """MiB in use on each GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(query, text=True).splitlines()]

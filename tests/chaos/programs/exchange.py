@@ -45,9 +45,10 @@ def fill() -> str:
 
 
 def main() -> None:
-    wanted, kind = int(sys.argv[1]), sys.argv[2]
+    kind = sys.argv[2]
     began = time.monotonic()
     client = Client()
+    wanted = max(int(sys.argv[1]), len(client.scheduler_info(n_workers=-1)["workers"]))
     print("pids", os.getpid(), client.run_on_scheduler(os.getpid), flush=True)
     print("ready", flush=True)
     number = more = 0
@@ -68,7 +69,7 @@ def main() -> None:
     while there < wanted and not Path("fewer").exists() and time.monotonic() - began < 460:
         there = len(client.scheduler_info(n_workers=-1)["workers"])
         time.sleep(0.1)
-    print("workers", there, flush=True)
+    print("workers", there, "of", wanted, flush=True)
     client.close()
     print("done", flush=True)
 

@@ -8,10 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-OPTIONS = json.loads(sys.argv[2])
-_time = time.time
-time.time = lambda: _time() + OPTIONS["skew"]  # its clock is wrong, those of the nodes are not
-
 import dask.array as da
 import numpy as np
 from distributed import Client, wait
@@ -19,6 +15,7 @@ from distributed import Client, wait
 import hpcdask
 from hpcdask.errors import HpcdaskError
 
+OPTIONS = json.loads(sys.argv[2])
 COUNT = OPTIONS["n"]
 
 

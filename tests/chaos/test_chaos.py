@@ -1,0 +1,27 @@
+"""A few episodes of each arena, always the same; `make chaos` plays others, for longer."""
+
+from pathlib import Path
+
+import pytest
+
+from chaos.__main__ import chaos
+from hpcdask.devices import has_nvidia_driver, visible_gpus
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.mpi
+def test_runs(tmp_path: Path):
+    assert chaos("runner", seed=1, out=tmp_path, episodes=8) == 0
+
+
+@pytest.mark.slurm
+def test_job_clusters(tmp_path: Path):
+    assert chaos("jobs", seed=1, out=tmp_path, episodes=4) == 0
+
+
+@pytest.mark.gpu
+def test_gpus(tmp_path: Path):
+    if not has_nvidia_driver() or len(visible_gpus()) < 2:
+        pytest.skip("needs two CUDA GPUs")
+    assert chaos("gpu", seed=1, out=tmp_path, episodes=4) == 0
