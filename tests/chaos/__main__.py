@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -102,4 +103,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end what was started
     sys.exit(main())

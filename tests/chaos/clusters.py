@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
 import psutil
 
-from chaos.episodes import Episode, Event
+from chaos.episodes import SHORT, Episode, Event
 from chaos.playing import Player, Undo, Violation, strike
 from launching import describe, end, leftovers, name_of, wait_for, walk
 from slurm_login import ONE, Command
@@ -33,6 +34,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 MISBEHAVE = {
     "refuses": "echo 'slurm: error: Unable to contact slurm controller' >&2; exit 1",
+    "rejects": "echo 'sbatch: error: Invalid account or partition specified' >&2; exit 1",
     "hangs": "sleep 600",
     "works and hangs": '{real} "$@"; sleep 600',
 }
@@ -119,6 +121,7 @@ class Notebook:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._started = time.monotonic()
         self.player = Player(self.printed, lambda: self.process.poll() is not None, self.fire)
         self._ended_by = ""
 
@@ -219,6 +222,8 @@ class Notebook:
         """Play it and check."""
         try:
             self.player.play(self.episode)
+            if self.episode.options["walltime"] == SHORT:
+                self.player.wait(lambda: time.monotonic() > self._started + 80, "")
             (self.home / "stop").touch()
             self.player.finish()
         except Violation as error:

@@ -10,6 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+#: Over while the notebook computes.
+SHORT = "00:01:00"
+#: What commands of the queue do.
+HOWS = ("refuses", "rejects", "hangs", "works and hangs")
 #: Seconds in which a failure is shrunk.
 SHRINK_S = 300.0
 SIGNALS = ("KILL", "KILL", "KILL", "STOP", "STOP", "TERM", "INT", "SEGV", "HUP")
@@ -125,21 +129,22 @@ JOB_FAULTS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
 
 
 def _jobs(rng: random.Random) -> Drawn:
+    walltime = SHORT if rng.random() < 0.07 else "00:10:00"
     options = {
         "n": rng.choice((1, 2, 2, 3)),
         "adapt": rng.random() < 0.25,
-        "skew": rng.choice((0, 0, 0, -300, 300)),
-        "walltime": "00:01:00" if rng.random() < 0.05 else "00:10:00",
+        "skew": 0 if walltime == SHORT else rng.choice((0, 0, 0, -240, 240)),  # munge takes 300 s
+        "walltime": walltime,
     }
 
     def event() -> Event:
-        moment = _moment(rng, ("start", "ready", "batch", "batch", "batch"))
+        moment = _moment(rng, ("start", "warden", "ready", "batch", "batch", "batch"))
         faults = [name for name in JOB_FAULTS if name != "notebook"]
         fault = rng.choice((*faults, "daemon", "daemon", "job", "job", "node", "command"))
         if rng.random() < 0.12:
             fault = "notebook"
         whos, lasts = JOB_FAULTS[fault]
-        who, how = rng.choice(whos), rng.choice(("refuses", "hangs", "works and hangs"))
+        who, how = rng.choice(whos), rng.choice(HOWS)
         who = f"{who} {how}" if fault == "command" else f"{who} {rng.randrange(4)}"
         return Event(**moment, fault=fault, who=who, lasts=float(rng.choice(lasts)))
 

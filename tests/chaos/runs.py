@@ -26,9 +26,11 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 GONE_S = 40.0
 #: Lines that say why: the runner's own, Python's, and the launchers'.
 WHY = re.compile(
-    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|BAD TERMINATION|KILLED BY|"
+    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|PMIX ERROR|BAD TERMINATION|KILLED BY|"
     r"srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
 )
+#: After a fault of these, tracebacks are the program's, or those of Python's resource tracker.
+TRACED = {"program", "full", "rank", "launcher", "helper"}
 HARMLESS = ("worker", "janitor", "helper")
 
 
@@ -220,7 +222,7 @@ class Run:
         told = {"program", "launcher", "daemon"} | ({"rank"} if self._alone else set())
         if code and not (WHY.search(err) or fatal & told):  # who signals those knows why
             problems.append(f"code {code}, and no line says why")
-        if "Traceback (most" in err and not fatal & {"program", "full", "rank", "launcher"}:
+        if "Traceback (most" in err and not self._roles & TRACED:
             problems.append("a traceback")
         there = re.search(r"^workers (\d+) of (\d+)$", out, re.MULTILINE)
         lost = self.options["workers_min"] and fatal
