@@ -26,8 +26,8 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 GONE_S = 40.0
 #: Lines that say why: the runner's own, Python's, and the launchers'.
 WHY = re.compile(
-    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|PMIX ERROR|BAD TERMINATION|KILLED BY|"
-    r"srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
+    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|PMIX ERROR|Abort\(|"
+    r"BAD TERMINATION|KILLED BY|srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
 )
 #: After a fault of these, tracebacks are the program's, or those of Python's resource tracker.
 TRACED = {"program", "full", "rank", "launcher", "helper"}
@@ -105,6 +105,7 @@ class Run:
         count = self.options["n"] - 2 * (self.options["layout"] == "dedicated")
         self._alone = self.options["launcher"] == "alone"
         self._wanted = count  # or what there is: without a launcher there may be more
+        self._file = ["--scheduler-file", "cluster.json"] if self.options.get("file") else []
         self._used = used_memory() if device == "cuda" else []
         self.run = self._start()
         self.player = Player(self.printed, self.over, self.fire)
@@ -114,8 +115,7 @@ class Run:
         arguments = ["--layout", self.options["layout"], "--preload", str(PROGRAMS / "pids.py")]
         if self.options["workers_min"]:
             arguments += ["--workers-min", "1"]
-        if self.options.get("file"):
-            arguments += ["--scheduler-file", "cluster.json"]
+        arguments += self._file
         kind = "cupy" if self.device == "cuda" else "numpy"
         arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
         env = {"CHAOS_WORKERS": str(self._workers)}
@@ -242,11 +242,13 @@ class Run:
             reader.join(5)
         killed = self._roles & {"janitor", "launcher", "rank", "daemon", "helper", "early"}
         swept = "janitor" in killed or (self.options["launcher"] == "srun" and killed)
-        if swept and not self.site.processes() and self.site.files():
+        if swept and not self.site.processes() and self.files():
             self._sweep()
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not (self.site.processes() or self.site.files()), GONE_S)
-        parts = [*describe(self.site.processes()).splitlines(), *self.site.files()]
+            wait_for(lambda: not (self.site.processes() or self.files()), GONE_S)
+        parts = [*describe(self.site.processes()).splitlines(), *self.files()]
+        if not self._roles - {"stop", "blip", "worker"}:
+            parts += self.site.semaphores()
         if self._used:
             with contextlib.suppress(AssertionError):
                 wait_for(self._device_memory_is_back, GONE_S, interval=1)
@@ -257,9 +259,14 @@ class Run:
     def _device_memory_is_back(self) -> bool:
         return all(now < before + 64 for now, before in zip(used_memory(), self._used, strict=True))
 
+    def files(self) -> list[str]:
+        """Folders, keys and scheduler files."""
+        return [*self.site.files(), *map(str, self.site.folder.glob("cluster.json"))]
+
     def _sweep(self) -> None:
         (self.site.folder / "nothing.py").write_text("")
-        self.site.start("nothing.py", n=self.options["n"], find=False).process.wait(120)
+        n = self.options["n"]
+        self.site.start(*self._file, "nothing.py", n=n, find=False).process.wait(120)
 
 
 def used_memory() -> list[int]:
