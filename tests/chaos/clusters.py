@@ -140,7 +140,7 @@ class Notebook:
             return str(event), command.behave
         index = int(rest)
         if event.fault == "daemon":
-            return str(event), self._strike_daemon(who, index)
+            return self._strike_daemon(event, who, index)
         if event.fault == "notebook":
             return str(event), self._strike_notebook(who)
         if event.fault == "node":
@@ -170,22 +170,21 @@ class Notebook:
         jobs = {process.pid for process in leftovers("\0HPCDASK_JOB_ID=")}
         return [process for process in ours if process.pid in jobs]
 
-    def _strike_daemon(self, name: str, index: int) -> Undo | None:
+    def _strike_daemon(self, event: Event, name: str, index: int) -> tuple[str, Undo | None]:
         if name == "slurmstepd":
-            steps = {
-                parent.pid: parent
-                for process in leftovers(self.marker)
-                for parent in process.parents()
-                if name_of(parent).startswith("slurmstepd")
-            }
-            for pid in sorted(steps)[index % 4 : index % 4 + 1]:
+            steps = {}
+            for process in leftovers(self.marker):
+                with contextlib.suppress(psutil.Error):
+                    steps |= {p.pid: p for p in process.parents() if name_of(p).startswith(name)}
+            if steps:
+                pid = sorted(steps)[index % len(steps)]
                 strike(steps[pid], "KILL")
-            return None
+            return f"{event}: {pid}" if steps else "", None
         daemons = self.site.daemons(name)
         daemon = daemons[index % len(daemons)]
         daemon.kill()
         daemon.wait()
-        return lambda: self.site.restart(daemon)
+        return str(event), lambda: self.site.restart(daemon)
 
     def _strike_notebook(self, how: str) -> Undo | None:
         signal_name, _, warden = how.partition("+")
