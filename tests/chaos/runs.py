@@ -30,7 +30,7 @@ WHY = re.compile(
     r"BAD TERMINATION|KILLED BY|srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
 )
 #: After a fault of these, tracebacks are the program's, or those of Python's resource tracker.
-TRACED = {"program", "full", "rank", "launcher", "helper"}
+TRACED = {"program", "scheduler", "network", "full", "rank", "launcher", "daemon", "helper"}
 HARMLESS = ("worker", "janitor", "helper")
 
 
