@@ -129,17 +129,6 @@ class Unproven:
         self._sweep_later()
 
 
-def connections_at(port: int) -> int:
-    """How many connections there are to a port of this machine's, open or half closed."""
-    found = 0
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{name}") as file:
-            at, listens = f":{port:04X}", "0A"
-            rows = (line.split() for line in file)
-            found += sum(row[1].endswith(at) and row[3] != listens for row in rows)
-    return found
-
-
 class Acceptor:
     """Accepts connections, one per turn of the event loop, while there is room.
 

@@ -16,7 +16,6 @@ import functools
 import hmac
 import logging
 import os
-import resource
 import secrets
 import struct
 import weakref
@@ -32,8 +31,6 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
-from .listening import connections_at
-
 logger = logging.getLogger("distributed.hpcdask.ucx")
 
 #: Seconds in which a new connection must prove itself.
@@ -42,10 +39,6 @@ AUTHENTICATION_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 1.0
 #: Connections that may be unproven at a time; those beyond are refused.
 PENDING_LIMIT = 64
-#: Connections that UCX itself may keep though they never speak UCX; it never closes them, and
-#: without descriptors its thread spins and fills the log. Looked for every so many seconds.
-STRANGE_LIMIT = 512
-LOOK_S = 1.0
 #: Bytes of a secret, of a challenge and of the answer to it.
 SECRET_NBYTES = 32
 #: Seconds for which a transfer of device memory is polled, before it is left to UCX to report its
@@ -535,24 +528,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
             deliver_endpoint=True,
         )
         self._port = self.ucxx_server.port
-        self._proved: weakref.WeakSet[PeerComm] = weakref.WeakSet()
-        self._loop.call_later(LOOK_S, _look, weakref.ref(self))
-
-    def look(self) -> None:
-        """Listen no more when too many are there that did not prove themselves."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = min(STRANGE_LIMIT, soft // 4) if soft > 0 else STRANGE_LIMIT
-        if len(os.listdir("/proc/self/fd")) < limit:
-            return
-        proved = sum(not comm.closed() for comm in self._proved)
-        strange = connections_at(self.port) - proved
-        if strange >= limit:
-            logger.warning(
-                "ucx listens no more: %d connections did not prove themselves. Workers that are "
-                "not connected yet fetch from this one over tcp, which is slower",
-                strange,
-            )
-            self.stop()
 
     @property
     def port(self) -> int:
@@ -605,7 +580,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
                 comm.allow_offload = self.allow_offload
                 await authenticate(comm._wire, self.secret, listens=True)
                 await self.on_connection(comm)
-                self._proved.add(comm)
                 return comm
         except BaseException as error:
             raw.close_blocking()
@@ -622,13 +596,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
 #: What serves connections that proved themselves: the event loop itself holds tasks weakly.
 _handling: set[asyncio.Task[None]] = set()
-
-
-def _look(listener: weakref.ref[PeerListener]) -> None:
-    there = listener()
-    if there is not None and there.ucxx_server is not None:
-        there.look()
-        there._loop.call_later(LOOK_S, _look, listener)
 
 
 def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:

@@ -327,41 +327,6 @@ def test_bytes_of_another_protocol_do_no_harm(there: Puppet, here: Puppet):
     there.wait_for(f"psutil.Process().num_fds() <= {before} + 3")
 
 
-def test_ucx_stops_to_listen_before_strangers_have_all_descriptors():
-    """UCX keeps what is no UCX for ever, and spins and fills the log at the last descriptor."""
-    alone = """
-    me.address, me.own = me.listener.contact_address, me.listener
-    ucx.known_secrets[me.address.removeprefix("ucx://")] = me.listener.secret
-    me.mine = await connect(me.address, timeout=20)
-    mock.patch.object(ucx, "STRANGE_LIMIT", 60).start()
-    """
-    echo = "await me.mine.write({'x': 1})\nreturn await me.mine.read()"
-    there = Puppet(PRELUDE, LISTEN).ready()
-    try:
-        there.do(alone, 60)
-        assert there.do(echo) == {"x": 1}
-        port = int(there.value[0].rpartition(":")[2])
-        with contextlib.ExitStack() as stack:
-            for _ in range(70):
-                with contextlib.suppress(ConnectionRefusedError):  # it has closed meanwhile
-                    stranger = socket.create_connection(("127.0.0.1", port))
-                    stack.enter_context(stranger).sendall(b"\xff" * 4096)
-            there.wait_for("any('listens no more' in line for line in me.log)", 60)
-
-            def refused() -> bool:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                except ConnectionRefusedError:
-                    return True
-                return False
-
-            wait_for(refused, 30, "the port to close")
-        assert there.do(echo) == {"x": 1}  # what is connected stays
-        assert sum("listens no more" in line for line in there.logged()) == 1
-    finally:
-        there.close()
-
-
 def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
     there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 1.0).start()")
     before = there.do("return psutil.Process().memory_info().rss")
