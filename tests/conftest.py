@@ -16,6 +16,7 @@ from strangers import open_folder  # noqa: F401 (a fixture)
 def pytest_configure() -> None:
     """End by SIGTERM as by Ctrl-C: fixtures end what they started, such as a SLURM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
