@@ -269,13 +269,13 @@ def test_gpus_that_are_not_counted_are_left_alone(site, monkeypatch):
     assert [site.output(job_id) for job_id in ids] == ["7\n", "7\n"]
 
 
-def test_a_strangers_folder_of_locks_is_refused(site):
-    (site.folder / "locks").mkdir(mode=0o755)
+def test_without_a_folder_for_locks_a_job_fails(site):
+    (site.folder / "locks").write_text("")
     queue = site.queue(["GPU-1"])
     (job_id,) = site.submit(queue, "true", gpus=1)
     (seen,) = query(queue, job_id)
     assert seen.state is State.FAILED
-    assert "it must be yours with mode 0700" in seen.reason
+    assert "the folder in which GPUs in use are noted cannot be made" in seen.reason
 
 
 def submit_elsewhere(

@@ -619,7 +619,7 @@ def test_a_message_sent_right_before_the_end_is_still_read(there: Puppet, here: 
         assert here.do(
             OPEN + "await me.comm.write({})\n"
             "time.sleep(0.2)  # the event loop is busy meanwhile\n"
-            "ucx.progress()._turn()\n"
+            "ucx.progress().turn()\n"
             "return (await me.comm.read())['x']"
         )
     finally:

@@ -19,6 +19,7 @@ import pytest
 
 from clock import PATIENCE, clock, stretched
 from hpcdask.rendezvous import FileRendezvous
+from hpcdask.security import create_credentials
 from launching import (
     Result,
     describe,
@@ -387,6 +388,7 @@ def test_requeued_job(desk, slurm, monkeypatch):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     note = {"address": "127.0.0.1", "port": port, "host": HOST, "nonce": "0", "credentials": {}}
+    note["credentials"] = create_credentials()
     first, second = (FileRendezvous(f"srun-step0-{job}.r{n}", shared=True) for n in (0, 1))
     slurm.run("scontrol", "requeue", str(job))
     first.publish(note)
@@ -395,7 +397,7 @@ def test_requeued_job(desk, slurm, monkeypatch):
     assert desk.end_of_job(job) == 0, output.read_text()
     assert "life 1 workers 2\n" in output.read_text()
     assert not errors(output.read_text())
-    assert not Path(second.folder).exists()
+    assert not any(Path(folder).exists() for folder in second.folders)
     first.close()
 
 

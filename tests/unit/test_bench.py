@@ -23,6 +23,7 @@ from hpcdask.bench import cluster as bench_cluster
 from hpcdask.bench import command, exchange, limits, startup, table, timing, zarr
 from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
+from hpcdask.bootstrap import interpreter
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.ranks import Rank
 from hpcdask.workloads import WorkloadError, patterns
@@ -265,7 +266,7 @@ def test_without_a_cluster_it_becomes_the_program_of_a_runner(argv, runner, monk
     assert command.main(["array", "--size", "1MB", *argv]) == 7
     assert 0 < float(os.environ[startup.AHEAD]) <= startup.age()
     again = ["array", "--size", "1MB", *argv]
-    whole = [sys.executable, "-m", "hpcdask.run", *runner, "-m", "hpcdask.bench", *again]
+    whole = [*interpreter(), "-m", "hpcdask.run", *runner, "-m", "hpcdask.bench", *again]
     assert started == [(sys.executable, whole)]
 
 

@@ -22,6 +22,7 @@ def test_walk_goes_on_when_a_folder_vanishes(tmp_path: Path):
 
 #: Functions that sleep by themselves, and why no claim depends on how long.
 SLEEP = {
+    "chaos/programs/notebook.py:slow": "a Dask task",
     "jobs/notebook.py": "until it is killed",
     "jobs/test_cluster.py:endless": "a Dask task",
     "jobs/test_worker.py:test_the_second_signal_ends_at_once": "longer than what counts once",
@@ -34,6 +35,7 @@ SLEEP = {
     "mpi/test_ucx.py:result": "after a failure",
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_departures.py:hand_over": "as long as it may",
+    "unit/test_listening.py:run": "turns of the loop, however long they take",
 }
 
 
