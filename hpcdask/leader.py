@@ -557,6 +557,8 @@ class Leader:
         self.signalled = number
         self._signal_program(number)
         if number != signal.SIGINT:
+            name = signal.Signals(number).name
+            say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
             self._later(TERM_DEADLINE_S, "deadline")
 
     def _signal_program(self, number: int) -> None:

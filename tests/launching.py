@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -42,6 +43,12 @@ def unavailable(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason} (with CI=true this is a failure)", pytrace=False)
     pytest.skip(reason)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip a test where a package is not installed, but with CI=true."""
+    there = find_spec(package) is not None or os.environ.get("CI") == "true"
+    return pytest.mark.skipif(not there, reason=f"{package} is not installed")
 
 
 def clean_environment() -> dict[str, str]:

@@ -26,7 +26,8 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 GONE_S = 40.0
 #: Lines that say why: the runner's own, Python's, and the launchers'.
 WHY = re.compile(
-    r"hpcdask: error: |Traceback \(most|mpirun noticed|prterun|PRTE|PMIX ERROR|Abort\(|"
+    r"hpcdask: error: |hpcdask: SIG|Traceback \(most|mpirun noticed|prterun|PRTE|PMIX ERROR|"
+    r"Abort\(|"
     r"BAD TERMINATION|KILLED BY|srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
 )
 #: After a fault of these, tracebacks are the program's, or those of Python's resource tracker.
@@ -137,7 +138,9 @@ class Run:
         self.site.note_semaphores()
         if event.fault == "network":
             assert self.hosts is not None
-            self._roles.add("network" if event.lasts > 5 else "blip")
+            # a launcher that cannot reach its hosts does not try again
+            passes = event.lasts <= 5 and event.mark != "start"
+            self._roles.add("blip" if passes else "network")
             self.hosts.join(up=False)
             return str(event), lambda: self.hosts.join(up=True)
         if event.fault == "full":

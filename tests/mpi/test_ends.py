@@ -138,6 +138,8 @@ def test_a_program_may_handle_sigterm(site: Site):
     run.signal(signal.SIGTERM)
     ended = run.end()
     assert ended.code == 9, str(ended)
+    line = "hpcdask: SIGTERM: the run ends, and the program has 25 s to end before it\n"
+    assert ended.err.count(line) == 1, str(ended)
     check_soon(ended)
     site.check_nothing_left(ended.program_end)
     assert not ended.foreign_lines, str(ended)

@@ -28,6 +28,7 @@ from hpcdask.places import plan
 from hpcdask.ranks import Rank
 from hpcdask.scratch import purge, scratch_folder
 from hpcdask.spec import RunSpec
+from launching import needs
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 FOUR = [
@@ -793,6 +794,7 @@ def test_the_driver_is_let_go_when_the_workers_are_there():
     assert one.scout is None
 
 
+@needs("cuda")
 def test_a_device_that_a_dying_process_still_has(monkeypatch):
     from cuda.bindings import driver
 
@@ -807,6 +809,7 @@ def test_a_device_that_a_dying_process_still_has(monkeypatch):
     current.assert_called_once_with("context")
 
 
+@needs("cuda")
 def test_a_driver_that_refuses_a_context(monkeypatch):
     from cuda.bindings import driver
 

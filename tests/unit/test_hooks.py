@@ -9,6 +9,10 @@ import textwrap
 
 import pytest
 
+from launching import needs
+
+pytestmark = needs("distributed_ucxx")
+
 START = """
 import ctypes, os, sys, threading
 from hpcdask import hooks

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import hpcdask
+from launching import needs
 
 OPTIONAL = ["cuda", "cupy", "dask_cuda", "distributed_ucxx", "mpi4py", "pynvml", "rmm", "ucxx"]
 MODULES = [
@@ -216,6 +217,7 @@ print("rapids_dask_dependency" in {type(f).__module__.split(".")[0] for f in sys
 """
 
 
+@needs("rapids_dask_dependency")
 @pytest.mark.parametrize(
     ("patch", "stays"), [("", False), ("dask/array.py", True), ("distributed/worker.py", True)]
 )

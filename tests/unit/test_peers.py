@@ -16,6 +16,7 @@ from distributed.protocol import to_serialize
 from hpcdask import nanny, peers
 from hpcdask.hooks import environment
 from hpcdask.peers import FAR_PEERS, Link, choose_peers, judge
+from launching import needs
 
 
 def link(to: str = "a", source: str = "b", **values) -> Link:
@@ -129,6 +130,7 @@ def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
 # Strangers
 
 
+@needs("ucxx")
 def test_a_stranger_has_little_time_and_few_of_them_wait():
     """Every other test sets limits of its own."""
     from hpcdask import ucx
@@ -156,6 +158,7 @@ class OnDevice:
     __cuda_array_interface__ = None
 
 
+@needs("ucxx")
 @pytest.mark.parametrize(
     ("msg", "expected"),
     [
@@ -173,6 +176,7 @@ def test_messages_of_device_memory_are_known_before_they_are_serialized(msg, exp
     assert ucx._of_device(msg) is expected
 
 
+@needs("ucxx")
 @pytest.mark.parametrize("nbytes", [0, 1, 1006, 1007, 1008, 5000])
 def test_the_first_block_has_one_size_and_loses_nothing(nbytes: int):
     from hpcdask import ucx
@@ -230,6 +234,7 @@ def meet(theirs: bytes, mine: bytes) -> tuple[list[object], Wire, Wire]:
     return asyncio.run(both())
 
 
+@needs("ucxx")
 def test_both_know_the_secret():
     ends, listener, connector = meet(b"s" * 32, b"s" * 32)
     assert ends == [None, None]
@@ -238,6 +243,7 @@ def test_both_know_the_secret():
     assert not any(b"s" * 8 in part for part in listener.sent + connector.sent)
 
 
+@needs("ucxx")
 def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
     ends, listener, _ = meet(b"s" * 32, b"x" * 32)
     assert isinstance(ends[0], PermissionError)
@@ -245,6 +251,7 @@ def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
     assert len(listener.sent) == 1
 
 
+@needs("ucxx")
 def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
     from hpcdask.ucx import authenticate
 
@@ -260,6 +267,7 @@ def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
         asyncio.run(dial())
 
 
+@needs("ucxx")
 def test_every_challenge_is_new():
     _, one, _ = meet(b"s" * 32, b"s" * 32)
     _, two, _ = meet(b"s" * 32, b"s" * 32)
@@ -297,6 +305,7 @@ def test_a_heartbeat_that_the_end_of_the_scheduler_cut_off_is_not_complained_abo
     assert nanny._not_of_the_departed(record) == told
 
 
+@needs("ucxx")
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -34,6 +34,7 @@ from hpcdask.workloads.genotypes import count_variants
 from hpcdask.workloads.made_genotypes import write_genotypes
 from hpcdask.workloads.packing import pack_array
 from hpcdask.workloads.zarr import open_rows
+from launching import needs
 
 FEW = settings(max_examples=20, deadline=None)
 
@@ -823,6 +824,7 @@ def run_python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@needs("cupy")
 def test_cuda_graphs_need_no_gpu_on_the_client():
     """CuPy is installed, and every CUDA call fails."""
     code = """
