@@ -445,6 +445,8 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
         return not isinstance(error, CommClosedError)
     if text == "Worker failed to connect":  # the nanny says why
         return False
+    if text.startswith("Worker stream died") and isinstance(error, CommClosedError):
+        record.exc_info = record.exc_text = None  # it is fetched elsewhere, or computed again
     return not ("TLS handshake failed" in text and "EOF" in text)
 
 

@@ -22,7 +22,7 @@ from typing import Self
 
 import slurm_accounting
 from clock import PATIENCE
-from launching import clean_environment, end_daemons, wait_for
+from launching import clean_environment, end, end_daemons, leftovers, name_of, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
 SBIN = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # not on every user's PATH
@@ -196,6 +196,8 @@ class SlurmSite:
         """As at the start: all daemons, no jobs, idle nodes."""
         self.bring_back()
         self.cancel_all(60)
+        # jobs that a killed controller has forgotten, and whose ids it gives again
+        end(one for one in leftovers(self.marker) if name_of(one) == "slurmstepd")
 
     def log(self, lines: int = 20) -> str:
         """Return the last lines of each daemon's log."""

@@ -141,6 +141,8 @@ class Run:
             # a launcher that cannot reach its hosts does not try again
             passes = event.lasts <= 5 and event.mark != "start"
             self._roles.add("blip" if passes else "network")
+            if not passes and self.options["workers_min"]:
+                (self.site.folder / "fewer").touch()
             self.hosts.join(up=False)
             return str(event), lambda: self.hosts.join(up=True)
         if event.fault == "full":

@@ -305,6 +305,18 @@ def test_a_heartbeat_that_the_end_of_the_scheduler_cut_off_is_not_complained_abo
     assert nanny._not_of_the_departed(record) == told
 
 
+def test_a_peer_that_died_is_one_line():
+    for error, traceback in (
+        (CommClosedError("in <TLS>: Stream is closed"), False),
+        (OSError(), True),
+    ):
+        text = "Worker stream died during communication: tls://192.0.2.2:1"
+        known = (type(error), error, None)
+        record = logging.LogRecord("distributed.worker", logging.ERROR, "", 0, text, (), known)
+        assert nanny._not_of_the_departed(record)
+        assert bool(record.exc_info) == traceback
+
+
 @needs("ucxx")
 @pytest.mark.parametrize(
     ("error", "expected"),
