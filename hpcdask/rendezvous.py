@@ -22,7 +22,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Iterator, Mapping
@@ -81,7 +80,10 @@ class FileRendezvous:
 
         home = os.path.expanduser("~")
         name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
-        places = [(tempfile.gettempdir(), name), (home, f"{name}-{os.uname().nodename}")]
+        # not `tempfile.gettempdir`, which takes another where the disk is full for a moment: all
+        # ranks have to look in the same place
+        temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")
+        places = [(temporary, name), (home, f"{name}-{os.uname().nodename}")]
         if shared:
             places = [(dask.config.get("hpcdask.shared-directory", None) or home, name)]
         self.folders = [os.path.join(os.path.abspath(base), last) for base, last in places]

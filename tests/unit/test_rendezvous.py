@@ -34,7 +34,7 @@ def base(tmp_path, monkeypatch) -> Path:
     home.mkdir()
     base.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    monkeypatch.setenv("TMPDIR", str(base))
     return base
 
 
@@ -172,7 +172,7 @@ def test_where_both_are_taken_the_error_says_what_to_set(base):
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_swapped_note_is_not_read(base, open_folder, when, monkeypatch):
     """Where TMPDIR has no sticky bit; also right after the folder was looked at."""
-    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
+    monkeypatch.setenv("TMPDIR", str(open_folder))
     meeting = FileRendezvous("launch", shared=False)
     meeting.publish(NOTE)
     folder = meeting.folders[0]
@@ -295,3 +295,11 @@ def test_a_note_without_keys_is_refused_where_tls_is_asked_for():
     member = SimpleNamespace(spec=RunSpec(timeout=5), rank=None)
     with pytest.raises(LaunchError, match="has no keys, though --no-tls is not among"):
         asyncio.run(follower._find_leader(member, meeting))
+
+
+def test_ranks_look_in_the_same_place_while_the_disk_is_full(tmp_path, monkeypatch):
+    """Python's own choice is another folder then, for as long as the process lives."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = FileRendezvous("a launch", shared=False).folders
+    monkeypatch.setattr(tempfile, "tempdir", "/elsewhere")
+    assert FileRendezvous("a launch", shared=False).folders == before
