@@ -17,8 +17,6 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 # PBS and Grid Engine, whose packages exclude each other, are unpacked here
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
-# Another Python that hpcdask promises, for its unit tests; empty where there is none
-SECOND := $(shell bash tests/tools/second-python.sh $(PYTHON))
 # Of the unit tests, those that do not depend on Python's version: pages, packages and pictures
 ONCE := docs docs_site wheel bundle containers report bench
 
@@ -69,10 +67,14 @@ venv: .venv/.test .venv-mpich/.done
 	@.venv-mpich/bin/python $(PIP_INSTALL) 'mpich>=4.3'
 	@touch $@
 
-# Without CUDA's packages, Sphinx and MPI it takes a tenth of the room
+# Another Python that hpcdask promises, for its unit tests, where there is one. Without CUDA's packages,
+# Sphinx and MPI it takes a tenth of the room
 .venv-second/.done: pyproject.toml | .venv/.made
-	@bash tests/tools/make-venv.sh $(SECOND) .venv-second
-	@.venv-second/bin/python $(PIP_INSTALL) -e '.[unit]'
+	@mkdir -p .venv-second; python=$$(bash tests/tools/second-python.sh $(PYTHON)); \
+	if [ -n "$$python" ]; then \
+		bash tests/tools/make-venv.sh "$$python" .venv-second && \
+		.venv-second/bin/python $(PIP_INSTALL) -e '.[unit]'; \
+	else echo "No second Python here: unit tests run on one only"; fi
 	@touch $@
 
 demo: .venv/.demo
@@ -96,16 +98,15 @@ programs: | .venv/.made
 
 # CI's word that nothing may be missing is for the first
 define SECOND_TESTS
-{ echo "Unit tests on $(SECOND)"; env -u CI .venv-second/bin/python -m pytest -q -n $(WORKERS) \
+{ echo "Unit tests on $$(.venv-second/bin/python --version)"; env -u CI .venv-second/bin/python -m pytest -q -n $(WORKERS) \
 	-m "not slow" -p no:cacheprovider tests/unit $(ONCE:%=--ignore=tests/unit/test_%.py); }
 endef
 
 # Types are checked beside the tests, which wait more than they compute
-test: .venv/.test .venv-mpich/.done $(if $(SECOND),.venv-second/.done) programs lint
+test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint
 	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
-	$(if $(SECOND)$(ARGS),true,echo "No second Python here: unit tests ran on one only"); second=0; \
-	$(if $(SECOND),$(if $(ARGS),true,$(SECOND_TESTS)),true) || second=$$?; \
+	second=0; [ -n "$(ARGS)" ] || [ ! -x .venv-second/bin/python ] || $(SECOND_TESTS) || second=$$?; \
 	wait $$types; types=$$?; cat .venv/types.log; exit $$((tests ? tests : second ? second : types))
 
 check: test

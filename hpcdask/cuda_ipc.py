@@ -24,8 +24,8 @@ KNOWN_VERSIONS = ((1, 21),)
 LIBRARY = "libuct_cuda.so"
 #: Seconds between two looks at whether those whose memory is mapped still live.
 LOOK_INTERVAL_S = 0.25
-#: Seconds that the device gets to end the copies of a peer's memory that were under way.
-SYNCHRONIZE_DEADLINE_S = 10.0
+#: Seconds after which the user is told that copies of a dead peer's memory still wait for the GPU.
+NOTICE_S = 10.0
 #: Times that UCX is progressed afterwards, so that it hears of their end: 16 each time.
 PROGRESS_TURNS = 64
 
@@ -132,22 +132,20 @@ async def release_of_the_dead(
             start = process_start(process[0])
             if start and not starts.get(process):
                 starts[process] = start
-            elif start != starts.get(process) and await _idle(process[0], worker):
+            elif start != starts.get(process):
+                await _idle(process[0], worker)
                 for _ in range(PROGRESS_TURNS):
                     progress()
                 mappings.release(process)
                 starts[process] = ""
 
 
-async def _idle(pid: int, worker: str) -> bool:
+async def _idle(pid: int, worker: str) -> None:
     """Wait for the end of copies that may still read the memory of a process that has ended."""
-    try:
-        async with asyncio.timeout(SYNCHRONIZE_DEADLINE_S):
-            await asyncio.to_thread(synchronize)
-            return True
-    except TimeoutError:
+    idle = asyncio.ensure_future(asyncio.to_thread(synchronize))
+    if not (await asyncio.wait([idle], timeout=NOTICE_S))[0]:
         say(
-            f"worker {worker}: memory of process {pid}, which has ended, stays mapped while the "
-            f"GPU is busy"
+            f"worker {worker}: memory of process {pid}, which has ended, stays mapped until what "
+            f"the GPU computes is done"
         )
-        return False
+    await idle

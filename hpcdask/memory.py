@@ -293,7 +293,7 @@ def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
             break
         time.sleep(ROOM_INTERVAL_S)
     size = plan.pool_size
-    if restarted and LEAST_POOL * size <= LEFT_FRACTION * left < size:
+    if restarted and left < size and LEAST_POOL * size <= LEFT_FRACTION * left:
         size = int(LEFT_FRACTION * left) // ALIGNMENT * ALIGNMENT
     rmm.reinitialize(pool_allocator=True, initial_pool_size=size)
     if size == plan.pool_size:

@@ -131,7 +131,7 @@ class BoundWorker(PeerWorker):
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)
             except HpcdaskError:
-                quiet("FATAL")  # the nanny says it, in one line
+                quiet("CRITICAL")  # the nanny says it, in one line
                 raise
             mark("device memory set up")
         self.device_memory = device_memory
@@ -262,7 +262,7 @@ class BoundNanny(Nanny):
                 async with asyncio.timeout(self.death_timeout or None):
                     if await self.process.start() == Status.running:
                         return Status.running
-                why = f"its process {self._end_of_process()}"
+                why = f"its process {self._end_of_process() or 'did not register'}"
             except TimeoutError:  # what has hung so long is ended with the nanny
                 why, attempt = f"it took more than {self.death_timeout:g} s", RESTART_ATTEMPTS
             except Exception as error:

@@ -202,6 +202,7 @@ class PeerWorker(Worker):
         self._decided = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
         self._mappings: Mappings | None = None
+        self._releasing: asyncio.Task[None] | None = None
         self.handlers |= {
             CONTACT: self._tell_contact,
             BLOCK: self._give_block,
@@ -311,8 +312,9 @@ class PeerWorker(Worker):
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close."""
-        if self._warming is not None:
-            self._warming.cancel()
+        for task in (self._warming, self._releasing):
+            if task is not None:
+                task.cancel()
         return await super().close(*args, **kwargs)
 
     async def _tell_contact(self, asker: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ WANTED = re.compile(
     r"|nvidia-ml-py|dask-jobqueue|cuda-bindings|(cupy|rmm|librmm|ucxx|libucx|libucxx"
     r"|distributed-ucxx)(-(cu|cuda)\d+x?)?)"
 )
-#: Earlier ones run code of whoever reaches the scheduler (CVE-2026-23528).
+#: Earlier ones restart without end a worker that dies at its start.
 LEAST_DISTRIBUTED = (2026, 7, 0)
 #: Least compute capability that CUDA 13 knows.
 FIRST_OF_13 = (7, 5)

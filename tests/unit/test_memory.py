@@ -331,7 +331,7 @@ def test_a_device_that_is_full_at_start_is_an_error_that_tells_who_fills_it(rmm,
 
 def test_a_worker_that_was_started_again_waits_for_room(rmm, monkeypatch):
     stand_in = rmm()
-    free = iter([3 * GIB, 7 * GIB, 9 * GIB])
+    free = iter([3 * GIB, 7 * GIB, 8 * GIB + 1])
     monkeypatch.setattr(stand_in.mr, "available_device_memory", lambda: (next(free), 0))
     monkeypatch.setattr(memory, "ROOM_INTERVAL_S", 0)
     memory.apply(replace(made(SLICE), libraries=()), restarted=True)
