@@ -22,6 +22,6 @@ def test_job_clusters(tmp_path: Path):
 
 @pytest.mark.gpu
 def test_gpus(tmp_path: Path):
-    if not has_nvidia_driver() or len(visible_gpus()) < 2:
-        pytest.skip("needs two CUDA GPUs")
+    if not has_nvidia_driver() or not visible_gpus():
+        pytest.skip("needs a CUDA GPU")
     assert chaos("gpu", seed=1, out=tmp_path, episodes=4) == 0

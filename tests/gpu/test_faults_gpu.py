@@ -112,12 +112,18 @@ print(json.dumps(result))
 """
 
 
+def workers_on(gpus: list[Gpu]) -> int:
+    """How many to start: one per GPU, or two that share the only one, and map each other, too."""
+    if len(gpus) > 1 and not nvlink_joins(gpus):
+        pytest.skip("needs GPUs that NVLink joins")
+    return max(2, len(gpus))
+
+
 def run(tmp_path: Path, gpus: list[Gpu], program: str) -> tuple[dict, str]:
-    if len(gpus) < 2 or not nvlink_joins(gpus):
-        pytest.skip("needs two GPUs that NVLink joins")
+    count = workers_on(gpus)
     script = tmp_path / "faults.py"
     script.write_text(SHARED + program)
-    done = launch(len(gpus), "--protocol", "ucx", str(script), str(len(gpus)), timeout=240)
+    done = launch(count, "--protocol", "ucx", str(script), str(count), timeout=240)
     assert done.returncode == 0, done.stderr
     print(done.stderr)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -183,11 +189,10 @@ client.gather(busy)
 
 @pytest.mark.parametrize("turn", range(3))
 def test_no_false_alarm_about_nvlink_under_load(gpus: list[Gpu], tmp_path: Path, turn: int) -> None:
-    if len(gpus) < 2 or not nvlink_joins(gpus):
-        pytest.skip("needs two GPUs that NVLink joins")
+    count = workers_on(gpus)
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
-    done = launch(len(gpus), "--protocol", "ucx", str(script), str(len(gpus)))
+    done = launch(count, "--protocol", "ucx", str(script), str(count))
     assert done.returncode == 0, done.stderr
     assert "CUDA IPC is active" in done.stderr
     assert "not in use" not in done.stderr
