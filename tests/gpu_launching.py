@@ -38,6 +38,13 @@ def launch(
     return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
 
+def sharing(workers: int, gpus: list[Gpu]) -> list[str]:
+    """Options with which workers share what GPUs there are, each with a pool; else none."""
+    if workers <= len(gpus):
+        return []
+    return ["--oversubscribe", "--rmm-pool-size", f"{0.8 / -(-workers // len(gpus)):g}"]
+
+
 def nvlink_joins(gpus: list[Gpu]) -> bool:
     mine = {frozenset(pair) for pair in itertools.combinations([gpu.uuid for gpu in gpus], 2)}
     return bool(mine) and mine <= {frozenset(pair) for pair in fabric.look().nvlink}

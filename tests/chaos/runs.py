@@ -15,6 +15,8 @@ from chaos.episodes import Episode, Event
 from chaos.hosts import Hosts, disk
 from chaos.hosts import missing as missing_hosts
 from chaos.playing import Player, Undo, Violation, strike
+from gpu_launching import sharing
+from hpcdask.devices import visible_gpus
 from launching import Launcher, describe, mpich_launcher, name_of, openmpi_launcher, wait_for
 from running import Running, Site, no_launcher
 from slurm_site import SlurmSite, missing_programs
@@ -117,6 +119,8 @@ class Run:
         if self.options["workers_min"]:
             arguments += ["--workers-min", "1"]
         arguments += self._file
+        if self.device == "cuda" and (shared := sharing(self.options["n"], visible_gpus())):
+            arguments += [*shared, "--protocol", "ucx"]
         kind = "cupy" if self.device == "cuda" else "numpy"
         arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
         env = {"CHAOS_WORKERS": str(self._workers)}

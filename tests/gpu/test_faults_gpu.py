@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_launching import launch, nvlink_joins
+from gpu_launching import launch, nvlink_joins, sharing
 from hpcdask.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -123,7 +123,8 @@ def run(tmp_path: Path, gpus: list[Gpu], program: str) -> tuple[dict, str]:
     count = workers_on(gpus)
     script = tmp_path / "faults.py"
     script.write_text(SHARED + program)
-    done = launch(count, "--protocol", "ucx", str(script), str(count), timeout=240)
+    options = ["--protocol", "ucx", *sharing(count, gpus)]
+    done = launch(count, *options, str(script), str(count), timeout=240)
     assert done.returncode == 0, done.stderr
     print(done.stderr)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -192,7 +193,7 @@ def test_no_false_alarm_about_nvlink_under_load(gpus: list[Gpu], tmp_path: Path,
     count = workers_on(gpus)
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
-    done = launch(count, "--protocol", "ucx", str(script), str(count))
+    done = launch(count, "--protocol", "ucx", *sharing(count, gpus), str(script), str(count))
     assert done.returncode == 0, done.stderr
     assert "CUDA IPC is active" in done.stderr
     assert "not in use" not in done.stderr
