@@ -31,6 +31,8 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
+from .listening import Untold
+
 logger = logging.getLogger("distributed.hpcdask.ucx")
 
 #: Seconds in which a new connection must prove itself.
@@ -528,6 +530,7 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
             deliver_endpoint=True,
         )
         self._port = self.ucxx_server.port
+        self._untold = Untold(self._port, AUTHENTICATION_DEADLINE_S)
 
     @property
     def port(self) -> int:
@@ -536,6 +539,7 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     def stop(self) -> None:
         """Let nobody in any more."""
+        self._untold.stop()
         super().stop()
         for task in self._tasks:
             task.cancel()

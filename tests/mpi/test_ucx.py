@@ -327,6 +327,41 @@ def test_bytes_of_another_protocol_do_no_harm(there: Puppet, here: Puppet):
     there.wait_for(f"psutil.Process().num_fds() <= {before} + 3")
 
 
+@pytest.mark.parametrize(
+    ("says", "closes"),
+    [(b"", False), (b"?" * 100, False), (b"?" * 5000, False), (b"?" * 5000, True)],
+    ids=["silent", "begins a request", "garbage", "garbage and gone"],
+)
+def test_a_flood_of_strangers_leaves_nothing(there: Puppet, here: Puppet, says, closes):
+    here.do(OPEN + 'await me.comm.write({"x": 2})\nawait me.comm.read()')
+    port = here.do("return me.port")
+    before = there.do("return psutil.Process().num_fds()")
+    with contextlib.ExitStack() as stack:
+        for _ in range(600):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(says)
+            if closes:
+                stranger.close()
+        assert here.do(GREET, 30) == {"x": 1}
+        there.wait_for(f"psutil.Process().num_fds() <= {before} + 3", 30)
+    # UCX asks for what nobody will send no more, and who was there before is still
+    there.do("me.started = time.process_time(), clock()")
+    there.wait_for("clock() > me.started[1] + 1")
+    assert there.do("return time.process_time() - me.started[0]") < 0.3
+    text = 'await me.comm.write({"x": 2})\nanswer = await me.comm.read()\n'
+    assert here.do(text + "await me.comm.close()\nreturn answer") == {"x": 2}
+
+
+def test_who_asks_late_is_no_stranger(there: Puppet, here: Puppet):
+    """Those that UCX has told of wait for their proof, and not for `listening.Untold`."""
+    there.do("mock.patch.object(me.listener._untold, '_deadline_ticks', 0).start()")
+    there.do("me.ticks = me.listener._untold._ticks")
+    here.do(OPEN)
+    there.wait_for("me.listener._untold._ticks > me.ticks + 2 * 10")
+    text = 'await me.comm.write({"x": 2})\nanswer = await me.comm.read()\n'
+    assert here.do(text + "await me.comm.close()\nreturn answer") == {"x": 2}
+
+
 def test_a_stranger_cannot_have_memory_allocated(there: Puppet, here: Puppet):
     there.do("mock.patch.object(ucx, 'AUTHENTICATION_DEADLINE_S', 1.0).start()")
     before = there.do("return psutil.Process().memory_info().rss")
