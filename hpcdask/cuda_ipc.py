@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .bootstrap import process_start
-from .context import synchronize
+from .gpu.context import synchronize
 from .logs import say
 
 #: The versions of UCX whose table is laid out as below (`uct_cuda_ipc_remote_cache` in

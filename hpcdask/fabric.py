@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from .gpu.driver import hidden_gpus
 from .installed import Ucx, installed_ucx, read
-from .sharing import hidden_gpus
 
 Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 

@@ -8,13 +8,13 @@ import time
 from functools import partial
 from typing import Any
 
-from . import security
 from .control import Channel, dial
 from .errors import ClusterError, LaunchError
 from .logs import complain
 from .member import TERM_DEADLINE_S, Member
 from .nanny import Place
 from .rendezvous import Note, Rendezvous
+from .security import to_security
 
 
 async def follow(member: Member, rendezvous: Rendezvous) -> int:
@@ -121,7 +121,7 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
 async def _dial(note: Note) -> Channel:
     context = None
     if note["credentials"]:
-        arguments = security.to_security(note["credentials"]).get_connection_args("worker")
+        arguments = to_security(note["credentials"]).get_connection_args("worker")
         context = arguments["ssl_context"]
     async with asyncio.timeout(5):
         return await dial(note["address"], note["port"], context, note["nonce"])

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
-from . import devices, memory, security, sharing
 from .bootstrap import Janitor, mark
-from .devices import Gpu, View
 from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
+from .gpu import devices, locks, memory_plan
+from .gpu.devices import Gpu, View
 from .logs import complain, say
 from .member import Member
 from .nanny import BoundNanny, Place
 from .places import settle, share
 from .ranks import Rank, detect, job_id
 from .scout import Scout
+from .security import load_credentials, to_security
 from .site import Seat
 from .spec import RunSpec, WorkerSpec
 from .transport import choose_alone, choose_interface
@@ -118,8 +119,8 @@ class JobPart(Member):
         super().__init__(RunSpec(**values), rank, janitor, scratch, None, scout)
         self.asked = asked
         if asked.keys:
-            self.credentials = security.load_credentials(asked.keys)
-        access = security.to_security(self.credentials)
+            self.credentials = load_credentials(asked.keys)
+        access = to_security(self.credentials)
         self.connection_args: dict[str, Any] = access.get_connection_args("worker")
         self.line: Comm | None = None  # None too while the scheduler does not answer
         self.signalled: asyncio.Future[int]
@@ -189,7 +190,7 @@ class JobPart(Member):
         )
         for warning in choice.warnings:
             say(f"warning: {warning}")
-        if kinds and (lacks := memory.missing(self.spec)):
+        if kinds and (lacks := memory_plan.missing(self.spec)):
             say(f"warning: {lacks}")
         names = self.asked.names(self.rank.index)
         places = share(
@@ -216,9 +217,9 @@ class JobPart(Member):
                 f"{_count(wanted, 'worker')} and {found} here. {devices.how_to_request(job)}"
                 f"To compute on the CPU: --device cpu"
             )
-        if sharing.shared_on_purpose():
+        if locks.shared_on_purpose():
             return list(view.gpus[:wanted])
-        taken = sharing.take(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
+        taken = locks.take(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
         if len(view.gpus) > wanted:
             say(
                 f"{len(view.gpus)} GPUs are visible to job {self.asked.job}, which needs {wanted}: "

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from . import devices, memory, schedulerfile, security
+from . import schedulerfile
 from .bootstrap import mark
 from .children import Child
 from .control import Channel, Hub
-from .devices import View
 from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from .fabric import Fabric
+from .gpu import devices, memory_plan
+from .gpu.devices import View
 from .logs import complain, say
 from .member import AUTO, TERM_DEADLINE_S, Member, seconds_since_start
 from .nanny import Place
@@ -30,6 +31,7 @@ from .peers import Link, judge
 from .places import owned_cores, plan, settle
 from .ranks import job_id
 from .rendezvous import Rendezvous
+from .security import create_credentials, to_security
 from .site import Seat
 from .transport import Choice, choose, choose_interface
 
@@ -120,7 +122,7 @@ class Leader:
             repeated={signal.SIGINT} if attached else set(),
         )
         if self.spec.tls:
-            self.member.credentials = security.create_credentials()
+            self.member.credentials = create_credentials()
             mark("credentials made")
         else:
             say(
@@ -224,7 +226,9 @@ class Leader:
         self.choice = choose(self.spec, list(working.values()))
         for warning in self.choice.warnings:
             say(f"warning: {warning}")
-        if any(seat.gpus for seat in working.values()) and (lacks := memory.missing(self.spec)):
+        if any(seat.gpus for seat in working.values()) and (
+            lacks := memory_plan.missing(self.spec)
+        ):
             say(f"warning: {lacks}")
         places = settle(self.spec, places, working, self.choice, interfaces)
         if self.spec.interface == AUTO:
@@ -249,7 +253,7 @@ class Leader:
         if self.rendezvous is not None:
             host, context = self._host(), None
             if self.member.credentials:
-                access = security.to_security(self.member.credentials)
+                access = to_security(self.member.credentials)
                 context = access.get_listen_args("scheduler")["ssl_context"]
             hub = Hub(nonce, self._arrived)
             port = await hub.listen(host, context)

@@ -18,27 +18,27 @@ from typing import Any, NoReturn
 import dask.config
 
 from . import (
-    devices,
     fabric,
     hooks,
     private,
     ranks,
     rendezvous,
     schedulerfile,
-    security,
     template,
     transport,
 )
 from .bootstrap import STARTED, Janitor, owner_text, process_start
 from .children import PASSED_ON, Child, Nursery
-from .devices import Gpu, View
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
 from .fabric import Fabric
+from .gpu import devices, driver
+from .gpu.devices import Gpu, View
 from .logs import say
 from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet
 from .ranks import Rank
 from .scout import Scout, has_peers
 from .scratch import scratch_folder
+from .security import Credentials, to_security
 from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
@@ -103,7 +103,7 @@ class Member:
         self.program = program
         self.scout = scout
         self.nannies: list[BoundNanny] = []
-        self.credentials: security.Credentials = {}
+        self.credentials: Credentials = {}
         self.ending = False
         self.problem: HpcdaskError | None = None
         self.fabric = Fabric()
@@ -172,7 +172,7 @@ class Member:
 
         `failed` is told which one did not start, and why. Without it, that is raised.
         """
-        access = security.to_security(self.credentials)
+        access = to_security(self.credentials)
         self.nannies = [
             make_nanny(
                 self.spec,
@@ -322,7 +322,7 @@ def seconds_since_start() -> float:
 
 def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
     """Fork the template of this rank's workers. This is the last fork of a rank."""
-    cuda = spec.device != "cpu" and devices.has_nvidia_driver()
+    cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
 
     def in_child() -> None:

@@ -20,15 +20,17 @@ from distributed.core import Status
 from distributed.utils import get_ip
 from distributed.worker_state_machine import ExecuteFailureEvent
 
-from . import context, devices, full, listening, memory, template
+from . import listening, template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks
-from .context import CONTEXT_MADE, make_context
-from .devices import Gpu, cuda_extra
 from .errors import ClusterError, HpcdaskError, MissingExtra, root_cause
+from .gpu import context, devices, memory, oom
+from .gpu.context import CONTEXT_MADE, make_context
+from .gpu.devices import Gpu
+from .gpu.driver import cuda_extra
+from .gpu.memory_plan import ON_HOST, MemoryPlan
 from .hooks import environment
 from .logs import say
-from .memory import ON_HOST, MemoryPlan
 from .peers import UCX, PeerWorker, load
 from .scout import Scout
 from .spec import WorkerSpec
@@ -142,7 +144,7 @@ class BoundWorker(PeerWorker):
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         event = await super().execute(*args, **kwargs)
-        event = await full.explained(self, self.device_memory, event)
+        event = await oom.explained(self, self.device_memory, event)
         if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
             if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
                 await asyncio.Event().wait()
@@ -167,7 +169,7 @@ class BoundWorker(PeerWorker):
     async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch from another worker, and survive that the device is full."""
         event = await super().gather_dep(*args, **kwargs)
-        return await full.explained(self, self.device_memory, event)
+        return await oom.explained(self, self.device_memory, event)
 
     def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
         """Being retired is no reason to complain that the scheduler does not know it any more."""

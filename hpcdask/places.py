@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from . import devices, memory
-from .devices import Gpu, View
+from .gpu import devices, memory_plan
+from .gpu.devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
 from .site import Seat
@@ -44,7 +44,7 @@ def plan(
     Raises
     ------
     DeviceError
-        See `hpcdask.devices.assign`.
+        See `hpcdask.gpu.devices.assign`.
     """
     working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
     by_hand = rank.launcher == "none"
@@ -158,7 +158,9 @@ def settle(
             protocol=choice.protocol,
             reach=choice.reach,
             interface=interfaces.get(host),
-            device_memory=memory.plan(spec, place.gpu, protocol=choice.protocol, shared=shared),
+            device_memory=memory_plan.plan(
+                spec, place.gpu, protocol=choice.protocol, shared=shared
+            ),
         )
 
     return {

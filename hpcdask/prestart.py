@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from . import hooks, ranks, template
 from .bootstrap import detach_standard_streams, mark
-from .context import CONTEXT_MADE, make_context, start_cuda
+from .gpu.context import CONTEXT_MADE, make_context, start_cuda
 from .scout import has_peers, words
 
 #: What the template and the worker import besides, where it is there.

@@ -8,7 +8,8 @@ if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
-    from hpcdask import devices, ranks
+    from . import ranks
+    from .gpu import devices
 
     ranks.note_launcher()
     devices.widen(devices.launcher_cores())  # the imports and the scout need more than one

@@ -14,7 +14,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from . import listening, webserver
 from .batching import BATCH_INTERVAL_S
 from .control import Channel
-from .devices import start_nvml
+from .gpu.devices import start_nvml
 from .nanny import quiet
 from .peers import TOPIC
 from .security import to_security

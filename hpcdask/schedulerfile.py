@@ -13,8 +13,16 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import private, security
+from . import private
 from .errors import SchedulerFileError
+from .security import (
+    Credentials,
+    client_only,
+    is_key_folder,
+    load_credentials,
+    save_credentials,
+    to_security,
+)
 
 if TYPE_CHECKING:
     from distributed import Client, Security
@@ -23,12 +31,12 @@ if TYPE_CHECKING:
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
 
 
-def write(path: str, address: str, credentials: security.Credentials, *, job: str | None) -> None:
+def write(path: str, address: str, credentials: Credentials, *, job: str | None) -> None:
     """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it."""
     path = os.path.abspath(path)
     keys = f"{path}.keys"
     if credentials:
-        security.save_credentials(security.client_only(credentials), keys)
+        save_credentials(client_only(credentials), keys)
     content = {
         "type": "Scheduler",
         "address": address,
@@ -80,7 +88,7 @@ def check_writable(path: str) -> None:
             f"--scheduler-file: {error.strerror}. Name a file in a folder of your own"
         ) from None
     keys = f"{path}.keys"
-    if os.path.lexists(keys) and not security.is_key_folder(keys):
+    if os.path.lexists(keys) and not is_key_folder(keys):
         raise SchedulerFileError(
             f"--scheduler-file: {keys}, where the keys would go, belongs to another user or holds "
             f"something else. Name another file"
@@ -157,13 +165,13 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
     content = read(path)
     own = content.get("hpcdask") or {}
-    credentials = security.load_credentials(own["keys"]) if own.get("keys") else None
+    credentials = load_credentials(own["keys"]) if own.get("keys") else None
     stale = (
         f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it has "
         f"ended, or its node {own.get('host')} cannot be reached from here. Remove the file if it "
         f"is stale"
     )
-    access = security.to_security(credentials)
+    access = to_security(credentials)
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
         with dask.config.set(prompt_clients()):
@@ -204,7 +212,7 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     keys = (content.get("hpcdask") or {}).get("keys")
     if content["address"] != info.get("address") or not keys:
         return None
-    return security.to_security(security.load_credentials(keys))
+    return to_security(load_credentials(keys))
 
 
 def _endpoint(address: str) -> tuple[str, int]:

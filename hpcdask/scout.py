@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from . import fabric, ranks
 from .bootstrap import mark
-from .context import start_cuda
-from .devices import Gpu, driver_files, foreseen_gpus, has_nvidia_driver, look_at_gpus
 from .errors import DeviceError, UsageError
 from .fabric import Fabric
+from .gpu.context import start_cuda
+from .gpu.devices import Gpu, foreseen_gpus, look_at_gpus
+from .gpu.driver import driver_files, has_nvidia_driver
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0
@@ -233,7 +234,7 @@ def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
 
 
 def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """The same without NVML, for `hpcdask.devices.complete`."""
+    """The same without NVML, for `hpcdask.gpu.devices.complete`."""
     try:
         seen = fabric.look(environ=environ, gpus=False)
     except Exception as error:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .devices import Gpu
 from .dialing import closed, settings
 from .fabric import Fabric, Port
+from .gpu.devices import Gpu
 from .installed import PREFER_SYSTEM
 from .spec import WorkerSpec
 from .switches import Link, allows, given, left_out, ucx_environment

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import switches
-from .devices import cuda_extra
 from .errors import MissingExtra, UsageError
 from .fabric import Interface
+from .gpu.driver import cuda_extra
 from .site import Seat, Site, some
 from .spec import WorkerSpec
 

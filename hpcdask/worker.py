@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from hpcdask import bootstrap
 
+from .security import check_configuration, load_credentials
+
 if __name__ == "__main__":
     bootstrap.end_on_interrupt()
     bootstrap.reexecute()
     _janitor = bootstrap.Janitor.start()
-    from hpcdask import devices
+    from .gpu import devices
 
     devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
     from hpcdask.prestart import prestart
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from hpcdask import ranks, security
+from hpcdask import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.scout import Scout
 from hpcdask.spec import WorkerSpec, options
@@ -106,7 +108,7 @@ def _check_access(scheduler: str, keys: str | None) -> None:
         raise UsageError(f"--scheduler: {scheduler} needs the cluster's keys: add --keys FOLDER")
     if match[1] == "tcp" and keys:
         raise UsageError(f"--keys: {scheduler} does not use keys: leave them out, or name tls://")
-    if keys and "tls_worker_key" not in security.load_credentials(keys):
+    if keys and "tls_worker_key" not in load_credentials(keys):
         raise UsageError(f"--keys: {keys} holds no key for workers")
 
 
@@ -210,7 +212,7 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
 def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobPart:
     """Fork what the workers are forked from, before the first thread."""
     bootstrap.mark("options read")
-    security.check_configuration()
+    check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
     from hpcdask import children, template

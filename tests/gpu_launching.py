@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from hpcdask import fabric
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 from launching import Launcher
 
 

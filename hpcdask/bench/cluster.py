@@ -14,8 +14,8 @@ import distributed
 import numpy as np
 
 from hpcdask import schedulerfile
-from hpcdask.devices import NONE_VISIBLE
 from hpcdask.errors import ClusterError, UsageError
+from hpcdask.gpu.devices import NONE_VISIBLE
 from hpcdask.workloads import CUPY_INSTALL, Device
 
 __all__ = [

@@ -33,8 +33,8 @@ from hpcdask.bench.startup import AHEAD, age, run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import interpreter
-from hpcdask.devices import visible_gpus
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
+from hpcdask.gpu.devices import visible_gpus
 from hpcdask.workloads import Device, Form, WorkloadError
 
 __all__ = ["bench", "main"]

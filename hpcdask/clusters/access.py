@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hpcdask import security
 from hpcdask.queues.folder import base_path
+from hpcdask.security import load_credentials, to_security
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -41,6 +41,6 @@ def load_security(info: Mapping[str, str]) -> Security | None:
         except OSError:  # of a cluster that ends right now
             continue
         if is_it:
-            keys = security.load_credentials(str(script.parent / "keys"))
-            return security.to_security(keys)
+            keys = load_credentials(str(script.parent / "keys"))
+            return to_security(keys)
     return None

@@ -161,7 +161,7 @@ class LocalCUDAJobCluster(JobCluster):
     def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
         import psutil
 
-        from hpcdask.devices import launcher_cores, visible_gpus
+        from hpcdask.gpu.devices import launcher_cores, visible_gpus
         from hpcdask.queues.local import LocalQueue
         from hpcdask.spec import parse_seconds
 

@@ -29,7 +29,6 @@ from distributed.utils import format_dashboard_link, silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
 from hpcdask import listening, private, webserver
-from hpcdask import security as keys
 from hpcdask.bootstrap import owner_text
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues import warden
@@ -37,6 +36,7 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scratch import scratch_folder
+from hpcdask.security import FILES, Credentials, create_credentials, save_credentials, to_security
 from hpcdask.tls import ClusterSecurity
 
 from . import options
@@ -183,7 +183,7 @@ class JobCluster(Scaling):
         credentials = self._credentials()
         shared = {name: text for name, text in credentials.items() if "scheduler" not in name}
         if shared:
-            keys.save_credentials(shared, str(folder.keys))
+            save_credentials(shared, str(folder.keys))
         await self._start_scheduler()
         folder.write_script(self.job_script())
         for directive in self.queue.replaced(self.options.job):
@@ -213,7 +213,7 @@ class JobCluster(Scaling):
         if self._n_workers:
             await self._scale(self._n_workers)
 
-    def _credentials(self) -> keys.Credentials:
+    def _credentials(self) -> Credentials:
         """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
         asked = self._asked_security
         if asked is False:
@@ -221,11 +221,11 @@ class JobCluster(Scaling):
             return {}
         if isinstance(asked, Security):
             self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
-            fields = keys.FILES.values()
+            fields = FILES.values()
             given = {field: getattr(asked, field) for field in fields if getattr(asked, field)}
             return {field: _text(value) for field, value in given.items()}
-        made = keys.create_credentials()
-        self.security = keys.to_security(made)
+        made = create_credentials()
+        self.security = to_security(made)
         return made
 
     async def _start_scheduler(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hpcdask import memory
-from hpcdask.devices import Gpu
+from hpcdask.gpu import memory_plan
+from hpcdask.gpu.devices import Gpu
 from hpcdask.spec import WorkerSpec
 
 from .findings import Facts, Finding, Reporter, amount, spans, which
@@ -49,7 +49,7 @@ def _allocator(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Itera
 
     def pool(gpu: dict[str, Any]) -> int:
         device = Gpu(gpu["uuid"], gpu["name"], gpu["memory"])
-        plan = memory.plan(WorkerSpec(), device, protocol="tcp", installed=installed)
+        plan = memory_plan.plan(WorkerSpec(), device, protocol="tcp", installed=installed)
         return plan.pool_size or 0
 
     pools = ", ".join(dict.fromkeys(amount(pool(gpu)) for gpu in gpus))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from hpcdask.devices import EACH_A_GPU
+from hpcdask.gpu.devices import EACH_A_GPU
 
 from . import device_memory
 from .findings import Facts, Finding, Reporter, amount, spans, which

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask import fabric, rendezvous, security
+from hpcdask import fabric, rendezvous
 from hpcdask.control import Channel, Hub, dial
 from hpcdask.errors import HpcdaskError, LaunchError
 from hpcdask.ranks import Rank
 from hpcdask.rendezvous import Note, Rendezvous
+from hpcdask.security import Credentials, create_credentials, to_security
 
 from . import stack
 from .collect import DEADLINE_S, Gathering
@@ -126,7 +127,7 @@ class _Leader:
         return rank in self.launch.reports and len(readings) == CLOCK_READINGS
 
     async def _listen(self) -> Hub:
-        credentials = security.create_credentials()
+        credentials = create_credentials()
         address = own_address()
         nonce = secrets.token_hex(16)
         hub = Hub(nonce, self._arrived)
@@ -262,8 +263,8 @@ async def _find(
     )
 
 
-def _context(credentials: security.Credentials, role: str) -> ssl.SSLContext:
-    access = security.to_security(credentials)
+def _context(credentials: Credentials, role: str) -> ssl.SSLContext:
+    access = to_security(credentials)
     if role == "scheduler":
         context = access.get_listen_args(role)["ssl_context"]
     else:

@@ -8,7 +8,7 @@ import pwd
 from collections.abc import Iterator
 from typing import Any
 
-from hpcdask import devices
+from hpcdask.gpu import devices, driver
 
 from .findings import Facts
 
@@ -37,7 +37,7 @@ def read() -> Facts:
     DeviceError
         There are NVIDIA device files and NVML does not start.
     """
-    known: Facts = {"device_files": devices.has_nvidia_driver(), "gpus": []}
+    known: Facts = {"device_files": driver.has_nvidia_driver(), "gpus": []}
     visible = devices.visible_gpus()
     try:
         import pynvml

@@ -10,7 +10,7 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 
-from hpcdask import devices
+from hpcdask.gpu import devices
 
 from .findings import GIB, Facts, Finding, Reporter, amount, spans
 

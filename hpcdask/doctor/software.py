@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from hpcdask.devices import OLDEST_CUDA, extra_for
+from hpcdask.gpu.driver import OLDEST_CUDA, extra_for
 
 from .findings import Facts, Finding, Reporter
 

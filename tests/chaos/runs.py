@@ -16,7 +16,7 @@ from chaos.hosts import Hosts, disk
 from chaos.hosts import missing as missing_hosts
 from chaos.playing import Player, Undo, Violation, strike
 from gpu_launching import sharing
-from hpcdask.devices import visible_gpus
+from hpcdask.gpu.devices import visible_gpus
 from launching import Launcher, describe, mpich_launcher, name_of, openmpi_launcher, wait_for
 from running import Running, Site, no_launcher
 from slurm_site import SlurmSite, missing_programs

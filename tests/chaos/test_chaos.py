@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from chaos.__main__ import chaos
-from hpcdask.devices import has_nvidia_driver, visible_gpus
+from hpcdask.gpu.devices import visible_gpus
+from hpcdask.gpu.driver import has_nvidia_driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

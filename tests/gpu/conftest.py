@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdask.devices import Gpu, has_nvidia_driver, visible_gpus
+from hpcdask.gpu.devices import Gpu, visible_gpus
+from hpcdask.gpu.driver import has_nvidia_driver
 
 
 @pytest.fixture(scope="session")

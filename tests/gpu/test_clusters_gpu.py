@@ -15,7 +15,7 @@ import pytest
 import hpcdask
 from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 from hpcdask.reconcile import OVER, State
 from launching import wait_for
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcdask.devices import Gpu
 from hpcdask.fabric import nvlink_pairs
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu_launching import launch, nvlink_joins, sharing
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu
 

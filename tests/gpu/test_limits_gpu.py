@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

@@ -8,7 +8,7 @@ import dask
 import numpy as np
 import pytest
 
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 from hpcdask.workloads import pattern_blocks as blocks
 from hpcdask.workloads import patterns, to_host
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_launching import launch, nvlink_joins, slurm_answers
-from hpcdask.devices import Gpu
+from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -21,19 +21,22 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import joblife, member, nanny, private, ranks, security, worker
+from hpcdask import joblife, member, nanny, private, ranks, worker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
 from hpcdask.peers import PeerWorker
+from hpcdask.security import create_credentials, load_credentials, save_credentials, to_security
 from launching import wait_for
 from running import Running, Site, no_launcher
 
 FAKES = Path(__file__).parents[1] / "fakes"
-SCHEDULER = """
+SCHEDULER = """from hpcdask.security import load_credentials
+from hpcdask.security import to_security
+
 import sys
 from distributed import LocalCluster
 from hpcdask import security
-access = security.to_security(security.load_credentials(sys.argv[1]))
+access = to_security(load_credentials(sys.argv[1]))
 cluster = LocalCluster(n_workers=0, security=access, protocol="tls://", host="127.0.0.1",
                        dashboard_address=":0")
 print("at", cluster.scheduler_address, flush=True)
@@ -82,7 +85,7 @@ class JobSite(Site):
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cluster") / "keys"
-    security.save_credentials(security.create_credentials(), str(folder))
+    save_credentials(create_credentials(), str(folder))
     return folder
 
 
@@ -95,7 +98,7 @@ def site(keys: Path) -> Iterator[JobSite]:
 @pytest.fixture
 def client(site: JobSite) -> Iterator[Client]:
     """A client of a scheduler in this process, where the site's jobs find it."""
-    access = security.to_security(security.load_credentials(str(site.keys)))
+    access = to_security(load_credentials(str(site.keys)))
     with (
         LocalCluster(
             n_workers=0,
@@ -254,7 +257,7 @@ def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told:
 
 def test_a_scheduler_that_does_not_know_the_keys(site, client, tmp_path):
     site.keys = tmp_path / "keys"
-    security.save_credentials(security.create_credentials(), str(site.keys))
+    save_credentials(create_credentials(), str(site.keys))
     end_of_one(site.job("--death-timeout", "2s"), 1, f"scheduler at {site.address}")
 
 
@@ -268,7 +271,7 @@ def killable(site: JobSite) -> Running:
 
 def test_a_killed_scheduler_ends_the_job(site, killable):
     job = site.job("--workers", "2", "--death-timeout", "20s")
-    access = security.to_security(security.load_credentials(str(site.keys)))
+    access = to_security(load_credentials(str(site.keys)))
     with Client(site.address, security=access, asynchronous=False) as client:
         job.wait_for(lambda: len(names(client)) == 2, "two workers")
         tasks = [client.submit(time.sleep, 600, pure=False)]

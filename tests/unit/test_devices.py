@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import context, devices, scout
-from hpcdask.devices import Gpu, View, assign, cpu_quota, job_memory, visible_gpus, worker_cores
+from hpcdask import scout
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
+from hpcdask.gpu import context, devices, driver
+from hpcdask.gpu.devices import Gpu, View, assign, cpu_quota, job_memory, visible_gpus, worker_cores
 from hpcdask.member import Member
 from hpcdask.places import plan
 from hpcdask.ranks import Rank
@@ -507,10 +508,10 @@ def test_a_gpu_that_shares_the_host_s_memory(nvml):
 @pytest.mark.parametrize("library", [False, True])
 def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
     """A laptop without an NVIDIA GPU needed --device cpu."""
-    there = {"/dev/dxg", devices.WINDOWS_NVML} if library else {"/dev/dxg"}
+    there = {"/dev/dxg", driver.WINDOWS_NVML} if library else {"/dev/dxg"}
     monkeypatch.setattr(devices.os.path, "exists", there.__contains__)
     monkeypatch.setattr(devices.glob, "glob", lambda _: [])
-    assert devices.has_nvidia_driver() is library
+    assert driver.has_nvidia_driver() is library
 
 
 def test_a_pipe_in_a_scratch_folder_is_not_waited_for(tmp_path):
@@ -585,10 +586,10 @@ def test_the_extra_that_messages_name(tmp_path, monkeypatch, version, model, pac
     (folder / "information").write_text(f"Model: \t\t {model}\n" if model else "")
     if version:
         (tmp_path / "proc/driver/nvidia/version").write_text(f"{version}GCC version: gcc 11.4.0\n")
-    assert devices.cuda_extra(f"{tmp_path}/") == expected
+    assert driver.cuda_extra(f"{tmp_path}/") == expected
 
 
-def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[devices.DriverFile]:
+def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[driver.DriverFile]:
     """What the driver writes of GPUs: their UUIDs, and whether this process may use them."""
     (root / "dev").mkdir(exist_ok=True)
     for minor, (uuid, accessible) in enumerate(gpus):
@@ -599,7 +600,7 @@ def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[devic
         (folder / "information").write_text("".join(f"{k}: \t {v}\n" for k, v in told.items()))
         if accessible:
             (root / f"dev/nvidia{minor}").touch()
-    return devices.driver_files(f"{root}/")
+    return driver.driver_files(f"{root}/")
 
 
 @pytest.mark.parametrize(
@@ -705,10 +706,12 @@ def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, ever
 
 def scouted(change: str = "", **environ: str) -> str:
     """What a scout's report gives in a process of its own, after a change of the scout."""
-    program = f"""
+    program = f"""from hpcdask.gpu import driver
+
 import os, time
-from hpcdask import context, devices, errors, scout
-scout.SCOUT_DEADLINE_S, devices.has_nvidia_driver = 5.0, lambda: False
+from hpcdask.gpu import context, devices
+from hpcdask import errors, scout
+scout.SCOUT_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
     found = scout.Scout.start(lambda: None)

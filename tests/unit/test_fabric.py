@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from hpcdask import fabric, installed
-from hpcdask.devices import cuda_extra
 from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.gpu.driver import cuda_extra
 from hpcdask.installed import PREFER_SYSTEM, Ucx
 
 FAKES = str(Path(__file__).parents[1] / "fakes")

@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from distributed import Nanny, Scheduler, rpc
 
-from hpcdask import control, listening, peers, security
+from hpcdask import control, listening, peers
+from hpcdask.security import create_credentials, to_security
 
 FLOOD = 1500
 
@@ -94,7 +95,7 @@ async def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 async def secured(**options: object) -> Scheduler:
-    keys = security.to_security(security.create_credentials())
+    keys = to_security(create_credentials())
     scheduler = await Scheduler(
         host="127.0.0.1",
         port=0,
@@ -168,7 +169,7 @@ def test_a_busy_process_is_no_stranger(monkeypatch):
 
 
 def test_a_rank_arrives_in_spite_of_a_flood(hurry):
-    keys = security.to_security(security.create_credentials())
+    keys = to_security(create_credentials())
 
     async def run() -> None:
         hellos = []

@@ -25,17 +25,17 @@ from distributed import Client, LocalCluster, Worker, wait
 from distributed.core import clean_exception
 from distributed.worker_state_machine import GatherDepFailureEvent
 
-from hpcdask import full, memory
-from hpcdask.devices import Gpu
 from hpcdask.errors import DeviceError, HpcdaskError, MissingExtra, UsageError
-from hpcdask.full import DeviceMemoryError
-from hpcdask.memory import MemoryPlan, plan
+from hpcdask.gpu import memory, memory_plan, oom
+from hpcdask.gpu.devices import Gpu
+from hpcdask.gpu.memory_plan import MemoryPlan, plan
+from hpcdask.gpu.oom import DeviceMemoryError
 from hpcdask.spec import WorkerSpec
 
 GIB = 1 << 30
 H200 = Gpu("GPU-4d3c", "NVIDIA H200", 141 * GIB + 1000)
 SLICE = Gpu("MIG-77aa", "NVIDIA H200 MIG 1g.18gb", 16 * GIB)
-ALL = frozenset(memory.PACKAGES)
+ALL = frozenset(memory_plan.PACKAGES)
 USUAL = ALL - {"torch", "numba"}
 
 
@@ -116,7 +116,7 @@ def test_a_pool_beside_cupy_s_own_is_refused(listed, instead):
     """CuPy ran out of memory at a tenth of the device. By default, it is told."""
     asked = {"rmm_allocator_external_lib_list": listed}
     assert made(installed=ALL, **asked).allocator == "pool"
-    told = memory.missing(WorkerSpec(**asked), installed=ALL)
+    told = memory_plan.missing(WorkerSpec(**asked), installed=ALL)
     assert f"{listed} leaves out cupy" in told
     asked["rmm_pool_size"] = 0.9
     with pytest.raises(UsageError) as caught:
@@ -192,22 +192,27 @@ def test_the_fraction_that_a_refusal_names_is_accepted(fraction):
 
 
 def test_async_allocator_is_refused_before_the_protocol_is_known_only_with_a_pool():
-    memory.check(WorkerSpec(rmm_async=True, rmm_pool_size=0), protocol="auto", installed=ALL)
+    memory_plan.check(WorkerSpec(rmm_async=True, rmm_pool_size=0), protocol="auto", installed=ALL)
     with pytest.raises(UsageError):
-        memory.check(WorkerSpec(rmm_async=True, rmm_pool_size=1), protocol="auto", installed=ALL)
+        memory_plan.check(
+            WorkerSpec(rmm_async=True, rmm_pool_size=1), protocol="auto", installed=ALL
+        )
 
 
 def test_defaults_do_without_missing_packages_and_say_so():
     found = made(installed=())
     assert (found.allocator, found.device_store, found.device_memory_limit) == ("cuda", False, None)
-    line = memory.missing(WorkerSpec(), installed=())
+    line = memory_plan.missing(WorkerSpec(), installed=())
     assert line is not None
     assert "\n" not in line
     for word in ("rmm", "dask-cuda", "pool", "spill", "hpcdask[cuda"):
         assert word in line
-    assert "dask-cuda" not in (memory.missing(WorkerSpec(), installed={"dask_cuda"}) or "")
-    assert memory.missing(WorkerSpec(), installed=USUAL) is None
-    assert memory.missing(WorkerSpec(rmm_pool_size=0, device_memory_limit=0), installed=()) is None
+    assert "dask-cuda" not in (memory_plan.missing(WorkerSpec(), installed={"dask_cuda"}) or "")
+    assert memory_plan.missing(WorkerSpec(), installed=USUAL) is None
+    assert (
+        memory_plan.missing(WorkerSpec(rmm_pool_size=0, device_memory_limit=0), installed=())
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_what_was_asked_for_and_is_missing_is_an_error(asked, package, option):
 
 def test_installed_packages_are_found_without_importing_them():
     before = set(sys.modules)
-    assert memory.packages() <= ALL
+    assert memory_plan.packages() <= ALL
     assert not (set(sys.modules) - before) & ALL
 
 
@@ -535,7 +540,7 @@ CUBLAS_FULL = of_class(
     ids=repr,
 )
 def test_errors_of_a_full_device_are_recognised(error):
-    assert full.device_out_of_memory(error)
+    assert oom.device_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
@@ -552,20 +557,20 @@ def test_errors_of_a_full_device_are_recognised(error):
     ids=repr,
 )
 def test_other_errors_are_not(error):
-    assert not full.device_out_of_memory(error)
+    assert not oom.device_out_of_memory(error)
 
 
 def test_cupy_s_own_error_is_recognised():
     cupy = pytest.importorskip("cupy")
     error = cupy.cuda.memory.OutOfMemoryError(10**10, 5 * 10**9, 0)
-    assert full.device_out_of_memory(error)
-    assert full.asked_for(error) == 10**10
+    assert oom.device_out_of_memory(error)
+    assert oom.asked_for(error) == 10**10
 
 
 def test_a_circle_of_causes_ends():
     one, other = ValueError(), ValueError()
     one.__cause__, other.__cause__ = other, one
-    assert not full.device_out_of_memory(one)
+    assert not oom.device_out_of_memory(one)
 
 
 @pytest.mark.parametrize(
@@ -579,7 +584,7 @@ def test_a_circle_of_causes_ends():
     ],
 )
 def test_bytes_asked_for(text, nbytes):
-    found = full.asked_for(MemoryError(text))
+    found = oom.asked_for(MemoryError(text))
     assert found == nbytes if nbytes is None else abs(found - nbytes) < 1000
 
 
@@ -595,7 +600,7 @@ def worker_with(data) -> SimpleNamespace:
 def test_the_explanation_says_where_how_much_and_what_next(rmm):
     rmm()
     cause = MemoryError(POOL_FULL)
-    error = full.explain(worker_with({"a": Block(300), "b": b"x" * 500}), PLAN, cause)
+    error = oom.explain(worker_with({"a": Block(300), "b": b"x" * 500}), PLAN, cause)
     assert isinstance(error, HpcdaskError)
     assert isinstance(error, MemoryError)
     assert error.__cause__ is cause
@@ -609,14 +614,14 @@ def test_the_explanation_says_where_how_much_and_what_next(rmm):
 
 def test_a_library_that_finds_no_room_beside_the_pool(rmm):
     rmm()
-    assert "--rmm-pool-size 0" in str(full.explain(worker_with({}), PLAN, CUBLAS_FULL))
+    assert "--rmm-pool-size 0" in str(oom.explain(worker_with({}), PLAN, CUBLAS_FULL))
 
 
 def test_nothing_that_cannot_be_asked_keeps_the_error_from_being_told(monkeypatch):
     for name in ("rmm", "cupy"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     for allocator in ("pool", "async", "cuda"):
-        told = full.explain(worker_with({}), replace(PLAN, allocator=allocator), CUBLAS_FULL)
+        told = oom.explain(worker_with({}), replace(PLAN, allocator=allocator), CUBLAS_FULL)
         assert "unknown number of bytes" in str(told)
 
 
@@ -635,7 +640,7 @@ def test_as_much_is_spilled_as_did_not_fit(asked, limit, spilled):
     data, host = device_buffer()
     for key in "abc":
         data.device_buffer[key] = Block(100)
-    full.make_room(data, replace(PLAN, device_memory_limit=limit), asked)
+    oom.make_room(data, replace(PLAN, device_memory_limit=limit), asked)
     assert list(host) == spilled
 
 
@@ -646,7 +651,7 @@ def test_arrays_of_an_error_that_somebody_keeps_are_freed():
     except MemoryError as error:
         kept.append(error)
     assert Device.used == 900
-    full.make_room({}, PLAN, None)
+    oom.make_room({}, PLAN, None)
     assert Device.used == 0
     assert traceback.extract_tb(kept[0].__traceback__)[-1].name == "__init__"
 
@@ -656,7 +661,7 @@ def test_arrays_in_circles_are_freed():
     circle.append(circle)
     del circle
     assert Device.used == 10
-    full.make_room({}, PLAN, None)
+    oom.make_room({}, PLAN, None)
     assert Device.used == 0
 
 
@@ -668,7 +673,7 @@ def test_a_result_that_cannot_be_spilled_is_logged(caplog):
         raise TypeError("cannot be pickled")
 
     data.device_buffer.fast.on_evict.insert(0, refuse)
-    full.make_room(data, PLAN, 10)
+    oom.make_room(data, PLAN, 10)
     assert "cannot be pickled" in caplog.text
 
 
@@ -677,7 +682,7 @@ class FrugalWorker(Worker):
 
     async def execute(self, key, *, stimulus_id):
         event = await super().execute(key, stimulus_id=stimulus_id)
-        return await full.explained(self, PLAN, event)
+        return await oom.explained(self, PLAN, event)
 
 
 class Mute(ValueError):
@@ -720,7 +725,7 @@ def test_an_explanation_that_fails_is_none(monkeypatch, caplog):
         raise RuntimeError("on purpose")
 
     async def test(client, worker):
-        monkeypatch.setattr(full, "make_room", fail)
+        monkeypatch.setattr(oom, "make_room", fail)
         error = await asyncio.wait_for(client.submit(too_much, pure=False).exception(), 60)
         assert type(error).__name__ == "OutOfMemoryError"
 
@@ -754,9 +759,9 @@ def test_the_next_task_that_fits_succeeds():
             assert isinstance(error, DeviceMemoryError)
             assert "200 B did not fit" in str(error)
             assert f"worker {worker.name} is" in str(error)
-            kinds = [type(one).__name__ for one in full._chain(error)]
+            kinds = [type(one).__name__ for one in oom._chain(error)]
             assert kinds[-1] == "MemoryError"  # a client may have no CuPy
-            assert str(list(full._chain(error))[-1]).startswith("OutOfMemoryError: ")
+            assert str(list(oom._chain(error))[-1]).startswith("OutOfMemoryError: ")
             assert len(kinds) == 2 + (failing is in_a_wrapper)
             trace = traceback.extract_tb(await failed.traceback())
             assert trace[-1].name == last
@@ -775,7 +780,7 @@ def test_what_a_receiver_has_no_room_for_is_explained_too():
     event = GatherDepFailureEvent.from_exception(
         MemoryError(POOL_FULL), worker="tcp://10.0.0.1:1", total_nbytes=1, stimulus_id="x"
     )
-    found = asyncio.run(full.explained(worker_with({}), PLAN, event))
+    found = asyncio.run(oom.explained(worker_with({}), PLAN, event))
     assert found is event
     assert isinstance(clean_exception(found.exception.data)[1], DeviceMemoryError)
     assert "node7-3" in found.exception_text
@@ -783,4 +788,4 @@ def test_what_a_receiver_has_no_room_for_is_explained_too():
 
 def test_other_events_stay_as_they_are():
     event = object()
-    assert asyncio.run(full.explained(worker_with({}), PLAN, event)) is event
+    assert asyncio.run(oom.explained(worker_with({}), PLAN, event)) is event

@@ -15,9 +15,10 @@ import dask
 import pytest
 from distributed.core import Status
 
-from hpcdask import devices, member, nanny, scout
-from hpcdask.devices import Gpu
+from hpcdask import member, nanny, scout
 from hpcdask.fabric import Fabric
+from hpcdask.gpu import driver
+from hpcdask.gpu.devices import Gpu
 from hpcdask.leader import Leader
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
@@ -357,7 +358,7 @@ def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
     assert scout._choose(at, uuids) == expected
 
 
-WHOLE = [devices.DriverFile(A, accessible=True), devices.DriverFile(B, accessible=True)]
+WHOLE = [driver.DriverFile(A, accessible=True), driver.DriverFile(B, accessible=True)]
 
 
 @pytest.mark.parametrize(

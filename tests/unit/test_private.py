@@ -12,10 +12,17 @@ from pathlib import Path
 import dask.config
 import pytest
 
-from hpcdask import bootstrap, private, schedulerfile, scratch, security, sharing
-from hpcdask.devices import Gpu
+from hpcdask import bootstrap, private, schedulerfile, scratch
 from hpcdask.errors import SchedulerFileError, UsageError
+from hpcdask.gpu import locks
+from hpcdask.gpu.devices import Gpu
 from hpcdask.queues import machine
+from hpcdask.security import (
+    check_configuration,
+    create_credentials,
+    load_credentials,
+    save_credentials,
+)
 from launching import wait_for
 from strangers import UID, as_stranger, put_modules, root_only
 
@@ -135,7 +142,7 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(open_fold
         path.mkdir()
         (path / "chapter").mkdir()
         (path / "chapter" / "one.tex").write_text("precious")
-    security.save_credentials(security.create_credentials(), str(keys))
+    save_credentials(create_credentials(), str(keys))
     own.mkdir(mode=0o700)
     (own / "spilled").mkdir()
     (own / "spilled" / "block").touch()
@@ -161,7 +168,7 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(open_fold
 @root_only
 def test_a_scheduler_file_s_end_spares_what_lies_in_its_keys_place(open_folder):
     path, thesis = open_folder / "cluster.json", open_folder / "thesis"
-    schedulerfile.write(str(path), "tls://127.0.0.1:1", security.create_credentials(), job=None)
+    schedulerfile.write(str(path), "tls://127.0.0.1:1", create_credentials(), job=None)
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("precious")
     as_stranger(lambda: swap(Path(f"{path}.keys"), thesis))
@@ -181,10 +188,10 @@ def test_a_link_is_removed_and_not_followed(tmp_path):
 
 @root_only
 def test_keys_that_are_swapped_while_they_are_read_are_those_of_before(open_folder, monkeypatch):
-    ours, theirs = security.create_credentials(), security.create_credentials()
+    ours, theirs = create_credentials(), create_credentials()
     keys = open_folder / "keys"
-    security.save_credentials(ours, str(keys))
-    security.save_credentials(theirs, str(open_folder / "mine"))
+    save_credentials(ours, str(keys))
+    save_credentials(theirs, str(open_folder / "mine"))
     real = private.open_folder
 
     def opened(path: str) -> int:
@@ -194,8 +201,8 @@ def test_keys_that_are_swapped_while_they_are_read_are_those_of_before(open_fold
         return folder
 
     monkeypatch.setattr(private, "open_folder", opened)
-    assert security.load_credentials(str(keys)) == ours
-    assert security.load_credentials(str(keys)) == theirs
+    assert load_credentials(str(keys)) == ours
+    assert load_credentials(str(keys)) == theirs
 
 
 # --- scratch --------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ def test_a_lock_is_a_file_of_that_name_alone(tmp_path, kind):
     else:
         os.mkfifo(path)
     gpus = [Gpu("GPU-1", "", 1), Gpu("GPU-2", "", 1)]
-    assert sharing.take(gpus, 1, "job 9", str(tmp_path)) == gpus[1:]
+    assert locks.take(gpus, 1, "job 9", str(tmp_path)) == gpus[1:]
     assert victim.read_text() == "precious"
 
 
@@ -297,11 +304,11 @@ def test_configuration_that_others_may_write_is_refused(tmp_path, monkeypatch, w
     monkeypatch.setattr(dask.config, "paths", [str(tmp_path / "none"), str(tmp_path)])
     file = tmp_path / "jobqueue.yaml"
     file.write_text("jobqueue:\n  slurm:\n    job-script-prologue: [touch /tmp/owned]\n")
-    security.check_configuration()
+    check_configuration()
     opened = tmp_path if which == "folder" else file
     opened.chmod(0o777)
     with pytest.raises(UsageError, match=rf"others may write {opened}, .*: chmod go-w {opened}$"):
-        security.check_configuration()
+        check_configuration()
 
 
 def test_a_run_ends_before_it_obeys_a_configuration_of_others(tmp_path):

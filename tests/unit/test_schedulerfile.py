@@ -15,16 +15,17 @@ from distributed import Client, LocalCluster
 
 import hpcdask
 from clock import clock
-from hpcdask import batching, schedulerfile, security
+from hpcdask import batching, schedulerfile
 from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
+from hpcdask.security import Credentials, create_credentials, save_credentials, to_security
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files to another user")
 
 
 @pytest.fixture(scope="module")
-def credentials() -> security.Credentials:
-    return security.create_credentials()
+def credentials() -> Credentials:
+    return create_credentials()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def cluster(credentials) -> Iterator[LocalCluster]:
         threads_per_worker=1,
         processes=False,
         protocol="tls",
-        security=security.to_security(credentials),
+        security=to_security(credentials),
         dashboard_address=":0",
     ) as cluster:
         yield cluster
@@ -203,7 +204,7 @@ def test_cluster_that_has_ended(credentials, tmp_path):
 def test_another_s_cluster_at_that_address(cluster, tmp_path):
     """The port of a dead cluster has gone to a living one, whose keys are others."""
     path = tmp_path / "cluster.json"
-    foreign = security.create_credentials()
+    foreign = create_credentials()
     schedulerfile.write(str(path), cluster.scheduler_address, foreign, job=None)
     with pytest.raises(SchedulerFileError) as caught:
         hpcdask.connect(str(path), timeout=2)
@@ -279,7 +280,7 @@ def test_without_tls_there_are_no_keys(tmp_path):
 
 def test_over_what_a_dead_cluster_left(credentials, tmp_path):
     path = tmp_path / "cluster.json"
-    schedulerfile.write(str(path), dead_address(), security.create_credentials(), job="6.r0")
+    schedulerfile.write(str(path), dead_address(), create_credentials(), job="6.r0")
     schedulerfile.check_writable(str(path))
     schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r0")
     assert json.loads(path.read_text())["hpcdask"]["job"] == "7.r0"
@@ -341,5 +342,5 @@ def test_a_folder_in_the_place_of_the_keys_is_not_removed(tmp_path):
     with pytest.raises(SchedulerFileError, match="holds something else"):
         schedulerfile.check_writable(str(tmp_path / "cluster.json"))
     with pytest.raises(FileExistsError):
-        security.save_credentials({}, str(folder))
+        save_credentials({}, str(folder))
     assert (folder / "thesis.tex").exists()

@@ -16,23 +16,33 @@ from distributed import Client, Scheduler, Worker
 from distributed.comm import connect
 from distributed.core import Server
 
-from hpcdask import private, security
+from hpcdask import private
 from hpcdask.errors import SchedulerFileError
+from hpcdask.security import (
+    FILES,
+    Credentials,
+    client_only,
+    create_credentials,
+    is_key_folder,
+    load_credentials,
+    save_credentials,
+    to_security,
+)
 
 ROLES = ("scheduler", "worker", "client")
 
 
 @pytest.fixture(scope="module")
-def credentials() -> security.Credentials:
-    return security.create_credentials()
+def credentials() -> Credentials:
+    return create_credentials()
 
 
 @pytest.fixture(scope="module")
-def others() -> security.Credentials:
-    return security.create_credentials()
+def others() -> Credentials:
+    return create_credentials()
 
 
-def certificate(credentials: security.Credentials, field: str) -> x509.Certificate:
+def certificate(credentials: Credentials, field: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(credentials[field].encode())
 
 
@@ -44,12 +54,12 @@ def contact(server_has, client_has, client_role: str = "client", server_role: st
 
     async def call() -> str:
         server = Server({"ping": lambda: "pong"})
-        listen = security.to_security(server_has).get_listen_args(server_role)
+        listen = to_security(server_has).get_listen_args(server_role)
         await server.listen("tls://127.0.0.1:0", **listen)
         if isinstance(client_has, ssl.SSLContext):
             arguments = {"ssl_context": client_has, "require_encryption": True}
         else:
-            arguments = security.to_security(client_has).get_connection_args(client_role)
+            arguments = to_security(client_has).get_connection_args(client_role)
         try:
             comm = await connect(server.address, timeout=3, **arguments)
             await comm.write({"op": "ping", "reply": True})
@@ -69,7 +79,7 @@ def test_parts_of_one_cluster_talk(credentials, client, server):
 
 
 def test_a_client_needs_its_own_part_only(credentials):
-    part = security.client_only(credentials)
+    part = client_only(credentials)
     assert set(part) == {"tls_ca_file", "tls_client_cert", "tls_client_key"}
     assert contact(credentials, part) == "pong"
 
@@ -84,7 +94,7 @@ def test_a_client_that_trusts_the_right_authority_with_another_s_key_is_refused(
     credentials, others
 ):
     """The server asks for a certificate too, and looks who signed it."""
-    stolen = {**security.client_only(others), "tls_ca_file": credentials["tls_ca_file"]}
+    stolen = {**client_only(others), "tls_ca_file": credentials["tls_ca_file"]}
     with pytest.raises(OSError, match=r"(?i)certificate|closed|alert|ssl"):
         contact(credentials, stolen)
 
@@ -104,8 +114,7 @@ def test_a_server_with_another_cluster_s_keys_is_not_believed(credentials, other
 
 def test_a_client_s_key_does_for_no_server(credentials):
     as_scheduler = {
-        name.replace("client", "scheduler"): text
-        for name, text in security.client_only(credentials).items()
+        name.replace("client", "scheduler"): text for name, text in client_only(credentials).items()
     }
     with pytest.raises(OSError, match=r"certificate|TLS"):
         contact(as_scheduler, credentials)
@@ -114,9 +123,9 @@ def test_a_client_s_key_does_for_no_server(credentials):
 def test_a_whole_cluster(credentials, tmp_path):
     """Scheduler and worker with keys in memory, the client with files."""
     folder = tmp_path / "keys"
-    security.save_credentials(security.client_only(credentials), str(folder))
-    own = security.to_security(credentials)
-    files = security.to_security(security.load_credentials(str(folder)))
+    save_credentials(client_only(credentials), str(folder))
+    own = to_security(credentials)
+    files = to_security(load_credentials(str(folder)))
 
     async def compute() -> int:
         async with (
@@ -164,8 +173,8 @@ def test_every_cluster_and_role_has_keys_of_its_own(credentials, others):
 
 
 def test_no_credentials_mean_plain_tcp():
-    assert not security.to_security({}).require_encryption
-    assert not security.to_security(None).require_encryption
+    assert not to_security({}).require_encryption
+    assert not to_security(None).require_encryption
 
 
 # --- where they lie -------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ def test_modes(credentials, tmp_path, umask):
     folder = tmp_path / "keys"
     before = os.umask(umask)
     try:
-        security.save_credentials(credentials, str(folder))
+        save_credentials(credentials, str(folder))
     finally:
         os.umask(before)
     assert mode(folder) == 0o700
@@ -190,43 +199,43 @@ def test_modes(credentials, tmp_path, umask):
 
 
 def test_files_are_loaded(credentials, tmp_path):
-    security.save_credentials(credentials, str(tmp_path / "keys"))
-    loaded = security.load_credentials(str(tmp_path / "keys"))
+    save_credentials(credentials, str(tmp_path / "keys"))
+    loaded = load_credentials(str(tmp_path / "keys"))
     assert loaded == credentials
 
 
 def test_a_folder_that_is_gone(tmp_path):
     with pytest.raises(SchedulerFileError, match=r"gone.*shared?"):
-        security.load_credentials(str(tmp_path / "keys"))
+        load_credentials(str(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize("bits", [0o750, 0o705, 0o770, 0o710, 0o777])
 def test_a_folder_that_is_open_to_others(credentials, tmp_path, bits):
     folder = tmp_path / "keys"
-    security.save_credentials(credentials, str(folder))
+    save_credentials(credentials, str(folder))
     folder.chmod(bits)
     with pytest.raises(SchedulerFileError, match="0700"):
-        security.load_credentials(str(folder))
+        load_credentials(str(folder))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to another user")
 def test_a_folder_of_another_user(credentials, tmp_path):
     folder = tmp_path / "keys"
-    security.save_credentials(credentials, str(folder))
+    save_credentials(credentials, str(folder))
     os.chown(folder, 65534, 65534)
     with pytest.raises(SchedulerFileError, match="somebody else"):
-        security.load_credentials(str(folder))
+        load_credentials(str(folder))
 
 
 def test_a_folder_in_which_a_key_was_being_written_can_be_taken_over(credentials, tmp_path):
     """Its rank and janitor had died with their node, and no run took the file again."""
     folder = tmp_path / "keys"
-    security.save_credentials(credentials, str(folder))
+    save_credentials(credentials, str(folder))
     (folder / "client.key.pem").rename(folder / "client.key.pem.0123456789ab")
-    security.save_credentials(credentials, str(folder))
-    assert set(os.listdir(folder)) == set(security.FILES)
+    save_credentials(credentials, str(folder))
+    assert set(os.listdir(folder)) == set(FILES)
     (folder / "mine.0123456789ab").touch()
-    assert not security.is_key_folder(str(folder))
+    assert not is_key_folder(str(folder))
 
 
 def test_a_private_file_replaces_what_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from hpcdask import security, tls
+from hpcdask import tls
+from hpcdask.security import create_credentials, to_security
 from hpcdask.tls import ClusterSecurity
 from launching import wait_for
 
 
 @pytest.fixture(scope="module")
 def access() -> Security:
-    return security.to_security(security.create_credentials())
+    return to_security(create_credentials())
 
 
 @pytest.fixture
@@ -119,6 +120,6 @@ def test_no_key_is_written_where_the_end_of_the_process_would_leave_it(access, m
 
 
 def test_without_credentials_there_is_no_tls():
-    access = security.to_security(None)
+    access = to_security(None)
     assert not access.require_encryption
     assert access.get_listen_args("worker")["ssl_context"] is None

@@ -8,9 +8,10 @@ import itertools
 import pytest
 
 from hpcdask import dialing, fabric
-from hpcdask.devices import Gpu, cuda_extra
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.gpu.devices import Gpu
+from hpcdask.gpu.driver import cuda_extra
 from hpcdask.installed import PREFER_SYSTEM, Ucx
 from hpcdask.site import Seat
 from hpcdask.spec import WorkerSpec

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dask.utils import format_bytes, parse_bytes
 
-from .errors import HpcdaskError
+from hpcdask.errors import HpcdaskError
 
 if TYPE_CHECKING:
-    from .memory import MemoryPlan
+    from .memory_plan import MemoryPlan
 
 Event = TypeVar("Event")
 

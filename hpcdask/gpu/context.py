@@ -9,8 +9,9 @@ import socket
 import time
 from typing import Any
 
-from .devices import cuda_extra
-from .errors import DeviceError, MissingExtra
+from hpcdask.errors import DeviceError, MissingExtra
+
+from .driver import cuda_extra
 
 #: Seconds that a process may take to let go of a device that is for one at a time (compute mode).
 RELEASE_S = 3.0

@@ -11,9 +11,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from . import private
-from .devices import Gpu, driver_files
-from .errors import DeviceError
+from hpcdask import private
+from hpcdask.errors import DeviceError
+
+from .devices import Gpu
 
 #: Seconds that an earlier job gets to let go of its GPU.
 LOCK_DEADLINE_S = 10.0
@@ -109,11 +110,3 @@ def shared_on_purpose(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the queue gave this job a part of a GPU, which others may use too."""
     environ = os.environ if environ is None else environ
     return any(name in environ for name in SHARED_ON_PURPOSE)
-
-
-def hidden_gpus(root: str = "/") -> int:
-    """How many of the node's GPUs a cgroup or a container keeps from this process.
-
-    Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
-    """
-    return sum(not gpu.accessible for gpu in driver_files(root))

@@ -12,25 +12,18 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from .errors import DeviceError, MissingExtra
-from .ranks import QUEUE_JOBS, is_launcher, launcher_pid
+from hpcdask.errors import DeviceError, MissingExtra
+from hpcdask.ranks import QUEUE_JOBS, is_launcher, launcher_pid
 
-#: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
-WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
+from .driver import DriverFile, cuda_extra, has_nvidia_driver
+
 NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
 #: One GPU for each rank, of which none hides the others.
 EACH_A_GPU = "--gpus-per-task=1 --gpu-bind=none"
-#: CUDA versions for which there is an extra; drivers run older ones, too.
-OLDEST_CUDA, NEWEST_CUDA = 12, 13
-#: The first driver for CUDA 13, and the GPUs that it still drives and CUDA 13 does not know.
-DRIVER_OF_13 = 580
-OLD_GPUS = re.compile(r"\b(G?V100|G?P100|P40|TITAN V)\b")
-#: The packages of a CUDA version by which an environment is known.
-OF_CUDA = ("cupy-cuda{}x", "rmm-cu{}", "distributed-ucxx-cu{}")
 
 
 @dataclass(frozen=True)
@@ -102,79 +95,12 @@ class View:
         return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
 
 
-def cuda_extra(root: str = "/") -> str:
-    """The extra of hpcdask that brings CUDA packages for this machine, for messages.
-
-    Asks the files of the driver, not NVML. Without a driver it is the newest.
-
-    Parameters
-    ----------
-    root
-        Folder that stands for ``/``, with a slash at its end.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    there = []
-    for name in (form.format(cuda) for cuda in (OLDEST_CUDA, NEWEST_CUDA) for form in OF_CUDA):
-        with contextlib.suppress(PackageNotFoundError):
-            version(name)
-            there.append(name)
-    told = re.search(r"Kernel Module.*?\s(\d+)\.", _text_of(f"{root}proc/driver/nvidia/version"))
-    old = any(OLD_GPUS.search(_told(path).get("Model", "")) for path in _information(root))
-    newest = NEWEST_CUDA
-    if old or (told and int(told[1]) < DRIVER_OF_13):
-        newest = OLDEST_CUDA
-    return extra_for(newest, there)
-
-
-def extra_for(newest: int, packages: Collection[str]) -> str:
-    """The extra of hpcdask that brings CUDA packages.
-
-    Parameters
-    ----------
-    newest
-        The newest CUDA that the driver and the GPUs run.
-    packages
-        Names of what is installed. Packages of two CUDA versions do not load together.
-    """
-    older, newer = (
-        any(form.format(cuda) in packages for form in OF_CUDA)
-        for cuda in (OLDEST_CUDA, NEWEST_CUDA)
-    )
-    settled = OLDEST_CUDA if older and not newer else NEWEST_CUDA
-    return f"cuda{min(settled, newest)}"
-
-
-def _information(root: str) -> list[str]:
-    """The driver's files about its GPUs, by their PCI addresses."""
-    return sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"))
-
-
-def _told(path: str) -> dict[str, str]:
-    return dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", _text_of(path), re.MULTILINE))
-
-
-def _text_of(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 def start_nvml() -> None:
     """Start NVML in a thread, for distributed, which else waits 0.04 s for it in each process."""
     if has_nvidia_driver():
         from distributed.diagnostics import nvml
 
         threading.Thread(target=nvml.device_get_count, name="nvml", daemon=True).start()
-
-
-def has_nvidia_driver() -> bool:
-    """Whether this machine has NVIDIA device files, by looking at /dev only."""
-    # In Windows' Linux, /dev/dxg is there for every maker's GPU, the library for NVIDIA's
-    windows = os.path.exists("/dev/dxg") and os.path.exists(WINDOWS_NVML)
-    return windows or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
@@ -252,36 +178,6 @@ def foreseen_gpus(
         gone = wanted.strip() in NONE_VISIBLE
         usable = [] if gone else _select(wanted, [[gpu] for gpu in usable])
     return [Gpu(gpu.uuid, "", 0) for gpu in usable]
-
-
-class DriverFile(NamedTuple):
-    """What the driver's files tell of a GPU of this node.
-
-    Attributes
-    ----------
-    uuid
-        With question marks where no process has used the GPU yet.
-    accessible
-        Whether neither a cgroup nor a container keeps it from this process.
-    """
-
-    uuid: str
-    accessible: bool
-
-
-def driver_files(root: str = "/") -> list[DriverFile]:
-    """The node's GPUs by their PCI addresses, those too that this process may not use.
-
-    Empty where there is no NVIDIA driver, or a container hides its files. GPUs that the driver was
-    told to leave out are not among them.
-    """
-    found = []
-    for told in map(_told, _information(root)):
-        if told.get("GPU Excluded") != "Yes" and (minor := told.get("Device Minor")):
-            # The kernel asks the device cgroup here too
-            usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
-            found.append(DriverFile(told.get("GPU UUID", "?"), usable))
-    return found
 
 
 class _HasUuid(Protocol):

@@ -1,0 +1,127 @@
+"""What the driver's files say, without NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+#: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
+WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
+
+
+#: CUDA versions for which there is an extra; drivers run older ones, too.
+OLDEST_CUDA, NEWEST_CUDA = 12, 13
+#: The first driver for CUDA 13, and the GPUs that it still drives and CUDA 13 does not know.
+DRIVER_OF_13 = 580
+OLD_GPUS = re.compile(r"\b(G?V100|G?P100|P40|TITAN V)\b")
+#: The packages of a CUDA version by which an environment is known.
+OF_CUDA = ("cupy-cuda{}x", "rmm-cu{}", "distributed-ucxx-cu{}")
+
+
+def cuda_extra(root: str = "/") -> str:
+    """The extra of hpcdask that brings CUDA packages for this machine, for messages.
+
+    Asks the files of the driver, not NVML. Without a driver it is the newest.
+
+    Parameters
+    ----------
+    root
+        Folder that stands for ``/``, with a slash at its end.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    there = []
+    for name in (form.format(cuda) for cuda in (OLDEST_CUDA, NEWEST_CUDA) for form in OF_CUDA):
+        with contextlib.suppress(PackageNotFoundError):
+            version(name)
+            there.append(name)
+    told = re.search(r"Kernel Module.*?\s(\d+)\.", _text_of(f"{root}proc/driver/nvidia/version"))
+    old = any(OLD_GPUS.search(_told(path).get("Model", "")) for path in _information(root))
+    newest = NEWEST_CUDA
+    if old or (told and int(told[1]) < DRIVER_OF_13):
+        newest = OLDEST_CUDA
+    return extra_for(newest, there)
+
+
+def extra_for(newest: int, packages: Collection[str]) -> str:
+    """The extra of hpcdask that brings CUDA packages.
+
+    Parameters
+    ----------
+    newest
+        The newest CUDA that the driver and the GPUs run.
+    packages
+        Names of what is installed. Packages of two CUDA versions do not load together.
+    """
+    older, newer = (
+        any(form.format(cuda) in packages for form in OF_CUDA)
+        for cuda in (OLDEST_CUDA, NEWEST_CUDA)
+    )
+    settled = OLDEST_CUDA if older and not newer else NEWEST_CUDA
+    return f"cuda{min(settled, newest)}"
+
+
+def _information(root: str) -> list[str]:
+    """The driver's files about its GPUs, by their PCI addresses."""
+    return sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"))
+
+
+def _told(path: str) -> dict[str, str]:
+    return dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", _text_of(path), re.MULTILINE))
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has NVIDIA device files, by looking at /dev only."""
+    # In Windows' Linux, /dev/dxg is there for every maker's GPU, the library for NVIDIA's
+    windows = os.path.exists("/dev/dxg") and os.path.exists(WINDOWS_NVML)
+    return windows or bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+class DriverFile(NamedTuple):
+    """What the driver's files tell of a GPU of this node.
+
+    Attributes
+    ----------
+    uuid
+        With question marks where no process has used the GPU yet.
+    accessible
+        Whether neither a cgroup nor a container keeps it from this process.
+    """
+
+    uuid: str
+    accessible: bool
+
+
+def driver_files(root: str = "/") -> list[DriverFile]:
+    """The node's GPUs by their PCI addresses, those too that this process may not use.
+
+    Empty where there is no NVIDIA driver, or a container hides its files. GPUs that the driver was
+    told to leave out are not among them.
+    """
+    found = []
+    for told in map(_told, _information(root)):
+        if told.get("GPU Excluded") != "Yes" and (minor := told.get("Device Minor")):
+            # The kernel asks the device cgroup here too
+            usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
+            found.append(DriverFile(told.get("GPU UUID", "?"), usable))
+    return found
+
+
+def hidden_gpus(root: str = "/") -> int:
+    """How many of the node's GPUs a cgroup or a container keeps from this process.
+
+    Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
+    """
+    return sum(not gpu.accessible for gpu in driver_files(root))
