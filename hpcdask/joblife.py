@@ -15,6 +15,8 @@ from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
 from .bootstrap import Janitor, mark
+from .comm.topology import Seat
+from .comm.transport import choose_alone, choose_interface
 from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from .gpu import devices, locks, memory_plan
 from .gpu.devices import Gpu, View
@@ -25,9 +27,7 @@ from .places import settle, share
 from .ranks import Rank, detect, job_id
 from .scout import Scout
 from .security import load_credentials, to_security
-from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import choose_alone, choose_interface
 
 if TYPE_CHECKING:
     from distributed.comm import Comm

@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 from . import schedulerfile
 from .bootstrap import mark
 from .children import Child
+from .comm.fabric import Fabric
+from .comm.topology import Seat
+from .comm.transport import Choice, choose, choose_interface
+from .comm.warmup import Link, judge
 from .control import Channel, Hub
 from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
-from .fabric import Fabric
 from .gpu import devices, memory_plan
 from .gpu.devices import View
 from .logs import complain, say
 from .member import AUTO, TERM_DEADLINE_S, Member, seconds_since_start
 from .nanny import Place
-from .peers import Link, judge
 from .places import owned_cores, plan, settle
 from .ranks import job_id
 from .rendezvous import Rendezvous
 from .security import create_credentials, to_security
-from .site import Seat
-from .transport import Choice, choose, choose_interface
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0

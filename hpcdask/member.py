@@ -17,20 +17,12 @@ from typing import Any, NoReturn
 
 import dask.config
 
-from . import (
-    fabric,
-    hooks,
-    private,
-    ranks,
-    rendezvous,
-    schedulerfile,
-    template,
-    transport,
-)
+from . import private, ranks, rendezvous, schedulerfile, template
 from .bootstrap import STARTED, Janitor, owner_text, process_start
 from .children import PASSED_ON, Child, Nursery
+from .comm import fabric, transport, ucx_hooks
+from .comm.fabric import Fabric
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
-from .fabric import Fabric
 from .gpu import devices, driver
 from .gpu.devices import Gpu, View
 from .logs import say
@@ -328,7 +320,7 @@ def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
     def in_child() -> None:
         nursery.close_in_child()
         if spec.protocol == "ucx" or likely:
-            hooks.install(dask.config.get("distributed.nanny.environ", None))
+            ucx_hooks.install(dask.config.get("distributed.nanny.environ", None))
 
     # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
     template.start(scratch, in_child, ["cuda.core"] if cuda else [])

@@ -23,19 +23,19 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 from . import listening, template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks
+from .comm.peers import UCX, PeerWorker, load
+from .comm.transport import Reach
+from .comm.ucx_config import ucx_environment
+from .comm.ucx_hooks import environment
 from .errors import ClusterError, HpcdaskError, MissingExtra, root_cause
 from .gpu import context, devices, memory, oom
 from .gpu.context import CONTEXT_MADE, make_context
 from .gpu.devices import Gpu
 from .gpu.driver import cuda_extra
 from .gpu.memory_plan import ON_HOST, MemoryPlan
-from .hooks import environment
 from .logs import say
-from .peers import UCX, PeerWorker, load
 from .scout import Scout
 from .spec import WorkerSpec
-from .switches import ucx_environment
-from .transport import Reach
 
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"

@@ -6,13 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .comm.topology import Seat
+from .comm.transport import Choice
 from .gpu import devices, memory_plan
 from .gpu.devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
-from .site import Seat
 from .spec import RunSpec, WorkerSpec
-from .transport import Choice
 
 
 def first_worker_rank(spec: RunSpec) -> int:

@@ -14,8 +14,9 @@ import socket
 import threading
 from collections.abc import Callable
 
-from . import hooks, ranks, template
+from . import ranks, template
 from .bootstrap import detach_standard_streams, mark
+from .comm import ucx_hooks
 from .gpu.context import CONTEXT_MADE, make_context, start_cuda
 from .scout import has_peers, words
 
@@ -39,7 +40,7 @@ def prestart(
     """
     detach_standard_streams(output=False)
     if "tcp" not in words() and has_peers(ranks.detect()):
-        hooks.install()  # before there is another thread; UCX takes a signal for itself
+        ucx_hooks.install()  # before there is another thread; UCX takes a signal for itself
     template.leave_signals_to_the_rank()
     found: list[str] = []
     if foreseen is not None:
@@ -56,8 +57,8 @@ def prestart(
 
 
 def _prepare_imports() -> None:
+    from .comm.peers import load
     from .nanny import quiet
-    from .peers import load
 
     mark("distributed imported")
     load(PACKAGES)

@@ -13,10 +13,10 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from . import listening, webserver
 from .batching import BATCH_INTERVAL_S
+from .comm.peers import TOPIC
 from .control import Channel
 from .gpu.devices import start_nvml
 from .nanny import quiet
-from .peers import TOPIC
 from .security import to_security
 from .template import leave_signals_to_the_rank
 

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from . import fabric, ranks
+from . import ranks
 from .bootstrap import mark
+from .comm import fabric
+from .comm.fabric import Fabric
 from .errors import DeviceError, UsageError
-from .fabric import Fabric
 from .gpu.context import start_cuda
 from .gpu.devices import Gpu, foreseen_gpus, look_at_gpus
 from .gpu.driver import driver_files, has_nvidia_driver

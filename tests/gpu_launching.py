@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hpcdask import fabric
+from hpcdask.comm import fabric
 from hpcdask.gpu.devices import Gpu
 from launching import Launcher
 

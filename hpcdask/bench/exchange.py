@@ -164,7 +164,7 @@ def _members(client: distributed.Client, device: str) -> Members:
 def _describe(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"host": platform.node(), "uuid": None, "nvlink": ()}
     if device == "cuda":
-        from hpcdask.fabric import nvlink_pairs
+        from hpcdask.comm.fabric import nvlink_pairs
 
         with contextlib.suppress(Exception):  # NVML's own; without it there is no hint
             found["uuid"] = _own_gpu()

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hpcdask.comm.fabric import Fabric
+from hpcdask.comm.topology import Seat
+from hpcdask.comm.transport import choose
 from hpcdask.errors import HpcdaskError
-from hpcdask.fabric import Fabric
 from hpcdask.ranks import Rank
-from hpcdask.site import Seat
 from hpcdask.spec import WorkerSpec
-from hpcdask.transport import choose
 
 from .findings import Facts, Finding, Reporter, spans
 from .nodes import Node

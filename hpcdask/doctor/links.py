@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdask import dialing, fabric
-from hpcdask.installed import PREFER_SYSTEM
-from hpcdask.site import USE_SYSTEM
+from hpcdask.comm import fabric, ucx_config
+from hpcdask.comm.topology import USE_SYSTEM
+from hpcdask.comm.ucx_config import allows, left_out
+from hpcdask.comm.ucx_install import PREFER_SYSTEM
 from hpcdask.spec import WorkerSpec
-from hpcdask.switches import allows, left_out
 
 from .findings import Facts, Finding, Reporter
 
@@ -139,8 +139,8 @@ def _shut(environ: Mapping[str, str], known: fabric.Fabric) -> set[str]:
     """Which variables leave UCX no interface to open connections over."""
     if known.ucx.problem:
         return set()
-    given = {name: value for name in dialing.VARIABLES if (value := environ.get(name))}
-    return {entry.partition("=")[0] for entry in dialing.closed(known, given, far=False)}
+    given = {name: value for name in ucx_config.VARIABLES if (value := environ.get(name))}
+    return {entry.partition("=")[0] for entry in ucx_config.closed(known, given, far=False)}
 
 
 def _tls(
@@ -203,7 +203,7 @@ def _devices(
 
 
 def _managers(say: Reporter, environ: Mapping[str, str], shut: set[str]) -> Iterator[Finding]:
-    name = dialing.VARIABLES[2]
+    name = ucx_config.VARIABLES[2]
     if shut == {name}:
         yield say.slow(name, f"with {environ[name]}, {UNREACHABLE}", "Unset it")
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask import fabric, rendezvous
+from hpcdask import rendezvous
+from hpcdask.comm import fabric
 from hpcdask.control import Channel, Hub, dial
 from hpcdask.errors import HpcdaskError, LaunchError
 from hpcdask.ranks import Rank

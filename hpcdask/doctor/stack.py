@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from hpcdask.bootstrap import interpreter
-from hpcdask.installed import loaded_transports
+from hpcdask.comm.ucx_install import loaded_transports
 
 from .findings import Facts, Finding, Reporter
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdask.fabric import nvlink_pairs
+from hpcdask.comm.fabric import nvlink_pairs
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu

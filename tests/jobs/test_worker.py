@@ -22,9 +22,9 @@ from distributed.comm import CommClosedError
 
 from clock import clock
 from hpcdask import joblife, member, nanny, private, ranks, worker
+from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
-from hpcdask.peers import PeerWorker
 from hpcdask.security import create_credentials, load_credentials, save_credentials, to_security
 from launching import wait_for
 from running import Running, Site, no_launcher

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from clock import clock, stretched
-from hpcdask import fabric, run
+from hpcdask import run
+from hpcdask.comm import fabric
 from hpcdask.errors import UsageError
 from hpcdask.nanny import check_preloads
 from hpcdask.spec import WorkerSpec

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from clock import PATIENCE, clock
-from hpcdask import fabric
+from hpcdask.comm import fabric
 from launching import clean_environment, wait_for
 from running import Site
 
@@ -55,7 +55,8 @@ async def main():
 asyncio.run(main())
 """
 
-PRELUDE = """
+PRELUDE = """from hpcdask.comm import ucx_progress
+
 global clock, ucx, connect, listen, np, os, time, base, Comm, to_serialize, mock, psutil, gc
 import gc, os, psutil, time
 from unittest import mock
@@ -64,9 +65,9 @@ from clock import clock
 from distributed.comm import Comm, connect, listen
 from distributed.protocol import to_serialize
 import distributed_ucxx.ucxx as base
-from hpcdask import ucx
+from hpcdask.comm import ucx
 ucx.register()
-ucx.progress()
+ucx_progress.progress()
 """
 
 LISTEN = """
@@ -426,8 +427,10 @@ def test_strangers_leave_nothing_behind(there: Puppet, here: Puppet):
 OPEN = 'me.comm = await connect("ucx://" + me.address, timeout=60)\n'
 #: Neither polls nor looks from time to time: a lost wake-up is a hang.
 ASLEEP = """
-for name, value in (("SAFETY_S", 60), ("ANSWER_POLL_S", 0.0), ("POLL_S", 0.0)):
-    mock.patch.object(ucx, name, value).start()
+from hpcdask.comm import ucx_progress
+mock.patch.object(ucx_progress, "SAFETY_S", 60).start()
+for name in ("ANSWER_POLL_S", "POLL_S"):
+    mock.patch.object(ucx, name, 0.0).start()
 ucx.progress()._timer.cancel()
 """
 
@@ -680,7 +683,8 @@ return [refused, await me.comm.read()]
 
 
 def test_a_new_event_loop_takes_over():
-    program = """
+    program = """from hpcdask.comm import ucx_progress
+
 async def talk():
     async def echo(comm):
         await comm.write(await comm.read())
@@ -695,10 +699,10 @@ async def talk():
     listener.stop()
 import asyncio
 from distributed.comm import connect, listen
-from hpcdask import ucx
+from hpcdask.comm import ucx
 for _ in range(3):
     asyncio.run(talk())
-assert len(ucx._progress) == 1
+assert len(ucx_progress._progress) == 1
 """
     env = {**clean_environment(), "UCXPY_PROGRESS_MODE": "blocking"}
     env["UCX_WARN_UNUSED_ENV_VARS"] = "n"
@@ -720,8 +724,8 @@ return me.scheduler.address
 WORK = """
 global PeerWorker, peers, send_recv
 from distributed.core import send_recv
-from hpcdask import peers
-from hpcdask.peers import PeerWorker
+from hpcdask.comm import peers
+from hpcdask.comm.peers import PeerWorker
 peers.FIRST_NBYTES = peers.MEASURED_NBYTES = 2**16
 peers.WARM_DEADLINE_S = peers.ASK_DEADLINE_S = peers.UCX_DEADLINE_S = 20
 async def start(exchange="ucx", **kwargs):

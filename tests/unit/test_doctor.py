@@ -21,6 +21,8 @@ from click.testing import CliRunner
 
 from clock import clock
 from hpcdask import cli
+from hpcdask.comm.fabric import Fabric, Interface, Port
+from hpcdask.comm.ucx_install import Ucx
 from hpcdask.control import Hub
 from hpcdask.doctor import (
     collect,
@@ -37,8 +39,6 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
-from hpcdask.fabric import Fabric, Interface, Port
-from hpcdask.installed import Ucx
 from hpcdask.ranks import Rank
 
 GIB = 2**30

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hpcdask import fabric, installed
-from hpcdask.fabric import Fabric, Interface, Port
+from hpcdask.comm import fabric, ucx_install
+from hpcdask.comm.fabric import Fabric, Interface, Port
+from hpcdask.comm.ucx_install import PREFER_SYSTEM, Ucx
 from hpcdask.gpu.driver import cuda_extra
-from hpcdask.installed import PREFER_SYSTEM, Ucx
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 
@@ -236,25 +236,25 @@ def site(tmp_path, monkeypatch):
 def test_ucx_of_the_package(site):
     root = site("distributed_ucxx", "ucxx", "libucx")
     expected = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
-    assert installed.installed_ucx(root, {}) == expected
+    assert ucx_install.installed_ucx(root, {}) == expected
     asked = {PREFER_SYSTEM: "true"}  # and the system has none
-    assert installed.installed_ucx(root, asked) == expected
+    assert ucx_install.installed_ucx(root, asked) == expected
     limited = {"UCX_TLS": "tcp", "UCX_MODULES": "^cuda", "UCX_NET_DEVICES": "eth0"}
-    assert installed.installed_ucx(root, limited) == dataclasses.replace(
+    assert ucx_install.installed_ucx(root, limited) == dataclasses.replace(
         expected, transports=("cma",), tls="tcp", devices="eth0"
     )
-    assert installed.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
-    assert installed.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")
+    assert ucx_install.installed_ucx(root, {"UCX_MODULES": "cuda"}).transports == ("cuda",)
+    assert ucx_install.installed_ucx(root, {"UCX_MODULES": "all"}).transports == ("cma", "cuda")
 
 
 def test_ucx_of_the_system(site, tmp_path):
     root = site("distributed_ucxx", "ucxx", "libucx")
     write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
     path = {"LD_LIBRARY_PATH": "/nowhere::/opt/ucx/lib"}
-    assert installed.installed_ucx(root, path).source == "package"
+    assert ucx_install.installed_ucx(root, path).source == "package"
     # The rule is libucx's: anything but "false"
-    assert installed.installed_ucx(root, {**path, PREFER_SYSTEM: "False"}).source == "package"
-    assert installed.installed_ucx(root, {**path, PREFER_SYSTEM: "1"}) == Ucx(
+    assert ucx_install.installed_ucx(root, {**path, PREFER_SYSTEM: "False"}).source == "package"
+    assert ucx_install.installed_ucx(root, {**path, PREFER_SYSTEM: "1"}) == Ucx(
         "0.52.0", "1.20.0", "system", ("cuda", "ib", "ib_mlx5", "rdmacm")
     )
 
@@ -264,17 +264,17 @@ def test_a_system_without_the_development_package(site, tmp_path):
     write(tmp_path, ucx("opt/ucx/lib", "1.20.0", SYSTEM_MODULES))
     (tmp_path / "opt/ucx/lib/libucp.so").unlink()  # which libucx asks for
     asked = {PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
-    assert installed.installed_ucx(root, asked).source == "package"
+    assert ucx_install.installed_ucx(root, asked).source == "package"
 
 
 def test_ucx_without_the_libucx_package(site, tmp_path, monkeypatch):
     root = site("distributed_ucxx", "ucxx")
-    found = installed.installed_ucx(root, {})
+    found = ucx_install.installed_ucx(root, {})
     assert "ucxx finds no libucp" in found.problem
     assert not found.missing
     monkeypatch.setattr(sys, "prefix", "/conda")
     write(tmp_path, ucx("conda/lib", "1.20.0", SYSTEM_MODULES))
-    found = installed.installed_ucx(root, {})
+    found = ucx_install.installed_ucx(root, {})
     assert (found.source, found.ucx, found.problem) == ("system", "1.20.0", "")
 
 
@@ -285,7 +285,7 @@ def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
     root = site("distributed_ucxx", "ucxx", "libucx")
     write(tmp_path, ucx("opt/ucx/lib", version, SYSTEM_MODULES))
     asked = {PREFER_SYSTEM: "true", "LD_LIBRARY_PATH": "/opt/ucx/lib"}
-    found = installed.installed_ucx(root, asked)
+    found = ucx_install.installed_ucx(root, asked)
     assert bool(found.problem) is bad
     assert not bad or f"is {version}, and ucxx needs 1.19.0 or newer" in found.problem
 
@@ -299,7 +299,7 @@ def test_a_system_ucx_that_is_too_old(site, tmp_path, version, bad):
     ],
 )
 def test_missing_packages(site, there, what):
-    found = installed.installed_ucx(site(*there), {})
+    found = ucx_install.installed_ucx(site(*there), {})
     assert found.problem == f'{what}: pip install "hpcdask[{cuda_extra()}]"'
     assert found.missing
 
@@ -314,9 +314,9 @@ def test_the_loaders_cache(tmp_path):
     (tmp_path / "opt/fast").mkdir(parents=True)
     shutil.copy(found, tmp_path / "opt/fast/libc.so.6")
     subprocess.run(["/sbin/ldconfig", "-r", root], check=True, timeout=300)
-    assert installed._find_library("libc.so.6", root, {}) == f"{root}opt/fast/libc.so.6"
-    assert installed._find_library("libc.so", root, {}) == ""
-    assert installed._find_library("libc.so.6", f"{root}opt/", {}) == ""
+    assert ucx_install._find_library("libc.so.6", root, {}) == f"{root}opt/fast/libc.so.6"
+    assert ucx_install._find_library("libc.so", root, {}) == ""
+    assert ucx_install._find_library("libc.so.6", f"{root}opt/", {}) == ""
 
 
 def test_loaded_transports(tmp_path):
@@ -330,9 +330,9 @@ def test_loaded_transports(tmp_path):
         "7f5 r-xp 0 08:01 5 /usr/lib64/ucx/libuct_cma.so.0\n"
         "7f6 rw-p 0 00:00 0 [heap]\n"
     )
-    assert installed.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
-    assert installed.loaded_transports(str(tmp_path / "gone")) == ()
-    assert installed.loaded_transports() == ()
+    assert ucx_install.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
+    assert ucx_install.loaded_transports(str(tmp_path / "gone")) == ()
+    assert ucx_install.loaded_transports() == ()
 
 
 # Together
@@ -364,7 +364,7 @@ def test_look_and_json(site, cards, nvml, tmp_path):
 
 def test_looking_loads_neither_ucx_nor_dask():
     program = (
-        "import sys; from hpcdask import fabric; fabric.look(); "
+        "import sys; from hpcdask.comm import fabric; fabric.look(); "
         "names = {name.partition('.')[0] for name in sys.modules}; "
         "print(names & {'dask', 'distributed', 'ucxx', 'libucx', 'distributed_ucxx', 'cuda'}, "
         "'libuc' in open('/proc/self/maps').read())"

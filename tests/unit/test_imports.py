@@ -14,13 +14,14 @@ import hpcdask
 from launching import needs
 
 OPTIONAL = ["cuda", "cupy", "dask_cuda", "distributed_ucxx", "mpi4py", "pynvml", "rmm", "ucxx"]
+NEED_UCX = ("comm.ucx", "comm.ucx_auth", "comm.ucx_progress")
 MODULES = [
     "hpcdask",
     *(
         module.name
         for module in pkgutil.walk_packages(hpcdask.__path__, "hpcdask.")
-        # the one module for processes that have the CUDA packages and use ucx
-        if not module.name.endswith("__main__") and module.name != "hpcdask.ucx"
+        # those that only processes which have the CUDA packages and use ucx import
+        if not module.name.endswith(("__main__", *NEED_UCX))
     ),
 ]
 PROGRAM = """

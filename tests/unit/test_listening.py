@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from distributed import Nanny, Scheduler, rpc
 
-from hpcdask import control, listening, peers
+from hpcdask import control, listening
+from hpcdask.comm import peers
 from hpcdask.security import create_credentials, to_security
 
 FLOOD = 1500

@@ -13,9 +13,10 @@ import pytest
 from distributed.comm import CommClosedError
 from distributed.protocol import to_serialize
 
-from hpcdask import nanny, peers
-from hpcdask.hooks import environment
-from hpcdask.peers import FAR_PEERS, Link, choose_peers, judge
+from hpcdask import nanny
+from hpcdask.comm import peers
+from hpcdask.comm.ucx_hooks import environment
+from hpcdask.comm.warmup import FAR_PEERS, Link, choose_peers, judge
 from launching import needs
 
 
@@ -133,7 +134,7 @@ def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
 @needs("ucxx")
 def test_a_stranger_has_little_time_and_few_of_them_wait():
     """Every other test sets limits of its own."""
-    from hpcdask import ucx
+    from hpcdask.comm import ucx
 
     assert ucx.AUTHENTICATION_DEADLINE_S == 5
     assert 1 < ucx.PENDING_LIMIT <= 64
@@ -171,7 +172,7 @@ class OnDevice:
     ],
 )
 def test_messages_of_device_memory_are_known_before_they_are_serialized(msg, expected):
-    from hpcdask import ucx
+    from hpcdask.comm import ucx
 
     assert ucx._of_device(msg) is expected
 
@@ -179,7 +180,7 @@ def test_messages_of_device_memory_are_known_before_they_are_serialized(msg, exp
 @needs("ucxx")
 @pytest.mark.parametrize("nbytes", [0, 1, 1006, 1007, 1008, 5000])
 def test_the_first_block_has_one_size_and_loses_nothing(nbytes: int):
-    from hpcdask import ucx
+    from hpcdask.comm import ucx
 
     header = bytes(range(256)) * 20
     first, rest = ucx._first_block(0, header[:nbytes], 3)
@@ -214,7 +215,7 @@ class Wire:
 
 
 def meet(theirs: bytes, mine: bytes) -> tuple[list[object], Wire, Wire]:
-    from hpcdask.ucx import authenticate
+    from hpcdask.comm.ucx_auth import authenticate
 
     async def both():
         one, other = asyncio.Queue(), asyncio.Queue()
@@ -253,7 +254,7 @@ def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
 
 @needs("ucxx")
 def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
-    from hpcdask.ucx import authenticate
+    from hpcdask.comm.ucx_auth import authenticate
 
     class Mirror(Wire):
         def send(self, buffer: bytes):
@@ -330,7 +331,7 @@ def test_a_peer_that_died_is_one_line():
 def test_a_worker_that_ended_while_it_said_hello_is_no_stranger(error, expected, monkeypatch):
     import ucxx
 
-    from hpcdask import ucx
+    from hpcdask.comm import ucx
 
     monkeypatch.setattr(ucx.base, "ucxx", ucxx)  # as after its start
     error = eval(error, vars(ucxx.exceptions))

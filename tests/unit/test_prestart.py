@@ -16,7 +16,7 @@ import pytest
 from distributed.core import Status
 
 from hpcdask import member, nanny, scout
-from hpcdask.fabric import Fabric
+from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.leader import Leader
@@ -161,7 +161,7 @@ def test_its_context_does_not_wait_for_nvml_where_its_device_is_foreseen(tmp_pat
 def start_cuda():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
     open(folder + "/started", "w").close()
-prestart.hooks.install = prestart._prepare_imports = lambda: None
+prestart.ucx_hooks.install = prestart._prepare_imports = lambda: None
 prestart.start_cuda = start_cuda
 def make():
     assert os.path.exists(folder + "/started") and os.environ["CUDA_VISIBLE_DEVICES"] == "{A}"
@@ -332,7 +332,7 @@ os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="{size}",
 def note():
     assert len(os.listdir("/proc/self/task")) == 1
     open(folder + "/installed", "w").close()
-prestart.hooks.install = note
+prestart.ucx_hooks.install = note
 pid, line = early(lambda line: prestart.prestart(lambda: None, line))
 assert os.waitpid(pid, 0)[1] == 99 << 8
 assert os.path.exists(folder + "/installed") == {installed}

@@ -7,21 +7,16 @@ import itertools
 
 import pytest
 
-from hpcdask import dialing, fabric
+from hpcdask.comm import fabric, ucx_config
+from hpcdask.comm.fabric import Fabric, Interface, Port
+from hpcdask.comm.topology import Seat
+from hpcdask.comm.transport import check_interface, choose, choose_alone, choose_interface
+from hpcdask.comm.ucx_config import ucx_environment
+from hpcdask.comm.ucx_install import PREFER_SYSTEM, Ucx
 from hpcdask.errors import MissingExtra, UsageError
-from hpcdask.fabric import Fabric, Interface, Port
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.driver import cuda_extra
-from hpcdask.installed import PREFER_SYSTEM, Ucx
-from hpcdask.site import Seat
 from hpcdask.spec import WorkerSpec
-from hpcdask.switches import ucx_environment
-from hpcdask.transport import (
-    check_interface,
-    choose,
-    choose_alone,
-    choose_interface,
-)
 
 PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
 SYSTEM = Ucx("0.52.0", "1.20.0", "system", ("cma", "cuda", "ib", "ib_mlx5", "rdmacm"))
@@ -511,7 +506,7 @@ def test_rdma_is_not_refused_where_it_may_work(port, interface, setting):
     ],
 )
 def test_devices_that_are_named(value, name, expected):
-    assert dialing.named(value, name) is expected
+    assert ucx_config.named(value, name) is expected
 
 
 @pytest.mark.parametrize(
@@ -540,8 +535,8 @@ def test_the_address_at_which_ucx_is_reached(monkeypatch, address, environ, expe
     )
     port = dataclasses.replace(IB, interfaces=("ib0",))
     monkeypatch.setattr(fabric, "infiniband", lambda: (port,))
-    monkeypatch.setattr(dialing, "installed_ucx", lambda root, environ: SYSTEM)
-    assert dialing.host(address, environ) == expected
+    monkeypatch.setattr(ucx_config, "installed_ucx", lambda root, environ: SYSTEM)
+    assert ucx_config.host(address, environ) == expected
 
 
 def net(host, *interfaces):

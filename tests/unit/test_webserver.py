@@ -20,7 +20,7 @@ from tornado.httputil import HTTPHeaders
 from tornado.websocket import websocket_connect
 
 from hpcdask import webserver
-from hpcdask.peers import PeerWorker
+from hpcdask.comm.peers import PeerWorker
 
 LOCAL = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from .gpu.driver import cuda_extra
+from hpcdask.gpu.driver import cuda_extra
 
 #: With any value but "false", libucx's Python package takes the system's UCX where there is one.
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"

@@ -1,6 +1,6 @@
 """Which transport workers use, and on which interface.
 
-Pure decisions from what `hpcdask.fabric` saw on each node.
+Pure decisions from what `hpcdask.comm.fabric` saw on each node.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from . import switches
-from .errors import MissingExtra, UsageError
+from hpcdask.errors import MissingExtra, UsageError
+from hpcdask.gpu.driver import cuda_extra
+from hpcdask.spec import WorkerSpec
+
+from . import ucx_config
 from .fabric import Interface
-from .gpu.driver import cuda_extra
-from .site import Seat, Site, some
-from .spec import WorkerSpec
+from .topology import Seat, Site, some
 
 #: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
@@ -87,11 +88,11 @@ def choose_alone(spec: WorkerSpec, seat: Seat) -> Choice:
 
 def _choose(site: Site) -> Choice:
     spec = site.spec
-    switches.check(spec)
+    ucx_config.check(spec)
     if spec.protocol == "auto":
         return _best(site)
     if spec.protocol == "tcp":
-        if asked := switches.given(spec, wanted=True):
+        if asked := ucx_config.given(spec, wanted=True):
             raise UsageError(f"{asked} is for ucx, and --protocol tcp is given: leave one out")
         best = _best(site)
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
@@ -112,7 +113,7 @@ def _best(site: Site) -> Choice:
         why = f"{infiniband}; {nvlink}" if infiniband else nvlink
     if why := why or next(site.obstacles(), ""):
         warnings = list(site.remedies())
-        if asked := switches.given(site.spec, wanted=True):
+        if asked := ucx_config.given(site.spec, wanted=True):
             warnings.append(f"{asked} has no effect on tcp")
         return Choice("tcp", why, tuple(warnings))
     if infiniband:

@@ -14,8 +14,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 import dask
@@ -25,10 +25,13 @@ from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
-from . import dialing, listening, webserver
-from .bootstrap import mark
+from hpcdask import listening, webserver
+from hpcdask.bootstrap import mark
+from hpcdask.errors import ClusterError, root_cause
+
+from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
-from .errors import ClusterError, root_cause
+from .warmup import Link, choose_peers, judge
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
@@ -44,12 +47,8 @@ WARM_DEADLINE_S = 60.0
 #: Bytes of the block that maps a peer's memory, and of the one that shows how fast it comes.
 FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 MEASUREMENTS = 5
-NO_IPC_CAUSES = (
-    "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
-    "without access from GPU to GPU"
-)
 #: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
-UCX = "hpcdask.ucx"
+UCX = "hpcdask.comm.ucx"
 #: How distributed sends device memory; numba comes with it, and takes half a second to load.
 SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
 #: Bytes that a worker asks of another in one message, where distributed's 50 MB are not set
@@ -58,8 +57,6 @@ SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
 MESSAGE_NBYTES = 2**31
 #: While a worker is of use.
 WORKING = (Status.running, Status.paused)
-#: Peers on other nodes that a worker warms its connections with.
-FAR_PEERS = 8
 
 
 class PeerPool(ConnectionPool):
@@ -135,38 +132,6 @@ class PeerPool(ConnectionPool):
             ucx.known_secrets.pop(contact.partition("://")[2], None)
         self._asking.pop(addr, None)
         super().remove(addr, **kwargs)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one worker found when it first fetched from another.
-
-    Attributes
-    ----------
-    to, source
-        Names of the two workers.
-    transport
-        ``ucx`` or ``tcp``.
-    first_s
-        Seconds of the first, small transfer, in which memory is mapped.
-    rate
-        Bytes per second of a larger one after it.
-    same_host
-        Whether both are on one node.
-    cuda_ipc
-        Whether UCX maps device memory of one in the other (CUDA IPC); None if that is not known.
-    problem
-        Why nothing came; the rest is then void.
-    """
-
-    to: str
-    source: str
-    transport: str = ""
-    first_s: float = 0.0
-    rate: float = 0.0
-    same_host: bool = True
-    cuda_ipc: bool | None = None
-    problem: str = ""
 
 
 class PeerWorker(Worker):
@@ -260,7 +225,7 @@ class PeerWorker(Worker):
         from . import ucx
 
         ucx.register()
-        host = await asyncio.to_thread(dialing.host, get_address_host(self.address))
+        host = await asyncio.to_thread(ucx_config.host, get_address_host(self.address))
         await super().listen(f"ucx://{unparse_host_port(host)}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
@@ -296,11 +261,11 @@ class PeerWorker(Worker):
             self.state.transfer_message_bytes_limit = MESSAGE_NBYTES
 
     def _watch_mappings(self) -> None:
-        from . import ucx
+        from . import ucx, ucx_progress
 
         self._mappings = Mappings(ucx.version())
         self._releasing = asyncio.create_task(
-            release_of_the_dead(self._mappings, ucx.progress().turn, str(self.name))
+            release_of_the_dead(self._mappings, ucx_progress.progress().turn, str(self.name))
         )
 
     async def start_unsafe(self) -> Any:
@@ -416,80 +381,6 @@ class PeerWorker(Worker):
                 return dict(await self._ask(peer, op=WARM, **me))
         except Exception as error:
             return asdict(Link(to=name, source=str(self.name), problem=root_cause(error)))
-
-
-@dataclass(frozen=True)
-class Warmth:
-    """What all links together say.
-
-    Attributes
-    ----------
-    line
-        For the user.
-    warnings
-        One line for each worker or pair that is slow or does not work.
-    """
-
-    line: str
-    warnings: tuple[str, ...]
-
-
-def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
-    """Say which transport workers use and whether it is the fast one.
-
-    Parameters
-    ----------
-    links
-        Of all workers, or of one.
-    on_device
-        Whether they exchange device memory.
-    """
-    warnings = [
-        f"no data came from worker {link.source} to {link.to}: {link.problem}"
-        for link in links
-        if link.problem
-    ]
-    sound = [link for link in links if not link.problem]
-    warnings += [
-        f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
-        for link in sound
-        if link.transport == "tcp"
-    ]
-    ucx = [link for link in sound if link.transport == "ucx"]
-    near = [link for link in ucx if link.same_host]
-    without = [link for link in near if on_device and link.cuda_ipc is False]
-    warnings += [
-        f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. "
-        f"{NO_IPC_CAUSES}"
-        for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
-    ]
-    if not ucx:
-        return Warmth("no data over ucx", tuple(warnings))
-    pairs = len({frozenset((link.to, link.source)) for link in ucx})
-    least = min(link.rate for link in ucx) / 1e9
-    what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
-    if on_device and near and all(link.cuda_ipc for link in near):
-        what += ", CUDA IPC is active"
-    return Warmth(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
-
-
-def choose_peers(me: str, addresses: list[str]) -> list[str]:
-    """Whom a new worker gets warm with: all on its node, and some on others.
-
-    Parameters
-    ----------
-    me
-        The worker's address.
-    addresses
-        Those of all workers, in the order in which they came.
-    """
-    others = [address for address in addresses if address != me]
-    here = get_address_host(me)
-    near = [address for address in others if get_address_host(address) == here]
-    far = [address for address in others if get_address_host(address) != here]
-    # not all begin with the same one
-    turn = hash(me) % len(near) if near else 0
-    return near[turn:] + near[:turn] + far[-FAR_PEERS:]
 
 
 async def load_aside(modules: Iterable[str]) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .dialing import closed, settings
+from hpcdask.gpu.devices import Gpu
+from hpcdask.spec import WorkerSpec
+
 from .fabric import Fabric, Port
-from .gpu.devices import Gpu
-from .installed import PREFER_SYSTEM
-from .spec import WorkerSpec
-from .switches import Link, allows, given, left_out, ucx_environment
+from .ucx_config import Link, allows, closed, given, left_out, settings, ucx_environment
+from .ucx_install import PREFER_SYSTEM
 
 #: Why ucx is not the default without fast links.
 SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hmac
 import logging
-import os
 import secrets
 import struct
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
-from unittest import mock
 
 import distributed_ucxx.ucxx as base
 from distributed.comm.addressing import parse_host_port
@@ -31,7 +27,10 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
-from .listening import Untold
+from hpcdask.listening import Untold
+
+from .ucx_auth import SECRET_NBYTES, authenticate, introduce
+from .ucx_progress import Endpoint, progress
 
 logger = logging.getLogger("distributed.hpcdask.ucx")
 
@@ -41,16 +40,12 @@ AUTHENTICATION_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 1.0
 #: Connections that may be unproven at a time; those beyond are refused.
 PENDING_LIMIT = 64
-#: Bytes of a secret, of a challenge and of the answer to it.
-SECRET_NBYTES = 32
 #: Seconds for which a transfer of device memory is polled, before it is left to UCX to report its
 #: end: UCX does not report the end of every copy between devices.
 POLL_S = 1.0
 #: Seconds for which other messages are polled for: an answer often comes at once, and a processor
 #: that spins for longer is one that Dask tasks lack.
 ANSWER_POLL_S = 0.002
-#: Seconds after which UCX is looked at even if it reported nothing.
-SAFETY_S = 0.1
 #: Bytes of a message's first block, which holds all of a short message.
 BLOCK_NBYTES = 1024
 #: Host frames up to this many bytes travel with the message's header.
@@ -66,180 +61,9 @@ SERIALIZERS = ("cuda", "dask", "pickle", "error")
 known_secrets: dict[str, bytes] = {}
 
 
-class Progress:
-    """Drives this process's one UCX worker from its event loop.
-
-    While somebody polls, UCX is progressed on each turn of the loop. Else it is armed, and its
-    file descriptor wakes the loop: an idle connection costs no processor time.
-
-    Parameters
-    ----------
-    worker
-        ucxx's worker.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._asleep: dict[Any, asyncio.Future[None]] = {}
-        self._pollers = 0
-        self._polls = False
-        self._timer: asyncio.TimerHandle | None = None
-        # ucxx stops its own progress, and takes the reader away, when nothing is registered
-        base._register_dask_resource()
-        # in the place of ucxx's reader, which does not arm UCX again
-        self._loop.add_reader(worker.epoll_file_descriptor, self.turn)
-        self.turn()
-
-    @contextlib.contextmanager
-    def polling(self) -> Iterator[None]:
-        """Progress UCX on every turn of the loop until the end of the block."""
-        self._pollers += 1
-        if not self._polls:
-            self._polls = True
-            self._loop.call_soon(self._poll)
-        try:
-            yield
-        finally:
-            self._pollers -= 1
-
-    def _poll(self) -> None:
-        self._progress()
-        if self._pollers:
-            self._loop.call_soon(self._poll)
-        else:
-            self._polls = False
-            self._arm()
-
-    async def wait(self, request: Any) -> None:
-        """Wait for the end of a request; raises what UCX says of it.
-
-        Parameters
-        ----------
-        request
-            ucxx's.
-        """
-        if not request.completed:
-            self._progress()
-        if not request.completed:
-            future = self._asleep[request] = self._loop.create_future()
-            if not self._polls:
-                self._arm()
-            try:
-                await future
-            finally:
-                self._asleep.pop(request, None)
-        request.check_error()
-
-    def _progress(self) -> None:
-        self.worker.progress()
-        self.look()
-
-    def look(self) -> None:
-        """Wake those whose request is over."""
-        for request, future in self._asleep.items():
-            if request.completed and not future.done():
-                future.set_result(None)
-
-    def turn(self) -> None:
-        """Progress UCX once."""
-        self._progress()
-        if not self._polls:
-            self._arm()
-
-    def _arm(self) -> None:
-        """Have UCX report what comes next, and look again after a while all the same."""
-        if not self.worker.arm():  # something has come already
-            self._loop.call_soon(self.turn)
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(SAFETY_S, self.turn)
-
-
-_progress: dict[asyncio.AbstractEventLoop, Progress] = {}
-
-
-def progress() -> Progress:
-    """The driver of the running event loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _progress:
-        for other in [other for other in _progress if other.is_closed()]:
-            del _progress[other]
-        _start_ucx()
-        _progress[loop] = Progress(base.ucxx.core._get_ctx().worker)
-    return _progress[loop]
-
-
 def version() -> tuple[int, ...]:
     """UCX's."""
     return tuple(base.ucxx.get_ucx_version())
-
-
-def _start_ucx() -> None:
-    """Start UCX without its active messages and remote memory access.
-
-    With them whoever connects has ucxx allocate what he says, and read a header that he wrote.
-    """
-    from ucxx._lib import libucxx
-
-    features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
-    context = functools.partial(libucxx.UCXContext, feature_flags=features)
-    # it complains of the CUDA context, which was made before as UCX wants it
-    quiet = mock.patch.object(base.logger, "disabled", True)
-    with mock.patch.object(libucxx, "UCXContext", context), quiet:
-        base.init_once()
-
-
-class Endpoint:
-    """Messages of known size over one of ucxx's endpoints."""
-
-    def __init__(self, endpoint: Any) -> None:
-        from ucxx._lib.arr import Array
-        from ucxx.types import Tag
-
-        self._array = Array
-        self._raw = endpoint._ep
-        self._send_tag = Tag(endpoint._tags["msg_send"])
-        self._receive_tag = Tag(endpoint._tags["msg_recv"])
-        self._progress = progress()
-
-    def send(self, buffer: Any) -> Any:
-        """Begin to send; `wait` for the request that is returned."""
-        self._raw.raise_on_error()
-        return self._raw.tag_send(self._array(buffer), self._send_tag)
-
-    def receive(self, buffer: Any) -> Any:
-        """Begin to receive exactly as many bytes as the buffer holds."""
-        array = self._array(buffer)
-        if self._raw.alive:
-            return self._raw.tag_recv(array, self._receive_tag)
-        # the other side is gone; what it said last may lie here
-        worker = self._progress.worker
-        lies = worker.tag_probe(self._receive_tag)
-        if lies.matched and lies.length == array.nbytes:
-            found = worker.tag_probe(self._receive_tag, remove=True)
-            return worker.tag_recv_with_handle(array, found)
-        self._raw.raise_on_error()
-        raise base.ucxx.exceptions.UCXCloseError("the other side closed the connection")
-
-    async def wait(self, *requests: Any) -> None:
-        """Wait for the end of all requests."""
-        for request in requests:
-            await self._progress.wait(request)
-
-    async def wait_polling(self, *requests: Any, seconds: float) -> None:
-        """Wait for requests that end soon: poll first."""
-        if all(request.completed for request in requests):
-            return await self.wait(*requests)
-        with self._progress.polling(), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self.wait(*requests)
-        return await self.wait(*requests)
-
-    def look(self) -> None:
-        """Wake those that wait for requests which were cancelled."""
-        self._progress.look()
 
 
 class PeerComm(base.UCXX):  # type: ignore[misc]
@@ -385,85 +209,6 @@ def _first_block(flag: int, header: bytes, count: int) -> tuple[bytes, bytes]:
     room = BLOCK_NBYTES - _PREFIX.size
     first = _PREFIX.pack(flag, len(header), count) + header[:room]
     return first.ljust(BLOCK_NBYTES, b"\0"), header[room:]
-
-
-async def authenticate(wire: Any, secret: bytes, *, listens: bool) -> None:
-    """Prove to each other that both know a secret, without telling it.
-
-    A challenge and its answer by HMAC-SHA256 in either direction, in messages of fixed size; the
-    answers of the two sides differ, so that none can be sent back.
-
-    Parameters
-    ----------
-    wire
-        An `Endpoint`.
-    secret
-        What both must know, `SECRET_NBYTES` long.
-    listens
-        Which of the two sides this is.
-
-    Raises
-    ------
-    PermissionError
-        The other side does not know the secret.
-    """
-    mine, theirs = secrets.token_bytes(SECRET_NBYTES), bytearray(SECRET_NBYTES)
-    await wire.wait(wire.send(mine), wire.receive(theirs))
-    pair = (mine + theirs) if listens else (theirs + mine)
-
-    def answer(of_listener: bool) -> bytes:
-        role = b"listens" if of_listener else b"connects"
-        return hmac.digest(secret, role + pair, "sha256")
-
-    proof = answer(listens)  # UCX reads it where it lies until it is sent
-    if not listens:
-        await wire.wait(wire.send(proof))
-    got = bytearray(SECRET_NBYTES)
-    await wire.wait(wire.receive(got))
-    if not hmac.compare_digest(got, answer(not listens)):
-        raise PermissionError("the other side does not know the secret of this cluster")
-    if listens:
-        await wire.wait(wire.send(proof))
-
-
-class _Streams:
-    """An endpoint's streams, as ucxx's `exchange_peer_info` uses them, but waited for in sleep."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-
-    def stream_send(self, array: Any) -> _Waited:
-        return _Waited(self._raw.stream_send(array))
-
-    def stream_recv(self, array: Any) -> _Waited:
-        return _Waited(self._raw.stream_recv(array))
-
-
-class _Waited:
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    async def wait(self) -> None:
-        await progress().wait(self._request)
-
-
-async def introduce(raw: Any, *, listens: bool) -> Any:
-    """Make ucxx's endpoint of a raw one: the two sides tell each other their tags.
-
-    ucxx does the same, but its event loop spins meanwhile, however long the other side is silent.
-    """
-    from ucxx._lib_async import Endpoint as PeerEndpoint
-    from ucxx._lib_async.exchange_peer_info import exchange_peer_info
-    from ucxx._lib_async.utils import hash64bits
-
-    tag = hash64bits("msg_tag", os.urandom(16), raw.handle)
-    try:
-        # without a deadline of its own: that of the caller would be lost when both are over at once
-        told = await exchange_peer_info(_Streams(raw), tag, listener=listens, connect_timeout=None)
-    except RuntimeError as error:  # the checksum does not fit
-        raise PermissionError(f"the other side does not speak ucxx: {error}") from error
-    tags = {"msg_send": told["msg_tag"], "msg_recv": tag}
-    return PeerEndpoint(endpoint=raw, ctx=base.ucxx.core._get_ctx(), tags=tags)
 
 
 class PeerConnector(base.UCXXConnector):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """What joins the GPUs and the nodes, and which of it the UCX that is installed can use.
 
 Everything is read from files, psutil and NVML: no CUDA call, and UCX is not loaded, so that the
-process can still fork. Nothing here decides; `hpcdask.transport` does.
+process can still fork. Nothing here decides; `hpcdask.comm.transport` does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from .gpu.driver import hidden_gpus
-from .installed import Ucx, installed_ucx, read
+from hpcdask.gpu.driver import hidden_gpus
+
+from .ucx_install import Ucx, installed_ucx, read
 
 Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 

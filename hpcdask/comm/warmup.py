@@ -1,0 +1,121 @@
+"""First exchange between peers, and its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distributed.comm import get_address_host
+
+#: Peers on other nodes that a worker warms its connections with.
+FAR_PEERS = 8
+NO_IPC_CAUSES = (
+    "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
+    "without access from GPU to GPU"
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one worker found when it first fetched from another.
+
+    Attributes
+    ----------
+    to, source
+        Names of the two workers.
+    transport
+        ``ucx`` or ``tcp``.
+    first_s
+        Seconds of the first, small transfer, in which memory is mapped.
+    rate
+        Bytes per second of a larger one after it.
+    same_host
+        Whether both are on one node.
+    cuda_ipc
+        Whether UCX maps device memory of one in the other (CUDA IPC); None if that is not known.
+    problem
+        Why nothing came; the rest is then void.
+    """
+
+    to: str
+    source: str
+    transport: str = ""
+    first_s: float = 0.0
+    rate: float = 0.0
+    same_host: bool = True
+    cuda_ipc: bool | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """What all links together say.
+
+    Attributes
+    ----------
+    line
+        For the user.
+    warnings
+        One line for each worker or pair that is slow or does not work.
+    """
+
+    line: str
+    warnings: tuple[str, ...]
+
+
+def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
+    """Say which transport workers use and whether it is the fast one.
+
+    Parameters
+    ----------
+    links
+        Of all workers, or of one.
+    on_device
+        Whether they exchange device memory.
+    """
+    warnings = [
+        f"no data came from worker {link.source} to {link.to}: {link.problem}"
+        for link in links
+        if link.problem
+    ]
+    sound = [link for link in links if not link.problem]
+    warnings += [
+        f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
+        for link in sound
+        if link.transport == "tcp"
+    ]
+    ucx = [link for link in sound if link.transport == "ucx"]
+    near = [link for link in ucx if link.same_host]
+    without = [link for link in near if on_device and link.cuda_ipc is False]
+    warnings += [
+        f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. "
+        f"{NO_IPC_CAUSES}"
+        for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
+    ]
+    if not ucx:
+        return Warmth("no data over ucx", tuple(warnings))
+    pairs = len({frozenset((link.to, link.source)) for link in ucx})
+    least = min(link.rate for link in ucx) / 1e9
+    what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
+    if on_device and near and all(link.cuda_ipc for link in near):
+        what += ", CUDA IPC is active"
+    return Warmth(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
+
+
+def choose_peers(me: str, addresses: list[str]) -> list[str]:
+    """Whom a new worker gets warm with: all on its node, and some on others.
+
+    Parameters
+    ----------
+    me
+        The worker's address.
+    addresses
+        Those of all workers, in the order in which they came.
+    """
+    others = [address for address in addresses if address != me]
+    here = get_address_host(me)
+    near = [address for address in others if get_address_host(address) == here]
+    far = [address for address in others if get_address_host(address) != here]
+    # not all begin with the same one
+    turn = hash(me) % len(near) if near else 0
+    return near[turn:] + near[:turn] + far[-FAR_PEERS:]
