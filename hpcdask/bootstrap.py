@@ -22,7 +22,7 @@ import stat
 import sys
 import time
 
-from . import private
+from .security import private
 
 MARKER = "HPCDASK_RANK_MARKER"
 STARTED = "HPCDASK_STARTED"

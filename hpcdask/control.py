@@ -16,7 +16,7 @@ from typing import Any
 
 from tornado.netutil import bind_sockets
 
-from .listening import Acceptor, Unproven, prepare
+from .security.listening import Acceptor, Unproven, prepare
 
 Message = dict[str, Any]
 LINE_LIMIT = 4 * 2**20

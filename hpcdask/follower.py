@@ -14,7 +14,7 @@ from .logs import complain
 from .member import TERM_DEADLINE_S, Member
 from .nanny import Place
 from .rendezvous import Note, Rendezvous
-from .security import to_security
+from .security.credentials import to_security
 
 
 async def follow(member: Member, rendezvous: Rendezvous) -> int:

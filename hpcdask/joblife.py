@@ -26,7 +26,7 @@ from .nanny import BoundNanny, Place
 from .places import settle, share
 from .ranks import Rank, detect, job_id
 from .scout import Scout
-from .security import load_credentials, to_security
+from .security.credentials import load_credentials, to_security
 from .spec import RunSpec, WorkerSpec
 
 if TYPE_CHECKING:

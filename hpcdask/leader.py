@@ -33,7 +33,7 @@ from .nanny import Place
 from .places import owned_cores, plan, settle
 from .ranks import job_id
 from .rendezvous import Rendezvous
-from .security import create_credentials, to_security
+from .security.credentials import create_credentials, to_security
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import dask.config
 
-from . import private, ranks, rendezvous, schedulerfile, template
+from . import ranks, rendezvous, schedulerfile, template
 from .bootstrap import STARTED, Janitor, owner_text, process_start
 from .children import PASSED_ON, Child, Nursery
 from .comm import fabric, transport, ucx_hooks
@@ -30,7 +30,8 @@ from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, qui
 from .ranks import Rank
 from .scout import Scout, has_peers
 from .scratch import scratch_folder
-from .security import Credentials, to_security
+from .security import private
+from .security.credentials import Credentials, to_security
 from .spec import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.

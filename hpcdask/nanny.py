@@ -20,7 +20,7 @@ from distributed.core import Status
 from distributed.utils import get_ip
 from distributed.worker_state_machine import ExecuteFailureEvent
 
-from . import listening, template
+from . import template
 from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks
 from .comm.peers import UCX, PeerWorker, load
@@ -35,6 +35,7 @@ from .gpu.driver import cuda_extra
 from .gpu.memory_plan import ON_HOST, MemoryPlan
 from .logs import say
 from .scout import Scout
+from .security import listening
 from .spec import WorkerSpec
 
 #: Why workers are closed at the end of a run, as they are told.

@@ -27,9 +27,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from . import private
 from .errors import LaunchError, MissingExtra
 from .ranks import Rank, from_mpi
+from .security import private
 
 Note = dict[str, Any]
 #: The file with the note.

@@ -143,7 +143,7 @@ def _check_port(address: str) -> None:
 
 def _check_configuration(rank: ranks.Rank | None) -> None:
     """End this rank if Dask's configuration may be a stranger's: nobody reads it from here on."""
-    from .security import check_configuration
+    from .security.credentials import check_configuration
 
     try:
         check_configuration()

@@ -11,13 +11,13 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from . import listening, webserver
 from .batching import BATCH_INTERVAL_S
 from .comm.peers import TOPIC
 from .control import Channel
 from .gpu.devices import start_nvml
 from .nanny import quiet
-from .security import to_security
+from .security import listening, webserver
+from .security.credentials import to_security
 from .template import leave_signals_to_the_rank
 
 

@@ -13,9 +13,9 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import private
 from .errors import SchedulerFileError
-from .security import (
+from .security import private
+from .security.credentials import (
     Credentials,
     client_only,
     is_key_folder,

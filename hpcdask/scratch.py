@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import dask.config
 
-from . import private
 from .bootstrap import owner_text, process_start
 from .errors import UsageError
+from .security import private
 
 
 def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcdask import bootstrap
 
-from .security import check_configuration, load_credentials
+from .security.credentials import check_configuration, load_credentials
 
 if __name__ == "__main__":
     bootstrap.end_on_interrupt()

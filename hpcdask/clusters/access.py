@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hpcdask.queues.folder import base_path
-from hpcdask.security import load_credentials, to_security
+from hpcdask.security.credentials import load_credentials, to_security
 
 if TYPE_CHECKING:
     from distributed import Security

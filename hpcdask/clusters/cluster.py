@@ -28,7 +28,6 @@ from distributed.core import Status
 from distributed.utils import format_dashboard_link, silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
-from hpcdask import listening, private, webserver
 from hpcdask.bootstrap import owner_text
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues import warden
@@ -36,8 +35,15 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scratch import scratch_folder
-from hpcdask.security import FILES, Credentials, create_credentials, save_credentials, to_security
-from hpcdask.tls import ClusterSecurity
+from hpcdask.security import listening, private, webserver
+from hpcdask.security.credentials import (
+    FILES,
+    Credentials,
+    create_credentials,
+    save_credentials,
+    to_security,
+)
+from hpcdask.security.tls import ClusterSecurity
 
 from . import options
 from .display import JobTable, html

@@ -25,9 +25,9 @@ from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
-from hpcdask import listening, webserver
 from hpcdask.bootstrap import mark
 from hpcdask.errors import ClusterError, root_cause
+from hpcdask.security import listening, webserver
 
 from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead

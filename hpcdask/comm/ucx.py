@@ -27,9 +27,8 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
-from hpcdask.listening import Untold
-
 from .ucx_auth import SECRET_NBYTES, authenticate, introduce
+from .ucx_listener import Untold
 from .ucx_progress import Endpoint, progress
 
 logger = logging.getLogger("distributed.hpcdask.ucx")

@@ -22,7 +22,7 @@ from hpcdask.control import Channel, Hub, dial
 from hpcdask.errors import HpcdaskError, LaunchError
 from hpcdask.ranks import Rank
 from hpcdask.rendezvous import Note, Rendezvous
-from hpcdask.security import Credentials, create_credentials, to_security
+from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
 from . import stack
 from .collect import DEADLINE_S, Gathering

@@ -11,8 +11,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from hpcdask import private
 from hpcdask.errors import DeviceError
+from hpcdask.security import private
 
 from .devices import Gpu
 
@@ -40,7 +40,7 @@ def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = None)
     owner
         Who takes them, for the messages of others.
     folder
-        Where the files lie; by default `hpcdask.private.node_folder`.
+        Where the files lie; by default `hpcdask.security.private.node_folder`.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcdask.bootstrap import process_start
 from hpcdask.errors import UsageError
-from hpcdask.private import others_may_write, refuse_open
+from hpcdask.security.private import others_may_write, refuse_open
 
 #: How much of a log's end is read for its last lines.
 TAIL_BYTES = 1 << 18

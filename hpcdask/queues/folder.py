@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpcdask.errors import UsageError
-from hpcdask.private import make_folders, write_private
 from hpcdask.queues.disk import Owner, append, check_owned, read_end
+from hpcdask.security.private import make_folders, write_private
 
 DEFAULT_BASE = "~/.hpcdask"
 

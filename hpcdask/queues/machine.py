@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from hpcdask import private
 from hpcdask.errors import QueueError
+from hpcdask.security import private
 
 JOB = "HPCDASK_LOCAL_JOB"
 TAG = "HPCDASK_TAG"

@@ -12,13 +12,13 @@ import dask.config
 
 from hpcdask.clusters import options
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.private import make_folders, write_private
 from hpcdask.queues import forms, slurm
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.disk import check_owned
 from hpcdask.queues.folder import base_path
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.registry import queue_class
+from hpcdask.security.private import make_folders, write_private
 
 from . import BATCH, header
 from .asked import Asked

@@ -14,7 +14,7 @@ from hpcdask.queues.base import Request
 from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.warden import start_warden
-from hpcdask.security import save_credentials
+from hpcdask.security.credentials import save_credentials
 
 base, name, count, *options = sys.argv[1:]
 folder = ClusterFolder.create(name, "local", base)

@@ -21,21 +21,27 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import joblife, member, nanny, private, ranks, worker
+from hpcdask import joblife, member, nanny, ranks, worker
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
-from hpcdask.security import create_credentials, load_credentials, save_credentials, to_security
+from hpcdask.security import private
+from hpcdask.security.credentials import (
+    create_credentials,
+    load_credentials,
+    save_credentials,
+    to_security,
+)
 from launching import wait_for
 from running import Running, Site, no_launcher
 
 FAKES = Path(__file__).parents[1] / "fakes"
-SCHEDULER = """from hpcdask.security import load_credentials
-from hpcdask.security import to_security
+SCHEDULER = """from hpcdask.security.credentials.credentials import load_credentials
+from hpcdask.security.credentials import to_security
 
 import sys
 from distributed import LocalCluster
-from hpcdask import security
+from hpcdask.security import credentials
 access = to_security(load_credentials(sys.argv[1]))
 cluster = LocalCluster(n_workers=0, security=access, protocol="tls://", host="127.0.0.1",
                        dashboard_address=":0")

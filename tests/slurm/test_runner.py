@@ -19,7 +19,7 @@ import pytest
 
 from clock import PATIENCE, clock, stretched
 from hpcdask.rendezvous import FileRendezvous
-from hpcdask.security import create_credentials
+from hpcdask.security.credentials import create_credentials
 from launching import (
     Result,
     describe,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdask import private
 from hpcdask.errors import UsageError
 from hpcdask.queues import disk, folder
 from hpcdask.queues.disk import Owner
 from hpcdask.queues.folder import ClusterFolder, base_path, list_clusters, prune
-from hpcdask.security import create_credentials, load_credentials, save_credentials
+from hpcdask.security import private
+from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
 
 
 def mode(path: Path) -> int:

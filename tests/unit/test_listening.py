@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from distributed import Nanny, Scheduler, rpc
 
-from hpcdask import control, listening
+from hpcdask import control
 from hpcdask.comm import peers
-from hpcdask.security import create_credentials, to_security
+from hpcdask.security import listening
+from hpcdask.security.credentials import create_credentials, to_security
 
 FLOOD = 1500
 
@@ -236,7 +237,7 @@ def test_without_descriptors_it_waits(monkeypatch, lines):
 
 
 def test_nannies_and_workers_are_guarded_and_the_place_of_the_limits_is_there():
-    """tornado's and distributed's names that `hpcdask.listening` uses."""
+    """tornado's and distributed's names that `hpcdask.security.listening` uses."""
 
     async def run() -> None:
         from hpcdask.nanny import BoundNanny

@@ -12,12 +12,13 @@ from pathlib import Path
 import dask.config
 import pytest
 
-from hpcdask import bootstrap, private, schedulerfile, scratch
+from hpcdask import bootstrap, schedulerfile, scratch
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.queues import machine
-from hpcdask.security import (
+from hpcdask.security import private
+from hpcdask.security.credentials import (
     check_configuration,
     create_credentials,
     load_credentials,

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 import dask
 import pytest
 
-from hpcdask import control, follower, listening, private
+from hpcdask import control, follower
 from hpcdask.errors import LaunchError
 from hpcdask.rendezvous import FileRendezvous
+from hpcdask.security import listening, private
 from hpcdask.spec import RunSpec
 from strangers import as_stranger, root_only
 

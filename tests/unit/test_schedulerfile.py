@@ -18,7 +18,12 @@ from clock import clock
 from hpcdask import batching, schedulerfile
 from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
-from hpcdask.security import Credentials, create_credentials, save_credentials, to_security
+from hpcdask.security.credentials import (
+    Credentials,
+    create_credentials,
+    save_credentials,
+    to_security,
+)
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files to another user")
 

@@ -16,9 +16,9 @@ from distributed import Client, Scheduler, Worker
 from distributed.comm import connect
 from distributed.core import Server
 
-from hpcdask import private
 from hpcdask.errors import SchedulerFileError
-from hpcdask.security import (
+from hpcdask.security import private
+from hpcdask.security.credentials import (
     FILES,
     Credentials,
     client_only,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from hpcdask import tls
-from hpcdask.security import create_credentials, to_security
-from hpcdask.tls import ClusterSecurity
+from hpcdask.security import tls
+from hpcdask.security.credentials import create_credentials, to_security
+from hpcdask.security.tls import ClusterSecurity
 from launching import wait_for
 
 

@@ -19,8 +19,8 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest, HTTPResponse
 from tornado.httputil import HTTPHeaders
 from tornado.websocket import websocket_connect
 
-from hpcdask import webserver
 from hpcdask.comm.peers import PeerWorker
+from hpcdask.security import webserver
 
 LOCAL = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
 

@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hpcdask.errors import SchedulerFileError, UsageError
+
 from . import private
-from .errors import SchedulerFileError, UsageError
 
 if TYPE_CHECKING:
     from distributed import Security
