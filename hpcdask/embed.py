@@ -25,7 +25,8 @@ from . import ranks
 from .bootstrap import interpreter
 from .children import configure_client, forget_client, hear_start
 from .errors import LaunchError, UsageError
-from .spec import RunSpec, to_argv
+from .spec.argv import to_argv
+from .spec.specs import RunSpec
 
 #: Seconds that the ranks get to end after the program.
 CLOSE_DEADLINE_S = 10.0
@@ -42,8 +43,8 @@ class Runner:
     Parameters
     ----------
     **options
-        The fields of `hpcdask.spec.RunSpec`, which are the options of ``python -m hpcdask.run``;
-        all but ``layout="dedicated"``.
+        The fields of `hpcdask.spec.specs.RunSpec`, which are the options of
+        ``python -m hpcdask.run``; all but ``layout="dedicated"``.
 
     Attributes
     ----------

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from distributed.comm import connect, parse_host_port
@@ -27,7 +26,8 @@ from .places import settle, share
 from .ranks import Rank, detect, job_id
 from .scout import Scout
 from .security.credentials import load_credentials, to_security
-from .spec import RunSpec, WorkerSpec
+from .spec.job import Asked
+from .spec.specs import RunSpec
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
@@ -55,38 +55,6 @@ ABNORMAL = (
     "worker-handle-scheduler-connection-broken",
     "worker-heartbeat-error",
 )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line and the environment ask for.
-
-    Attributes
-    ----------
-    spec
-        What each worker is.
-    scheduler
-        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
-    keys
-        Folder of the cluster's credentials, or None.
-    cluster, job, restarts
-        Of the workers' names.
-    workers
-        Number of workers on each node.
-    """
-
-    spec: WorkerSpec
-    scheduler: str
-    keys: str | None
-    cluster: str
-    job: str
-    restarts: int
-    workers: int
-
-    def names(self, node: int, nodes: int = 1) -> list[str]:
-        """Names of the workers on `nodes` nodes, from node number `node` on."""
-        numbers = range(node * self.workers, (node + nodes) * self.workers)
-        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
 
 
 class _Signalled(Exception):

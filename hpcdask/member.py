@@ -32,7 +32,7 @@ from .scout import Scout, has_peers
 from .scratch import scratch_folder
 from .security import private
 from .security.credentials import Credentials, to_security
-from .spec import RunSpec, WorkerSpec
+from .spec.specs import RunSpec, WorkerSpec
 
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0

@@ -36,7 +36,7 @@ from .gpu.memory_plan import ON_HOST, MemoryPlan
 from .logs import say
 from .scout import Scout
 from .security import listening
-from .spec import WorkerSpec
+from .spec.specs import WorkerSpec
 
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"

@@ -12,7 +12,7 @@ from .gpu import devices, memory_plan
 from .gpu.devices import Gpu, View
 from .nanny import Place
 from .ranks import Rank
-from .spec import RunSpec, WorkerSpec
+from .spec.specs import RunSpec, WorkerSpec
 
 
 def first_worker_rank(spec: RunSpec) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from .spec.job import worker_name
+
 
 class State(StrEnum):
     """Where a job is in its life."""
@@ -254,21 +256,6 @@ class Actions:
 
 
 # Names of workers
-
-
-def worker_name(cluster: str, job_id: str, restarts: int, number: int) -> str:
-    """Name of worker `number`, counted from 0 over all nodes of the job, in a life of the job."""
-    return f"{cluster}-{job_id}-{restarts}-{number}"
-
-
-def parse_worker_name(cluster: str, name: str) -> tuple[str, int, int] | None:
-    """Job id, restart count and number in a name of `worker_name`; None for other names."""
-    parts = name.removeprefix(f"{cluster}-").rsplit("-", 2)
-    if not name.startswith(f"{cluster}-") or len(parts) != 3 or not parts[0]:
-        return None
-    if not all(part.isascii() and part.isdecimal() for part in parts[1:]):
-        return None
-    return parts[0], int(parts[1]), int(parts[2])
 
 
 def worker_names(cluster: str, job: Job) -> list[str]:

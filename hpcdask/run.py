@@ -30,7 +30,9 @@ from hpcdask.errors import UsageError
 from hpcdask.program import Program
 from hpcdask.runner import Launch, launch
 from hpcdask.scout import Scout
-from hpcdask.spec import RunSpec, options
+
+from .spec.argv import options
+from .spec.specs import RunSpec
 
 HELP = """Run a Python program with a Dask cluster around it.
 

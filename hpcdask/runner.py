@@ -24,7 +24,7 @@ from .bootstrap import Janitor
 from .errors import HpcdaskError, UsageError
 from .program import Program
 from .scout import Scout
-from .spec import RunSpec
+from .spec.specs import RunSpec
 
 if TYPE_CHECKING:
     from .member import Member

@@ -31,10 +31,13 @@ import click
 from hpcdask import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.scout import Scout
-from hpcdask.spec import WorkerSpec, options
+
+from .spec.argv import options
+from .spec.specs import WorkerSpec
 
 if TYPE_CHECKING:
-    from hpcdask.joblife import Asked, JobPart
+    from .joblife import JobPart
+    from .spec.job import Asked
 
 HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
 
@@ -92,7 +95,7 @@ def parse(argv: Sequence[str]) -> Asked:
     _check_access(own["scheduler"], own["keys"])
     job, restarts = identity()
     spec = WorkerSpec(**values)
-    from hpcdask.joblife import Asked  # distributed comes with it: bad options do not wait for that
+    from .spec.job import Asked  # distributed comes with it: bad options do not wait for that
 
     return Asked(spec, job=job, restarts=restarts, **own)
 

@@ -13,7 +13,7 @@ _PARAMETERS = """
 
     Every keyword of dask-jobqueue's class keeps its name and meaning, and its configuration
     (``jobqueue.{config}``) is read, so that changing the import is enough. The fields of
-    `hpcdask.spec.WorkerSpec` are keywords as well.
+    `hpcdask.spec.specs.WorkerSpec` are keywords as well.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class LocalCUDAJobCluster(JobCluster):
 
         from hpcdask.gpu.devices import launcher_cores, visible_gpus
         from hpcdask.queues.local import LocalQueue
-        from hpcdask.spec import parse_seconds
+        from hpcdask.spec.parsing import parse_seconds
 
         device = job_keywords.get("device", "auto")
         gpus = [] if device == "cpu" else [gpu.uuid for gpu in visible_gpus()]

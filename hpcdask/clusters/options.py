@@ -28,7 +28,8 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.forms import walltime_text
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
-from hpcdask.spec import LEAST_MEMORY_LIMIT, WorkerSpec, parse_memory, parse_seconds
+from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_memory, parse_seconds
+from hpcdask.spec.specs import WorkerSpec
 
 from .gpudirectives import is_per_node, requested_gpus
 

@@ -17,7 +17,7 @@ from distributed.scheduler import WorkerState
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
-from hpcdask.spec import parse_memory
+from hpcdask.spec.parsing import parse_memory
 
 from .keeper import SHUT_DOWN, Keeper
 from .options import JobOptions, number, seconds

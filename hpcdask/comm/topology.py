@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcdask.gpu.devices import Gpu
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from .fabric import Fabric, Port
 from .ucx_config import Link, allows, closed, given, left_out, settings, ucx_environment

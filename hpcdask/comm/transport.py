@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.driver import cuda_extra
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from . import ucx_config
 from .fabric import Interface

@@ -9,7 +9,8 @@ from fnmatch import fnmatch
 from typing import Literal
 
 from hpcdask.errors import UsageError
-from hpcdask.spec import WorkerSpec, negative, option_name
+from hpcdask.spec.argv import negative, option_name
+from hpcdask.spec.specs import WorkerSpec
 
 from . import fabric
 from .fabric import Fabric, Interface, Port

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from .findings import Facts, Finding, Reporter, amount, spans, which
 from .software import family

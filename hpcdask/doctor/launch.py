@@ -11,7 +11,7 @@ from hpcdask.comm.topology import Seat
 from hpcdask.comm.transport import choose
 from hpcdask.errors import HpcdaskError
 from hpcdask.ranks import Rank
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from .findings import Facts, Finding, Reporter, spans
 from .nodes import Node

@@ -10,7 +10,7 @@ from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.topology import USE_SYSTEM
 from hpcdask.comm.ucx_config import allows, left_out
 from hpcdask.comm.ucx_install import PREFER_SYSTEM
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from .findings import Facts, Finding, Reporter
 

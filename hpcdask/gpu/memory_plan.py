@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dask.utils import format_bytes
 
 from hpcdask.errors import MissingExtra, UsageError
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 from .devices import Gpu
 from .driver import cuda_extra

@@ -111,7 +111,7 @@ class LocalQueue(Queue):
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
         """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
-        from hpcdask.spec import parse_seconds
+        from hpcdask.spec.parsing import parse_seconds
 
         seconds = parse_seconds(text, "walltime")
         if seconds is None:

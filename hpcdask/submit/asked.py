@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.script import one_line
-from hpcdask.spec import parse_memory
+from hpcdask.spec.parsing import parse_memory
 
 #: In directives that request GPUs.
 GPUS = re.compile(r"gres\S*gpu|--gpus|-G *\d|gpus?=|-gpu\b|request_gpus", re.I)

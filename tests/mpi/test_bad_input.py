@@ -20,7 +20,7 @@ from hpcdask import run
 from hpcdask.comm import fabric
 from hpcdask.errors import UsageError
 from hpcdask.nanny import check_preloads
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 from launching import (
     Launcher,
     Result,

@@ -28,7 +28,7 @@ from hpcdask.member import Member
 from hpcdask.places import plan
 from hpcdask.ranks import Rank
 from hpcdask.scratch import purge, scratch_folder
-from hpcdask.spec import RunSpec
+from hpcdask.spec.specs import RunSpec
 from launching import needs
 
 FAKES = str(Path(__file__).parents[1] / "fakes")

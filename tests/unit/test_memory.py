@@ -30,7 +30,7 @@ from hpcdask.gpu import memory, memory_plan, oom
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import MemoryPlan, plan
 from hpcdask.gpu.oom import DeviceMemoryError
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 GIB = 1 << 30
 H200 = Gpu("GPU-4d3c", "NVIDIA H200", 141 * GIB + 1000)

@@ -23,7 +23,7 @@ from hpcdask.leader import Leader
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
 from hpcdask.ranks import Rank
-from hpcdask.spec import RunSpec
+from hpcdask.spec.specs import RunSpec
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 

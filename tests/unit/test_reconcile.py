@@ -22,13 +22,12 @@ from hpcdask.reconcile import (
     ends_at,
     margin_s,
     observe,
-    parse_worker_name,
     plan,
     record,
     retire_at,
-    worker_name,
     worker_names,
 )
+from hpcdask.spec.job import parse_worker_name, worker_name
 
 T = 1_800_000_000.0  # now
 CLUSTER = "ab-12"

@@ -22,7 +22,7 @@ from hpcdask import control, follower
 from hpcdask.errors import LaunchError
 from hpcdask.rendezvous import FileRendezvous
 from hpcdask.security import listening, private
-from hpcdask.spec import RunSpec
+from hpcdask.spec.specs import RunSpec
 from strangers import as_stranger, root_only
 
 NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}

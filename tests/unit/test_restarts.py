@@ -12,7 +12,7 @@ from distributed import Client, Scheduler, Security
 
 from hpcdask import nanny
 from hpcdask.nanny import BoundNanny, Place, make_nanny
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 DEADLINE_S = 60
 

@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from hpcdask.errors import UsageError
 from hpcdask.run import parse
-from hpcdask.spec import (
-    RunSpec,
-    WorkerSpec,
-    option_name,
-    parse_device_memory,
-    parse_memory,
-    parse_resources,
-    parse_seconds,
-)
+from hpcdask.spec.argv import option_name
+from hpcdask.spec.parsing import parse_device_memory, parse_memory, parse_resources, parse_seconds
+from hpcdask.spec.specs import RunSpec, WorkerSpec
 
 SWITCHES = (
     "enable_nvlink",

@@ -16,7 +16,7 @@ from hpcdask.comm.ucx_install import PREFER_SYSTEM, Ucx
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.driver import cuda_extra
-from hpcdask.spec import WorkerSpec
+from hpcdask.spec.specs import WorkerSpec
 
 PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
 SYSTEM = Ucx("0.52.0", "1.20.0", "system", ("cma", "cuda", "ib", "ib_mlx5", "rdmacm"))

@@ -1,0 +1,58 @@
+"""JobSpec: what hpcdask.worker is asked; worker names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .specs import WorkerSpec
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line and the environment ask for.
+
+    Attributes
+    ----------
+    spec
+        What each worker is.
+    scheduler
+        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
+    keys
+        Folder of the cluster's credentials, or None.
+    cluster, job, restarts
+        Of the workers' names.
+    workers
+        Number of workers on each node.
+    """
+
+    spec: WorkerSpec
+    scheduler: str
+    keys: str | None
+    cluster: str
+    job: str
+    restarts: int
+    workers: int
+
+    def names(self, node: int, nodes: int = 1) -> list[str]:
+        """Names of the workers on `nodes` nodes, from node number `node` on."""
+        numbers = range(node * self.workers, (node + nodes) * self.workers)
+        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
+
+
+def worker_name(cluster: str, job_id: str, restarts: int, number: int) -> str:
+    """Name of worker `number`, counted from 0 over all nodes of the job, in a life of the job."""
+    return f"{cluster}-{job_id}-{restarts}-{number}"
+
+
+def parse_worker_name(cluster: str, name: str) -> tuple[str, int, int] | None:
+    """Job id, restart count and number in a name of `worker_name`; None for other names."""
+    parts = name.removeprefix(f"{cluster}-").rsplit("-", 2)
+    if not name.startswith(f"{cluster}-") or len(parts) != 3 or not parts[0]:
+        return None
+    if not all(part.isascii() and part.isdecimal() for part in parts[1:]):
+        return None
+    return parts[0], int(parts[1]), int(parts[2])

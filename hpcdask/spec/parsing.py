@@ -1,0 +1,193 @@
+"""Sizes, times, resources from text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask.utils import parse_bytes, parse_timedelta
+
+from hpcdask.errors import UsageError
+
+#: Bytes; an idle worker has some more.
+LEAST_MEMORY_LIMIT = 64 << 20
+
+
+def parse_memory(text: str | int | float | None, name: str) -> int | None:
+    """Bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None, ``auto`` and the like.
+
+    Raises
+    ------
+    UsageError
+        The text is none of these; the message lists the accepted forms.
+    """
+    if text is None or text == "auto":
+        return None
+    try:
+        if isinstance(text, str) and not re.search(r"\d", text):
+            raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
+        value = int(parse_bytes(text))
+        # A fraction, which other tools take, would be 0: no limit.
+        if value < 0 or (value == 0 and re.search("[1-9]", str(text))):
+            raise ValueError(text)
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        raise UsageError(
+            f"{name}: {text!r} is not an amount of memory. "
+            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes, 0 (no limit), auto"
+        ) from None
+    return value
+
+
+def parse_device_memory(text: str | int | float | None, name: str) -> int | float | None:
+    """Bytes, 0, or a fraction of the worker's own device from ``0.8`` or ``80%``.
+
+    None from None and ``auto``.
+    """
+    if text is None or text == "auto":
+        return None
+    percent = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    try:
+        number = float(percent[1]) / 100 if percent else float(text)
+    except (ValueError, TypeError):
+        number = 0.0
+    if 0 < number <= 1:
+        return number
+    if text == "none":
+        return 0
+    try:
+        if percent or number % 1:  # more than the device, and no number of bytes
+            return parse_memory("", name)
+        return parse_memory(text, name)
+    except UsageError as error:
+        forms = str(error).partition(" is not ")[2]
+        raise UsageError(
+            f"{name}: {text!r} is not {forms}".replace(
+                "0 (no limit), auto", "a fraction of the device such as 0.8 or 80%, 0, auto"
+            )
+        ) from None
+
+
+def _parse_memory_limit(text: str | float | None, name: str) -> int | None:
+    value = parse_memory(text, name)
+    if value is not None and 0 < value < LEAST_MEMORY_LIMIT:
+        raise UsageError(
+            f"{name}: {text!r} is {value:,} bytes, less than an idle worker has, so it would be "
+            f"restarted for ever. Is a unit missing, as in 64GiB?"
+        )
+    return value
+
+
+def parse_seconds(text: str | float | None, name: str) -> float | None:
+    """Seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
+    if text is None or text == "none":
+        return None
+    try:
+        value = _seconds(text.strip()) if isinstance(text, str) else float(text)
+        if not 0 < value < math.inf:
+            raise ValueError(text)
+        return value
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        raise UsageError(
+            f"{name}: {text!r} is not a time. "
+            f"Accepted: 90s, 5min, 1h30m, 2 hours, 00:30:00, a number of seconds"
+        ) from None
+
+
+def parse_deadline(text: str | float | None, name: str) -> float:
+    """Seconds as in `parse_seconds`, of what must have a limit."""
+    if (value := parse_seconds(text, name)) is None:
+        raise UsageError(f"{name}: it must be a time, such as 5min: nothing waits for ever")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not re.search(r"\d", text):
+        raise ValueError(text)  # parse_timedelta takes "" for 1
+    if match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text):
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float((hours * 60 + minutes) * 60 + seconds)
+    return float(parse_timedelta(re.sub(r"mins?$", "minutes", text)))
+
+
+def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[str, float] | None:
+    """Worker resources from ``"GPU=2 MEM=10e9"`` (spaces or commas), as distributed takes them."""
+    if text is None:
+        return None
+    try:
+        pairs: Any = (
+            text.items()
+            if isinstance(text, Mapping)
+            else (pair.split("=") for pair in text.replace(",", " ").split())
+        )
+        found = {key: float(value) for key, value in pairs}
+        word = re.compile(r"[^\s,=]+")
+        if not all(word.fullmatch(key) and 0 <= value < math.inf for key, value in found.items()):
+            raise ValueError(text)
+        return found
+    except ValueError:
+        raise UsageError(
+            f"{name}: {text!r} is not a list of resources. "
+            f"Accepted: GPU=2, or several: GPU=2 MEM=10e9"
+        ) from None
+
+
+#: What stands for a value in the command's help.
+METAVARS: dict[Callable[[Any, str], Any], str] = {
+    parse_device_memory: "SIZE",
+    _parse_memory_limit: "SIZE",
+    parse_seconds: "TIME",
+    parse_deadline: "TIME",
+    parse_resources: "LIST",
+}
+
+
+def _choice(*choices: str) -> Callable[[Any, str], Any]:
+    def check(value: Any, name: str) -> Any:
+        if value not in choices:
+            raise UsageError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+        return value
+
+    METAVARS[check] = f"[{'|'.join(choices)}]"
+    return check
+
+
+def _count(minimum: int) -> Callable[[Any, str], int | None]:
+    def check(value: Any, name: str) -> int | None:
+        if value is None:
+            return None
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            number = minimum - 1
+        if number < minimum or (isinstance(value, float) and value != number):
+            raise UsageError(f"{name}: {value!r} is not a whole number of at least {minimum}")
+        return number
+
+    METAVARS[check] = "N"
+    return check
+
+
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _libraries(value: Any, name: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [] if value == "none" else value.replace(",", " ").split()
+    check = _choice("cupy", "torch", "numba")
+    return tuple(dict.fromkeys(check(library, name) for library in value or ()))
+
+
+def _switch(value: Any, name: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise UsageError(f"{name}: {value!r} is not one of True, False, None")
+
+
+def _plain(value: Any, name: str) -> Any:
+    return value
