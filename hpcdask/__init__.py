@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .client.connect import connect
     from .clusters.classes import (
         HTCondorCUDACluster,
         LocalCUDAJobCluster,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         SLURMCUDACluster,
     )
     from .embed import Runner, initialize
-    from .schedulerfile import connect
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +39,7 @@ _HOMES = {
     **dict.fromkeys((name for name in __all__ if name.endswith("Cluster")), "clusters.classes"),
     "Runner": "embed",
     "initialize": "embed",
-    "connect": "schedulerfile",
+    "connect": "client.connect",
 }
 
 

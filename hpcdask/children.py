@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .bootstrap import Janitor, detach_standard_streams, restore_environment
+from .client.connect import configure_client
 from .control import Channel
 from .scout import Scout
 
@@ -139,51 +140,6 @@ def hear_start(sock: socket.socket) -> dict[str, Any] | None:
     with sock.makefile("r") as stream:
         line = stream.readline()
     return dict(json.loads(line)) if line else None
-
-
-def configure_client(order: dict[str, Any]) -> None:
-    """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
-
-    Parameters
-    ----------
-    order
-        ``address``, and ``file``, the scheduler file with the key folder.
-    """
-    import dask
-    import dask.config
-
-    from .batching import prompt_clients
-    from .schedulerfile import VARIABLE
-
-    loader = "hpcdask.schedulerfile.load_security"
-    os.environ[VARIABLE] = order["file"]
-    os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
-    os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
-    dask.config.set(
-        {
-            "scheduler-address": order["address"],
-            "distributed.client.security-loader": loader,
-            **prompt_clients(),
-        }
-    )
-
-
-def forget_client() -> None:
-    """Undo `configure_client`: the cluster has ended, and its files are gone."""
-    import dask.config
-
-    from .batching import usual_clients
-    from .schedulerfile import VARIABLE
-
-    for name in (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"):
-        os.environ.pop(name, None)
-    dask.config.set(
-        {
-            "scheduler-address": None,
-            "distributed.client.security-loader": None,
-            **usual_clients(),
-        }
-    )
 
 
 def _free_blas(threads: int) -> None:

@@ -23,7 +23,8 @@ from distributed.utils import NoOpAwaitable
 
 from . import ranks
 from .bootstrap import interpreter
-from .children import configure_client, forget_client, hear_start
+from .children import hear_start
+from .client.connect import configure_client, forget_client
 from .errors import LaunchError, UsageError
 from .spec.argv import to_argv
 from .spec.specs import RunSpec
@@ -122,7 +123,7 @@ class Runner:
             raise SystemExit(self._code or 1)
         configure_client(order)
         self.scheduler_address = order["address"]
-        from .schedulerfile import load_security
+        from .client.connect import load_security
 
         self.security = load_security({"address": order["address"]}) or Security()
         self.status = Status.running

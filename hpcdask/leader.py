@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from . import schedulerfile
 from .bootstrap import mark
 from .children import Child
+from .client import scheduler_file
 from .comm.fabric import Fabric
 from .comm.topology import Seat
 from .comm.transport import Choice, choose, choose_interface
@@ -187,7 +187,7 @@ class Leader:
         while len(self.registered & self.wanted) < least:
             await self._next("workers to register", {"workers"}, self._missing_workers)
         if self.spec.scheduler_file:  # another run may have taken it meanwhile
-            await asyncio.to_thread(schedulerfile.check_writable, self.spec.scheduler_file)
+            await asyncio.to_thread(scheduler_file.check_writable, self.spec.scheduler_file)
         self._announce(places)
 
     def _start_scheduler(self, interface: str | None) -> None:
@@ -368,7 +368,7 @@ class Leader:
             self.member.janitor.remove_at_once(path)
             self.member.janitor.remove_at_once(f"{path}.keys")
             self.written = path
-            schedulerfile.write(path, self.address, self.member.credentials, job=job_id())
+            scheduler_file.write(path, self.address, self.member.credentials, job=job_id())
         if not self.has_program:
             way = f'hpcdask.connect("{file}")' if file else f'Client("{self.address}")'
             if self.spec.tls and not file:
@@ -551,7 +551,7 @@ class Leader:
         """Tell the program that started this rank where the cluster is, and wait for its end."""
         channel = await line.channel()
         file = os.path.join(self.member.scratch, "scheduler.json")
-        schedulerfile.write(file, self.address, self.member.credentials, job=job_id())
+        scheduler_file.write(file, self.address, self.member.credentials, job=job_id())
         channel.send(address=self.address, file=file)
         while await channel.receive() is not None:
             pass
@@ -591,7 +591,7 @@ class Leader:
         if self.rendezvous is not None:
             self.rendezvous.close()
         if self.written:
-            schedulerfile.remove(self.written, self.address)
+            scheduler_file.remove(self.written, self.address)
             self.member.janitor.forget(self.written)  # the next cluster may write there now
             self.member.janitor.forget(f"{self.written}.keys")
 

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 import dask.config
 
-from . import ranks, rendezvous, schedulerfile, template
+from . import ranks, rendezvous, template
 from .bootstrap import STARTED, Janitor, owner_text, process_start
 from .children import PASSED_ON, Child, Nursery
+from .client import scheduler_file
 from .comm import fabric, transport, ucx_hooks
 from .comm.fabric import Fabric
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
@@ -224,7 +225,7 @@ class Member:
         """Tell the waiting process to become the program."""
         assert self.program is not None
         file = os.path.join(self.scratch, "scheduler.json")
-        schedulerfile.write(file, address, self.credentials, job=None)
+        scheduler_file.write(file, address, self.credentials, job=None)
         order = {"address": address, "file": file, "threads": len(os.sched_getaffinity(0))}
         try:
             self.program.sock.sendall(json.dumps(order).encode() + b"\n")

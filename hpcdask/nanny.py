@@ -21,8 +21,8 @@ from distributed.utils import get_ip
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from . import template
-from .batching import BATCH_INTERVAL_S
 from .bootstrap import mark, marks
+from .client.batching import BATCH_INTERVAL_S
 from .comm.peers import UCX, PeerWorker, load
 from .comm.transport import Reach
 from .comm.ucx_config import ucx_environment

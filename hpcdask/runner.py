@@ -104,14 +104,14 @@ def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
 
 def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
     """Bad input that only rank 0 can see."""
-    from . import schedulerfile
+    from .client import scheduler_file
 
     try:
         _check_layout(launch, rank)
         if launch.program is not None:
             launch.program.check()
         if launch.spec.scheduler_file is not None:
-            schedulerfile.check_writable(launch.spec.scheduler_file)
+            scheduler_file.check_writable(launch.spec.scheduler_file)
         if launch.spec.dashboard_address:
             _check_port(launch.spec.dashboard_address)
     except HpcdaskError as error:

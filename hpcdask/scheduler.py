@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from .batching import BATCH_INTERVAL_S
+from .client.batching import BATCH_INTERVAL_S
 from .comm.peers import TOPIC
 from .control import Channel
 from .gpu.devices import start_nvml

@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.batching import BATCH_INTERVAL_S
+from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 from clock import clock
-from hpcdask import children
+from hpcdask.client.connect import configure_client, forget_client
 from running import PROGRAMS, Ended, Running, Site
 
 pytestmark = pytest.mark.mpi
@@ -144,8 +144,8 @@ def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
     for name in ("HPCDASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    children.configure_client({"address": "tls://127.0.0.1:1", "file": "/tmp/gone/scheduler.json"})
-    children.forget_client()
+    configure_client({"address": "tls://127.0.0.1:1", "file": "/tmp/gone/scheduler.json"})
+    forget_client()
     assert dict(os.environ) == before
     assert dask.config.get("scheduler-address", None) is None
     with Client(processes=False, n_workers=1, dashboard_address=None) as client:

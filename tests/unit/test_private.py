@@ -12,7 +12,9 @@ from pathlib import Path
 import dask.config
 import pytest
 
-from hpcdask import bootstrap, schedulerfile, scratch
+from hpcdask import bootstrap, scratch
+from hpcdask.client import scheduler_file
+from hpcdask.client.connect import connect
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
@@ -88,15 +90,15 @@ def test_what_is_no_scheduler_file_of_ones_own_is_refused_at_once(tmp_path, put,
     path = tmp_path / "cluster.json"
     put(path)
     with pytest.raises(SchedulerFileError, match=message):
-        schedulerfile.connect(str(path))
+        connect(str(path))
     with pytest.raises(SchedulerFileError, match=message):
-        schedulerfile.check_writable(str(path))
+        scheduler_file.check_writable(str(path))
 
 
 def test_a_link_to_ones_own_scheduler_file_is_followed(tmp_path):
     (tmp_path / "real.json").write_text(FILE)
     (tmp_path / "link.json").symlink_to("real.json")
-    assert schedulerfile.read(str(tmp_path / "link.json"))["address"] == "tcp://127.0.0.1:1"
+    assert scheduler_file.read(str(tmp_path / "link.json"))["address"] == "tcp://127.0.0.1:1"
 
 
 # --- folders in which everybody may rename --------------------------------------------------------
@@ -107,7 +109,7 @@ def test_folders_in_which_any_user_may_rename_are_refused(open_folder):
     below.mkdir(mode=0o700)
     for folder in (open_folder, below):
         with pytest.raises(SchedulerFileError, match=rf"rename what lies in {open_folder} .*\+t"):
-            schedulerfile.check_writable(str(folder / "cluster.json"))
+            scheduler_file.check_writable(str(folder / "cluster.json"))
         with pytest.raises(UsageError, match=f"rename what lies in {open_folder}"):
             scratch.scratch_folder(str(folder), lambda path: None)
     (open_folder.parent / "link").symlink_to(below)
@@ -169,11 +171,11 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(open_fold
 @root_only
 def test_a_scheduler_file_s_end_spares_what_lies_in_its_keys_place(open_folder):
     path, thesis = open_folder / "cluster.json", open_folder / "thesis"
-    schedulerfile.write(str(path), "tls://127.0.0.1:1", create_credentials(), job=None)
+    scheduler_file.write(str(path), "tls://127.0.0.1:1", create_credentials(), job=None)
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("precious")
     as_stranger(lambda: swap(Path(f"{path}.keys"), thesis))
-    schedulerfile.remove(str(path), "tls://127.0.0.1:1")
+    scheduler_file.remove(str(path), "tls://127.0.0.1:1")
     assert not path.exists()
     assert Path(f"{path}.keys", "chapter.tex").read_text() == "precious"
 

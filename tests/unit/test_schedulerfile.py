@@ -15,7 +15,8 @@ from distributed import Client, LocalCluster
 
 import hpcdask
 from clock import clock
-from hpcdask import batching, schedulerfile
+from hpcdask.client import batching, scheduler_file
+from hpcdask.client.connect import load_security
 from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import (
@@ -50,7 +51,7 @@ def cluster(credentials) -> Iterator[LocalCluster]:
 def file(cluster, credentials, tmp_path) -> Path:
     """The scheduler file of the cluster."""
     path = tmp_path / "cluster.json"
-    schedulerfile.write(str(path), cluster.scheduler_address, credentials, job="7.r0")
+    scheduler_file.write(str(path), cluster.scheduler_address, credentials, job="7.r0")
     return path
 
 
@@ -113,7 +114,7 @@ def test_preloads_that_have_arguments_stay_as_they_are(file, tmp_path, monkeypat
 
 def test_plain_client_by_configuration(file, cluster, monkeypatch):
     monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
-    loader = {"distributed.client.security-loader": "hpcdask.schedulerfile.load_security"}
+    loader = {"distributed.client.security-loader": "hpcdask.client.connect.load_security"}
     with (
         dask.config.set({"scheduler-address": cluster.scheduler_address, **loader}),
         Client() as client,
@@ -123,9 +124,9 @@ def test_plain_client_by_configuration(file, cluster, monkeypatch):
 
 def test_the_loader_has_nothing_for_another_cluster(file, monkeypatch):
     monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
-    assert schedulerfile.load_security({"address": dead_address()}) is None
+    assert load_security({"address": dead_address()}) is None
     monkeypatch.delenv("HPCDASK_SCHEDULER_FILE")
-    assert schedulerfile.load_security({"address": dead_address()}) is None
+    assert load_security({"address": dead_address()}) is None
 
 
 def test_the_loader_of_clusters_of_jobs_knows_its_own(tmp_path, monkeypatch):
@@ -197,7 +198,7 @@ def test_a_folder_is_not_a_scheduler_file(tmp_path):
 
 def test_cluster_that_has_ended(credentials, tmp_path):
     path, address = tmp_path / "cluster.json", dead_address()
-    schedulerfile.write(str(path), address, credentials, job=None)
+    scheduler_file.write(str(path), address, credentials, job=None)
     started = clock()
     with pytest.raises(SchedulerFileError) as caught:
         hpcdask.connect(str(path))
@@ -210,7 +211,7 @@ def test_another_s_cluster_at_that_address(cluster, tmp_path):
     """The port of a dead cluster has gone to a living one, whose keys are others."""
     path = tmp_path / "cluster.json"
     foreign = create_credentials()
-    schedulerfile.write(str(path), cluster.scheduler_address, foreign, job=None)
+    scheduler_file.write(str(path), cluster.scheduler_address, foreign, job=None)
     with pytest.raises(SchedulerFileError) as caught:
         hpcdask.connect(str(path), timeout=2)
     assert str(path) in str(caught.value)
@@ -258,7 +259,7 @@ def test_modes_and_content(credentials, tmp_path, umask):
     path = tmp_path / "cluster.json"
     before = os.umask(umask)
     try:
-        schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r1")
+        scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r1")
     finally:
         os.umask(before)
     keys = tmp_path / "cluster.json.keys"
@@ -278,16 +279,16 @@ def test_modes_and_content(credentials, tmp_path, umask):
 
 def test_without_tls_there_are_no_keys(tmp_path):
     path = tmp_path / "cluster.json"
-    schedulerfile.write(str(path), "tcp://10.0.0.1:8786", {}, job=None)
+    scheduler_file.write(str(path), "tcp://10.0.0.1:8786", {}, job=None)
     assert json.loads(path.read_text())["hpcdask"]["keys"] is None
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_over_what_a_dead_cluster_left(credentials, tmp_path):
     path = tmp_path / "cluster.json"
-    schedulerfile.write(str(path), dead_address(), create_credentials(), job="6.r0")
-    schedulerfile.check_writable(str(path))
-    schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r0")
+    scheduler_file.write(str(path), dead_address(), create_credentials(), job="6.r0")
+    scheduler_file.check_writable(str(path))
+    scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r0")
     assert json.loads(path.read_text())["hpcdask"]["job"] == "7.r0"
     assert (Path(f"{path}.keys") / "ca.pem").read_text() == credentials["tls_ca_file"]
 
@@ -295,8 +296,8 @@ def test_over_what_a_dead_cluster_left(credentials, tmp_path):
 def test_keys_that_a_dead_cluster_left_without_its_file(credentials, tmp_path):
     path = tmp_path / "cluster.json"
     (tmp_path / "cluster.json.keys").mkdir(mode=0o700)
-    schedulerfile.check_writable(str(path))
-    schedulerfile.write(str(path), "tls://10.0.0.1:8786", credentials, job=None)
+    scheduler_file.check_writable(str(path))
+    scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job=None)
     assert (Path(f"{path}.keys") / "ca.pem").exists()
 
 
@@ -306,12 +307,12 @@ def test_a_key_folder_of_another_user_is_refused_before_anything_starts(tmp_path
     keys.mkdir(mode=0o777)
     os.chown(keys, 65534, 65534)
     with pytest.raises(SchedulerFileError, match=str(keys)):
-        schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+        scheduler_file.check_writable(str(tmp_path / "cluster.json"))
 
 
 def test_a_living_cluster_s_file_is_not_ours_to_replace(file, cluster):
     with pytest.raises(SchedulerFileError, match="still answers") as caught:
-        schedulerfile.check_writable(str(file))
+        scheduler_file.check_writable(str(file))
     assert cluster.scheduler_address in str(caught.value)
 
 
@@ -319,24 +320,24 @@ def test_something_else_is_not_ours_to_replace(tmp_path):
     path = tmp_path / "thesis.tex"
     path.write_text("\\documentclass{book}")
     with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
-        schedulerfile.check_writable(str(path))
+        scheduler_file.check_writable(str(path))
 
 
 def test_a_link_to_nowhere(tmp_path):
     path = tmp_path / "cluster.json"
     path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(SchedulerFileError, match=str(path)):
-        schedulerfile.check_writable(str(path))
+        scheduler_file.check_writable(str(path))
 
 
 def test_a_folder_that_does_not_exist(tmp_path):
     path = tmp_path / "nowhere" / "cluster.json"
     with pytest.raises(SchedulerFileError, match=f"--scheduler-file.*{path.parent}"):
-        schedulerfile.check_writable(str(path))
+        scheduler_file.check_writable(str(path))
 
 
 def test_a_new_file_is_fine(tmp_path):
-    schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+    scheduler_file.check_writable(str(tmp_path / "cluster.json"))
     assert not list(tmp_path.iterdir())
 
 
@@ -345,7 +346,7 @@ def test_a_folder_in_the_place_of_the_keys_is_not_removed(tmp_path):
     folder.mkdir()
     (folder / "thesis.tex").write_text("precious")
     with pytest.raises(SchedulerFileError, match="holds something else"):
-        schedulerfile.check_writable(str(tmp_path / "cluster.json"))
+        scheduler_file.check_writable(str(tmp_path / "cluster.json"))
     with pytest.raises(FileExistsError):
         save_credentials({}, str(folder))
     assert (folder / "thesis.tex").exists()

@@ -10,22 +10,16 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .errors import SchedulerFileError
-from .security import private
-from .security.credentials import (
+from hpcdask.errors import SchedulerFileError
+from hpcdask.security import private
+from hpcdask.security.credentials import (
     Credentials,
     client_only,
     is_key_folder,
-    load_credentials,
     save_credentials,
-    to_security,
 )
-
-if TYPE_CHECKING:
-    from distributed import Client, Security
 
 #: Environment variable that names the scheduler file, for plain `Client()`.
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
@@ -96,7 +90,7 @@ def check_writable(path: str) -> None:
     if not os.path.lexists(path):
         return
     content = read(path)
-    host, port = _endpoint(content["address"])
+    host, port = endpoint(content["address"])
     if _answers(host, port):
         raise SchedulerFileError(
             f"--scheduler-file: {path} belongs to a cluster that still answers at "
@@ -116,7 +110,7 @@ def read(path: str) -> dict[str, Any]:
     path = os.path.abspath(path)
     try:
         content = json.loads(private.read(path))
-        host, _ = _endpoint(content["address"])
+        host, _ = endpoint(content["address"])
         host.encode("idna")  # as a connection does, with an error of no such form
         if not isinstance(content.get("hpcdask", {}), dict):
             raise TypeError
@@ -138,84 +132,7 @@ def read(path: str) -> dict[str, Any]:
     return dict(content)
 
 
-def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) -> Client:
-    """Connect to the cluster that a scheduler file names.
-
-    Parameters
-    ----------
-    path
-        The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
-    timeout
-        Seconds to wait for the scheduler's answer.
-    **kwargs
-        Passed to `distributed.Client`.
-
-    Raises
-    ------
-    SchedulerFileError
-        The file is missing, foreign or stale (its cluster does not answer).
-    """
-    import dask.config
-    from distributed import Client
-
-    from .batching import prompt_clients
-
-    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
-    if not path:
-        raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
-    content = read(path)
-    own = content.get("hpcdask") or {}
-    credentials = load_credentials(own["keys"]) if own.get("keys") else None
-    stale = (
-        f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it has "
-        f"ended, or its node {own.get('host')} cannot be reached from here. Remove the file if it "
-        f"is stale"
-    )
-    access = to_security(credentials)
-    try:
-        _knock(content["address"], access)  # Client would try for `timeout`
-        with dask.config.set(prompt_clients()):
-            return Client(content["address"], security=access, timeout=timeout, **kwargs)
-    except OSError as error:
-        raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
-
-
-def _knock(address: str, access: Security) -> None:
-    """Connect once, with a whole TLS handshake, which the scheduler would miss. Raises OSError."""
-    with socket.create_connection(_endpoint(address), timeout=5) as sock:
-        if access.require_encryption:
-            context = access.get_connection_args("client")["ssl_context"]
-            context.wrap_socket(sock).close()
-
-
-def load_security(info: Mapping[str, str]) -> Security | None:
-    """Let plain ``Client()`` in: a ``distributed.client.security-loader``.
-
-    The runner configures it for the user's program. Elsewhere, set ``scheduler-address`` and
-    ``distributed.client.security-loader: hpcdask.schedulerfile.load_security`` in Dask's
-    configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment.
-
-    Parameters
-    ----------
-    info
-        From distributed: the address that a client is about to connect to.
-
-    Returns
-    -------
-    distributed.Security or None
-        None when the address is not that of the file's cluster.
-    """
-    path = os.environ.get(VARIABLE)
-    if not path:
-        return None
-    content = read(path)
-    keys = (content.get("hpcdask") or {}).get("keys")
-    if content["address"] != info.get("address") or not keys:
-        return None
-    return to_security(load_credentials(keys))
-
-
-def _endpoint(address: str) -> tuple[str, int]:
+def endpoint(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -1,0 +1,137 @@
+"""connect(), and Client() without arguments."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpcdask.errors import SchedulerFileError
+from hpcdask.security.credentials import load_credentials, to_security
+
+from .scheduler_file import VARIABLE, endpoint, read
+
+if TYPE_CHECKING:
+    from distributed import Client, Security
+
+
+def configure_client(order: dict[str, Any]) -> None:
+    """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
+
+    Parameters
+    ----------
+    order
+        ``address``, and ``file``, the scheduler file with the key folder.
+    """
+    import dask
+    import dask.config
+
+    from .batching import prompt_clients
+
+    loader = "hpcdask.client.connect.load_security"
+    os.environ[VARIABLE] = order["file"]
+    os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
+    os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
+    dask.config.set(
+        {
+            "scheduler-address": order["address"],
+            "distributed.client.security-loader": loader,
+            **prompt_clients(),
+        }
+    )
+
+
+def forget_client() -> None:
+    """Undo `configure_client`: the cluster has ended, and its files are gone."""
+    import dask.config
+
+    from .batching import usual_clients
+    from .scheduler_file import VARIABLE
+
+    for name in (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"):
+        os.environ.pop(name, None)
+    dask.config.set(
+        {
+            "scheduler-address": None,
+            "distributed.client.security-loader": None,
+            **usual_clients(),
+        }
+    )
+
+
+def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) -> Client:
+    """Connect to the cluster that a scheduler file names.
+
+    Parameters
+    ----------
+    path
+        The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
+    timeout
+        Seconds to wait for the scheduler's answer.
+    **kwargs
+        Passed to `distributed.Client`.
+
+    Raises
+    ------
+    SchedulerFileError
+        The file is missing, foreign or stale (its cluster does not answer).
+    """
+    import dask.config
+    from distributed import Client
+
+    from .batching import prompt_clients
+
+    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
+    if not path:
+        raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
+    content = read(path)
+    own = content.get("hpcdask") or {}
+    credentials = load_credentials(own["keys"]) if own.get("keys") else None
+    stale = (
+        f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it has "
+        f"ended, or its node {own.get('host')} cannot be reached from here. Remove the file if it "
+        f"is stale"
+    )
+    access = to_security(credentials)
+    try:
+        _knock(content["address"], access)  # Client would try for `timeout`
+        with dask.config.set(prompt_clients()):
+            return Client(content["address"], security=access, timeout=timeout, **kwargs)
+    except OSError as error:
+        raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
+
+
+def _knock(address: str, access: Security) -> None:
+    """Connect once, with a whole TLS handshake, which the scheduler would miss. Raises OSError."""
+    with socket.create_connection(endpoint(address), timeout=5) as sock:
+        if access.require_encryption:
+            context = access.get_connection_args("client")["ssl_context"]
+            context.wrap_socket(sock).close()
+
+
+def load_security(info: Mapping[str, str]) -> Security | None:
+    """Let plain ``Client()`` in: a ``distributed.client.security-loader``.
+
+    The runner configures it for the user's program. Elsewhere, set ``scheduler-address`` and
+    ``distributed.client.security-loader: hpcdask.client.connect.load_security`` in Dask's
+    configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment.
+
+    Parameters
+    ----------
+    info
+        From distributed: the address that a client is about to connect to.
+
+    Returns
+    -------
+    distributed.Security or None
+        None when the address is not that of the file's cluster.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return None
+    content = read(path)
+    keys = (content.get("hpcdask") or {}).get("keys")
+    if content["address"] != info.get("address") or not keys:
+        return None
+    return to_security(load_credentials(keys))
