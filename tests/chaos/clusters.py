@@ -101,6 +101,7 @@ class Notebook:
             "job_extra_directives": ["--requeue"],
         }
         self._output = home / "output"
+        self._clusters: set[str] = set()
         skew = str(episode.options["skew"])
         command = [
             sys.executable,
@@ -127,6 +128,8 @@ class Notebook:
 
     def printed(self) -> list[str]:
         """Lines of what it printed."""
+        with contextlib.suppress(FileNotFoundError):
+            self._clusters |= set(os.listdir(self._folder))
         return self._output.read_text(errors="replace").splitlines(keepends=True)
 
     # Faults
@@ -213,9 +216,14 @@ class Notebook:
     # What must hold
 
     def jobs(self) -> list[str]:
-        """Ids of jobs of clusters that the queue holds."""
+        """Ids of its jobs that the queue holds.
+
+        A controller that was killed may bring back those of earlier episodes, too.
+        """
         done = self.site.run("squeue", "-h", "-r", "-o", "%i %k", check=False)
-        return [line.split()[0] for line in done.stdout.splitlines() if "hpcdask:" in line]
+        lines = [line.split() for line in done.stdout.splitlines()]
+        tags = {f"hpcdask:{name}" for name in self._clusters}
+        return [line[0] for line in lines if tags & set(line[1:])]
 
     def play(self) -> str:
         """Play it and check."""

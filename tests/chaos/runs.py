@@ -118,6 +118,7 @@ class Run:
         arguments = ["--layout", self.options["layout"], "--preload", str(PROGRAMS / "pids.py")]
         if self.options["workers_min"]:
             arguments += ["--workers-min", "1"]
+        arguments += ["--timeout", "60"]  # srun does not end ranks that wait for a dead one
         arguments += self._file
         if self.device == "cuda" and (shared := sharing(self.options["n"], visible_gpus())):
             arguments += [*shared, "--protocol", "ucx"]
@@ -167,7 +168,7 @@ class Run:
         process, role = candidates[int(index) % len(candidates)]
         early = role in HARMLESS and not any(line.startswith("ready") for line in self.printed())
         self._roles.add("early" if early else "stop" if event.fault == "STOP" else role)
-        if self.options["workers_min"] and role not in HARMLESS:
+        if self.options["workers_min"] and role not in HARMLESS and event.fault != "STOP":
             (self.site.folder / "fewer").touch()
         return f"{event.fault} of {role} {process.pid} at {event.mark}", strike(
             process, event.fault
@@ -229,7 +230,7 @@ class Run:
         if code and not fatal:
             problems.append(f"code {code}, and nothing was hit that a run cannot do without")
         told = {"program", "launcher", "daemon"} | ({"rank"} if self._alone else set())
-        if code and not (WHY.search(err) or fatal & told):  # who signals those knows why
+        if code and not (WHY.search(err + out) or fatal & told):  # who signals those knows why
             problems.append(f"code {code}, and no line says why")
         if "Traceback (most" in err and not self._roles & TRACED:
             problems.append("a traceback")

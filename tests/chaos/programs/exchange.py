@@ -73,9 +73,9 @@ def main() -> None:
         print("exchange", number, flush=True)
         if time.monotonic() - began > 400:
             sys.exit(78)
-    there = 0
-    while there < wanted and not Path("fewer").exists() and time.monotonic() - began < 460:
-        there = len(client.scheduler_info(n_workers=-1)["workers"])
+    while (there := len(client.scheduler_info(n_workers=-1)["workers"])) < wanted:
+        if Path("fewer").exists() or time.monotonic() - began > 460:
+            break
         time.sleep(0.1)
     print("workers", there, "of", wanted, flush=True)
     client.close()
