@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .bootstrap import Janitor, detach_standard_streams, restore_environment
+from .bootstrap.janitor import Janitor
+from .bootstrap.reexec import restore_environment
 from .client.connect import configure_client
 from .control import Channel
+from .process import detach_standard_streams
 from .scout import Scout
 
 #: Signals that mean something to the program only.

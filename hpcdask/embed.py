@@ -21,8 +21,8 @@ from distributed import Security, default_client
 from distributed.core import Status
 from distributed.utils import NoOpAwaitable
 
-from . import ranks
-from .bootstrap import interpreter
+from .bootstrap import ranks
+from .bootstrap.reexec import interpreter
 from .children import hear_start
 from .client.connect import configure_client, forget_client
 from .errors import LaunchError, UsageError

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
-from .bootstrap import Janitor, mark
+from .bootstrap.janitor import Janitor
+from .bootstrap.ranks import Rank, detect, job_id
 from .comm.topology import Seat
 from .comm.transport import choose_alone, choose_interface
 from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
@@ -23,7 +24,7 @@ from .logs import complain, say
 from .member import Member
 from .nanny import BoundNanny, Place
 from .places import settle, share
-from .ranks import Rank, detect, job_id
+from .process import mark
 from .scout import Scout
 from .security.credentials import load_credentials, to_security
 from .spec.job import Asked

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from .bootstrap import mark
+from .bootstrap import resources
+from .bootstrap.ranks import job_id
 from .children import Child
 from .client import scheduler_file
 from .comm.fabric import Fabric
@@ -28,10 +29,10 @@ from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from .gpu import devices, memory_plan
 from .gpu.devices import View
 from .logs import complain, say
-from .member import AUTO, TERM_DEADLINE_S, Member, seconds_since_start
+from .member import AUTO, TERM_DEADLINE_S, Member
 from .nanny import Place
 from .places import owned_cores, plan, settle
-from .ranks import job_id
+from .process import mark, seconds_since_start
 from .rendezvous import Rendezvous
 from .security.credentials import create_credentials, to_security
 
@@ -311,7 +312,7 @@ class Leader:
     def _widen_scheduler(self, views: dict[int, View]) -> None:
         """A launcher that pins ranks left the scheduler on rank 0's core: give it the node's."""
         here = [view for view in views.values() if view.host == self.rank.host]
-        devices.widen(owned_cores(here), self.scheduler.pid)
+        resources.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, places: dict[int, list[Place]]) -> None:
         self.names = {index: {place.name for place in group} for index, group in places.items()}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,8 +15,10 @@ from typing import Any, NoReturn
 
 import dask.config
 
-from . import ranks, rendezvous, template
-from .bootstrap import STARTED, Janitor, owner_text, process_start
+from . import rendezvous, template
+from .bootstrap import ranks, resources
+from .bootstrap.janitor import Janitor
+from .bootstrap.ranks import Rank
 from .children import PASSED_ON, Child, Nursery
 from .client import scheduler_file
 from .comm import fabric, transport, ucx_hooks
@@ -26,9 +26,9 @@ from .comm.fabric import Fabric
 from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
 from .gpu import devices, driver
 from .gpu.devices import Gpu, View
-from .logs import say
-from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny, quiet
-from .ranks import Rank
+from .logs import quiet, say
+from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny
+from .process import leave, owner_text, process_start
 from .scout import Scout, has_peers
 from .scratch import scratch_folder
 from .security import private
@@ -44,17 +44,6 @@ SAME_SIGNAL_S = 0.3
 #: `--interface` that is chosen from what the nodes have.
 AUTO = "auto"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once, its output written."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    if "mpi4py.MPI" in sys.modules:
-        # MPICH tells its launcher in a handler of exit() that this process ends in good order
-        ctypes.CDLL(None).exit(code)
-    os._exit(code)
 
 
 class Member:
@@ -130,10 +119,10 @@ class Member:
             self.rank.host,
             self.rank.local_index,
             tuple(gpus),
-            tuple(sorted(devices.launcher_cores())),
-            devices.job_memory(),
+            tuple(sorted(resources.launcher_cores())),
+            resources.job_memory(),
             None if shown is None else tuple(shown),
-            devices.cpu_quota(),
+            resources.cpu_quota(),
         )
 
     def dismiss_scout(self) -> None:
@@ -307,11 +296,6 @@ class Member:
         """End this process now. The janitor ends what is still there."""
         private.remove(self.scratch, owner_text())
         leave(code)
-
-
-def seconds_since_start() -> float:
-    """Seconds since this rank was launched."""
-    return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
 def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dask
 from distributed import Nanny, Security
 from distributed.comm import CommClosedError, get_address_host, unparse_host_port
 from distributed.core import Status
@@ -21,19 +19,20 @@ from distributed.utils import get_ip
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from . import template
-from .bootstrap import mark, marks
+from .bootstrap import resources
 from .client.batching import BATCH_INTERVAL_S
 from .comm.peers import UCX, PeerWorker, load
 from .comm.transport import Reach
 from .comm.ucx_config import ucx_environment
 from .comm.ucx_hooks import environment
 from .errors import ClusterError, HpcdaskError, MissingExtra, root_cause
-from .gpu import context, devices, memory, oom
+from .gpu import context, memory, oom
 from .gpu.context import CONTEXT_MADE, make_context
 from .gpu.devices import Gpu
 from .gpu.driver import cuda_extra
 from .gpu.memory_plan import ON_HOST, MemoryPlan
-from .logs import say
+from .logs import quiet, say
+from .process import mark, marks
 from .scout import Scout
 from .security import listening
 from .spec.specs import WorkerSpec
@@ -124,7 +123,7 @@ class BoundWorker(PeerWorker):
         quiet()
         mark("worker forked")
         if bind_cores:
-            devices.widen_threads(bind_cores)
+            resources.widen_threads(bind_cores)
         if bind_gpu is not None:
             try:
                 with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
@@ -419,38 +418,6 @@ def make_nanny(
         device_memory=place.device_memory,
         **{name: value for name, value in optional.items() if value is not None},
     )
-
-
-def quiet(level: str = "WARNING") -> None:
-    """Have distributed log from this level on, unless the user configured logging."""
-    if dask.config.get("logging", None) is None:
-        for name in (
-            "distributed",
-            "distributed.scheduler",
-            "distributed.worker",
-            "distributed.nanny",
-            "distributed.core",
-            "tornado.application",
-            "asyncio",
-        ):
-            logging.getLogger(name).setLevel(level)
-        for name in ("distributed.comm.tcp", "distributed.nanny", "distributed.worker"):
-            logging.getLogger(name).addFilter(_not_of_the_departed)
-
-
-def _not_of_the_departed(record: logging.LogRecord) -> bool:
-    """Leave out that a process, of this cluster say, ended in the middle of a conversation.
-
-    Where it was the scheduler, its stream's end is noticed, and told in one line, by itself.
-    """
-    text, error = record.getMessage(), record.exc_info and record.exc_info[1]
-    if "during heartbeat" in text:
-        return not isinstance(error, CommClosedError)
-    if text == "Worker failed to connect":  # the nanny says why
-        return False
-    if text.startswith("Worker stream died") and isinstance(error, CommClosedError):
-        record.exc_info = record.exc_text = None  # it is fetched elsewhere, or computed again
-    return not ("TLS handshake failed" in text and "EOF" in text)
 
 
 def check_preloads(spec: WorkerSpec) -> None:

@@ -6,12 +6,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .bootstrap.ranks import Rank
 from .comm.topology import Seat
 from .comm.transport import Choice
 from .gpu import devices, memory_plan
 from .gpu.devices import Gpu, View
 from .nanny import Place
-from .ranks import Rank
 from .spec.specs import RunSpec, WorkerSpec
 
 

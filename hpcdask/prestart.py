@@ -14,10 +14,11 @@ import socket
 import threading
 from collections.abc import Callable
 
-from . import ranks, template
-from .bootstrap import detach_standard_streams, mark
+from . import template
+from .bootstrap import ranks
 from .comm import ucx_hooks
 from .gpu.context import CONTEXT_MADE, make_context, start_cuda
+from .process import detach_standard_streams, mark
 from .scout import has_peers, words
 
 #: What the template and the worker import besides, where it is there.
@@ -57,8 +58,9 @@ def prestart(
 
 
 def _prepare_imports() -> None:
+    from . import nanny  # noqa: F401: all that a worker needs
     from .comm.peers import load
-    from .nanny import quiet
+    from .logs import quiet
 
     mark("distributed imported")
     load(PACKAGES)

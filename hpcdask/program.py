@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from typing import NoReturn
 
-from .bootstrap import wants_folders
+from .bootstrap.reexec import wants_folders
 from .errors import UsageError
 
 

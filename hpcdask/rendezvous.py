@@ -27,8 +27,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from .bootstrap.ranks import Rank, from_mpi
 from .errors import LaunchError, MissingExtra
-from .ranks import Rank, from_mpi
 from .security import private
 
 Note = dict[str, Any]
@@ -194,7 +194,7 @@ def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
     Parameters
     ----------
     rank
-        What `hpcdask.ranks.detect` found.
+        What `hpcdask.bootstrap.ranks.detect` found.
     timeout
         Seconds after which an MPI that does not start ends this process.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from hpcdask import bootstrap
+from .bootstrap import janitor, reexec, resources
 
 if __name__ == "__main__":
-    bootstrap.end_on_interrupt()
-    bootstrap.reexecute()
-    _janitor = bootstrap.Janitor.start()
-    from . import ranks
-    from .gpu import devices
+    reexec.end_on_interrupt()
+    reexec.reexecute()
+    _janitor = janitor.Janitor.start()
+    from .bootstrap import ranks
 
     ranks.note_launcher()
-    devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
+    resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
     ranks.leave_mpi_alone()
     from hpcdask.prestart import prestart
     from hpcdask.scout import Scout
@@ -108,9 +107,9 @@ def parse(argv: Sequence[str]) -> Launch:
     return Launch(RunSpec(**values), program, attached)
 
 
-def main(janitor: bootstrap.Janitor, scout: Scout | None) -> Program:
+def main(janitor: janitor.Janitor, scout: Scout | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
-    from hpcdask import ranks
+    from .bootstrap import ranks
 
     rank = ranks.detect()
     silent = rank is not None and rank.index != 0  # --help is for one of them to print

@@ -19,8 +19,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from . import bootstrap, ranks
-from .bootstrap import Janitor
+from . import process
+from .bootstrap import ranks, reexec
+from .bootstrap.janitor import Janitor
 from .errors import HpcdaskError, UsageError
 from .program import Program
 from .scout import Scout
@@ -67,7 +68,7 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
 
 def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
     from .logs import complain
-    from .member import leave
+    from .process import leave
 
     if not isinstance(error, HpcdaskError):
         try:
@@ -149,7 +150,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
         check_configuration()
     except UsageError as error:
         from .logs import complain
-        from .member import leave
+        from .process import leave
         from .rendezvous import abort_launch
 
         if rank is None or rank.local_index == 0:
@@ -162,7 +163,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 def _launch(
     launch: Launch, janitor: Janitor, scout: Scout | None, rank: ranks.Rank | None
 ) -> Program:
-    bootstrap.mark("options read")
+    process.mark("options read")
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
     from distributed.compatibility import asyncio_run
@@ -171,12 +172,13 @@ def _launch(
     from . import children, rendezvous, scheduler, template
     from .follower import follow
     from .leader import Leader
-    from .logs import complain
-    from .member import Member, leave, new_scratch, start_template
-    from .nanny import check_preloads, quiet
+    from .logs import complain, quiet
+    from .member import Member, new_scratch, start_template
+    from .nanny import check_preloads
+    from .process import leave
 
-    bootstrap.mark("distributed imported")
-    bootstrap.adopt_configured_pre_spawn(janitor, **ranks.given())
+    process.mark("distributed imported")
+    reexec.adopt_configured_pre_spawn(janitor, **ranks.given())
     spec = launch.spec
     problem = None
     try:
@@ -194,7 +196,7 @@ def _launch(
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
     else:
-        bootstrap.add_working_folder()
+        reexec.add_working_folder()
     try:
         check_preloads(spec)
     except UsageError as error:
@@ -213,7 +215,7 @@ def _launch(
     scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
     start_template(spec, scratch, nursery)
 
-    bootstrap.mark("processes forked")
+    process.mark("processes forked")
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)

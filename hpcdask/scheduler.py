@@ -15,7 +15,7 @@ from .client.batching import BATCH_INTERVAL_S
 from .comm.peers import TOPIC
 from .control import Channel
 from .gpu.devices import start_nvml
-from .nanny import quiet
+from .logs import quiet
 from .security import listening, webserver
 from .security.credentials import to_security
 from .template import leave_signals_to_the_rank

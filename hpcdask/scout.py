@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from . import ranks
-from .bootstrap import mark
+from .bootstrap import ranks
 from .comm import fabric
 from .comm.fabric import Fabric
 from .errors import DeviceError, UsageError
 from .gpu.context import start_cuda
 from .gpu.devices import Gpu, foreseen_gpus, look_at_gpus
 from .gpu.driver import driver_files, has_nvidia_driver
+from .process import mark
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import dask.config
 
-from .bootstrap import owner_text, process_start
 from .errors import UsageError
+from .process import owner_text, process_start
 from .security import private
 
 

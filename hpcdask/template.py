@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any, NoReturn
 
-from .bootstrap import FILES, detach_standard_streams, process_start
+from .process import FILES, detach_standard_streams, process_start
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -232,8 +232,8 @@ def prepare_forks() -> None:
     """Do once what each fork would do, and keep the garbage collector off what they share.
 
     Scheduler, workers and clients tell one another the versions of their packages, which takes
-    20 ms to find out. The collector was off since `hpcdask.bootstrap.reexecute`, and is on from
-    here.
+    20 ms to find out. The collector was off since
+    `hpcdask.bootstrap.reexec.reexecute`, and is on from here.
     """
     from distributed.versions import get_versions
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from hpcdask import bootstrap
-
+from . import process
+from .bootstrap import janitor, reexec, resources
 from .security.credentials import check_configuration, load_credentials
 
 if __name__ == "__main__":
-    bootstrap.end_on_interrupt()
-    bootstrap.reexecute()
-    _janitor = bootstrap.Janitor.start()
-    from .gpu import devices
+    reexec.end_on_interrupt()
+    reexec.reexecute()
+    _janitor = janitor.Janitor.start()
 
-    devices.widen(devices.launcher_cores())  # the imports and the scout need more than one
+    resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
     from hpcdask.prestart import prestart
     from hpcdask.scout import Scout
 
@@ -28,10 +27,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from hpcdask import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.scout import Scout
 
+from .bootstrap import ranks
 from .spec.argv import options
 from .spec.specs import WorkerSpec
 
@@ -128,7 +127,7 @@ def identity() -> tuple[str, int]:
     return f"{os.uname().nodename}-{os.getpid()}", 0
 
 
-def spread(asked: Asked, janitor: bootstrap.Janitor) -> None:
+def spread(asked: Asked, janitor: janitor.Janitor) -> None:
     """In a job of several nodes, become an srun that starts this command on each of them.
 
     Raises
@@ -186,7 +185,7 @@ def _listed_nodes() -> int:
     return len(set(os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
 
 
-def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
+def main(janitor: janitor.Janitor, scout: Scout | None) -> NoReturn:
     """From the command line to the exit code."""
     try:
         asked = parse(sys.argv[1:])
@@ -195,7 +194,8 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
         print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     from hpcdask.logs import complain
-    from hpcdask.member import leave
+
+    from .process import leave
 
     try:
         part = start(asked, janitor, scout)
@@ -212,26 +212,28 @@ def main(janitor: bootstrap.Janitor, scout: Scout | None) -> NoReturn:
     raise AssertionError("run() does not return")
 
 
-def start(asked: Asked, janitor: bootstrap.Janitor, scout: Scout | None) -> JobPart:
+def start(asked: Asked, janitor: janitor.Janitor, scout: Scout | None) -> JobPart:
     """Fork what the workers are forked from, before the first thread."""
-    bootstrap.mark("options read")
+    process.mark("options read")
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
     from hpcdask import children, template
     from hpcdask.joblife import JobPart
     from hpcdask.member import new_scratch, start_template
-    from hpcdask.nanny import check_preloads, quiet
 
-    bootstrap.mark("distributed imported")
-    bootstrap.adopt_configured_pre_spawn(janitor)
-    bootstrap.add_working_folder()
+    from .logs import quiet
+    from .nanny import check_preloads
+
+    process.mark("distributed imported")
+    reexec.adopt_configured_pre_spawn(janitor)
+    reexec.add_working_folder()
     check_preloads(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     template.prepare_forks()
     quiet()
     start_template(asked.spec, scratch, children.Nursery(janitor, scout))
-    bootstrap.mark("processes forked")
+    process.mark("processes forked")
     return JobPart(asked, janitor, scratch, scout)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import distributed
 import numpy as np
 
-import hpcdask
+from hpcdask.client.connect import connect as connect_to_file
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.gpu.devices import NONE_VISIBLE
 from hpcdask.workloads import CUPY_INSTALL, Device
@@ -224,5 +224,5 @@ def connect(scheduler_file: str | None) -> distributed.Client:
         The file is stale or foreign.
     """
     if scheduler_file is not None:
-        return hpcdask.connect(scheduler_file)
+        return connect_to_file(scheduler_file)
     return distributed.Client()

@@ -22,7 +22,6 @@ from click.core import ParameterSource
 from dask.utils import parse_bytes
 from distributed import KilledWorker
 
-from hpcdask import ranks
 from hpcdask.bench import exchange_report, limits, table
 from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster, connect, inspect
@@ -32,7 +31,8 @@ from hpcdask.bench.records import decimal_bytes, describe, say, tell
 from hpcdask.bench.startup import AHEAD, age, run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
-from hpcdask.bootstrap import interpreter
+from hpcdask.bootstrap import ranks
+from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.gpu.devices import visible_gpus
 from hpcdask.workloads import Device, Form, WorkloadError

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.records import describe
-from hpcdask.bootstrap import STARTED, marks, process_start
+from hpcdask.process import STARTED, marks, process_start
 from hpcdask.workloads import Check, WorkloadError
 
 __all__ = ["AHEAD", "age", "phases", "run_startup"]

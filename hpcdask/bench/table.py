@@ -19,7 +19,7 @@ from rich.table import Table
 
 from hpcdask.bench.array import PUBLISHED_NBYTES, published
 from hpcdask.bench.records import decimal_bytes, say
-from hpcdask.bootstrap import interpreter
+from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device
 

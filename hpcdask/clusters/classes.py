@@ -161,7 +161,8 @@ class LocalCUDAJobCluster(JobCluster):
     def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
         import psutil
 
-        from hpcdask.gpu.devices import launcher_cores, visible_gpus
+        from hpcdask.bootstrap.resources import launcher_cores
+        from hpcdask.gpu.devices import visible_gpus
         from hpcdask.queues.local import LocalQueue
         from hpcdask.spec.parsing import parse_seconds
 

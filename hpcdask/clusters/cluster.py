@@ -28,8 +28,8 @@ from distributed.core import Status
 from distributed.utils import format_dashboard_link, silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
-from hpcdask.bootstrap import owner_text
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.process import owner_text
 from hpcdask.queues import warden
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder, prune

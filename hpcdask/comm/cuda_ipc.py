@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask.bootstrap import process_start
 from hpcdask.gpu.context import synchronize
 from hpcdask.logs import say
+from hpcdask.process import process_start
 
 #: The versions of UCX whose table is laid out as below (`uct_cuda_ipc_remote_cache` in
 #: src/uct/cuda/cuda_ipc/cuda_ipc_cache.c; the table is klib's khash). Seen in 1.21.0.

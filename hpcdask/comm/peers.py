@@ -25,8 +25,8 @@ from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
-from hpcdask.bootstrap import mark
 from hpcdask.errors import ClusterError, root_cause
+from hpcdask.process import mark
 from hpcdask.security import listening, webserver
 
 from . import ucx_config

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 
-from hpcdask import ranks
+from hpcdask.bootstrap import ranks
 from hpcdask.errors import UsageError
 
 from . import launch, nodes, report, stack

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.topology import Seat
 from hpcdask.comm.transport import choose
 from hpcdask.errors import HpcdaskError
-from hpcdask.ranks import Rank
 from hpcdask.spec.specs import WorkerSpec
 
 from .findings import Facts, Finding, Reporter, spans

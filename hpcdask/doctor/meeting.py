@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdask import rendezvous
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
 from hpcdask.control import Channel, Hub, dial
 from hpcdask.errors import HpcdaskError, LaunchError
-from hpcdask.ranks import Rank
 from hpcdask.rendezvous import Note, Rendezvous
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
@@ -44,7 +44,7 @@ def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Sho
     Parameters
     ----------
     rank
-        What `hpcdask.ranks.detect` found.
+        What `hpcdask.bootstrap.ranks.detect` found.
     gathering
         The facts of this rank.
     timeout

@@ -119,7 +119,7 @@ def examine(built: Node, *, launcher: str, workers: int) -> list[Finding]:
     built
         The node.
     launcher
-        What started the ranks, as `hpcdask.ranks.Rank` names it.
+        What started the ranks, as `hpcdask.bootstrap.ranks.Rank` names it.
     workers
         How many workers the whole cluster would have.
     """

@@ -10,7 +10,7 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 
-from hpcdask.gpu import devices
+from hpcdask.bootstrap import resources
 
 from .findings import GIB, Facts, Finding, Reporter, amount, spans
 
@@ -48,9 +48,9 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
     limits = {name: list(resource.getrlimit(which)) for name, which in LIMITS.items()}
     return {
         "pinned": sorted(os.sched_getaffinity(0)),
-        "cores": sorted(devices.launcher_cores()),
-        "quota": devices.cpu_quota(),
-        "memory": devices.job_memory(),
+        "cores": sorted(resources.launcher_cores()),
+        "quota": resources.cpu_quota(),
+        "memory": resources.job_memory(),
         "host_memory": int(psutil.virtual_memory().total),
         "env": {name: value for name, value in environ.items() if VARIABLES.match(name)},
         "config": {

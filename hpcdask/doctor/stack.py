@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from hpcdask.bootstrap import interpreter
+from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.comm.ucx_install import loaded_transports
 
 from .findings import Facts, Finding, Reporter

@@ -15,7 +15,7 @@ from .driver import cuda_extra
 
 #: Seconds that a process may take to let go of a device that is for one at a time (compute mode).
 RELEASE_S = 3.0
-#: The event of which `hpcdask.bootstrap.mark` keeps the time.
+#: The event of which `hpcdask.process.mark` keeps the time.
 CONTEXT_MADE = "CUDA context made"
 
 

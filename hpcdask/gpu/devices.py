@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from hpcdask.bootstrap.ranks import QUEUE_JOBS
 from hpcdask.errors import DeviceError, MissingExtra
-from hpcdask.ranks import QUEUE_JOBS, is_launcher, launcher_pid
 
 from .driver import DriverFile, cuda_extra, has_nvidia_driver
 
@@ -448,95 +448,3 @@ def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
     """The cores a worker should run on: the job's that are near its GPU, else all the job's."""
     near = sorted(set(owned) & set(gpu.cores)) if gpu else []
     return near or sorted(owned)
-
-
-def launcher_cores() -> set[int]:
-    """Cores of this process, and of the mpirun that pinned it to one of them.
-
-    An ``mpirun`` on this node runs with all cores that the job owns and pins its ranks.
-    slurmstepd is no measure: it is the system's, and may use every core.
-    """
-    cores = set(os.sched_getaffinity(0))
-    pid = launcher_pid()
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            if is_launcher(file.read()):
-                cores |= os.sched_getaffinity(pid)
-    except OSError:
-        pass
-    return cores
-
-
-def widen(cores: Sequence[int] | set[int], pid: int = 0) -> None:
-    """Let a process run on these cores, as far as its cgroup allows."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(pid, cores)
-
-
-def widen_threads(cores: Sequence[int] | set[int]) -> None:
-    """Let all threads of this process run on these cores: the driver's are its, too."""
-    for thread in os.listdir("/proc/self/task"):
-        widen(cores, int(thread))
-
-
-def cpu_quota(root: str = "/") -> int | None:
-    """Of how many cores a cgroup, such as a container's, allows the time; None for no limit."""
-    found = []
-    for folder, unified in _cgroups("cpu", root):
-        with contextlib.suppress(OSError, ValueError):
-            names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            quota, period = _numbers(folder, *names)
-            if quota > 0:
-                found.append(max(1, quota // period))
-    return min(found, default=None)
-
-
-def _numbers(folder: str, *names: str) -> list[int]:
-    """The numbers in some files; ValueError where one says that there is no limit."""
-    text = ""
-    for name in names:
-        with open(f"{folder}/{name}") as file:
-            text += f"{file.read()} "
-    return [int(word) for word in text.split()]
-
-
-def _cgroups(controller: str, root: str) -> Iterator[tuple[str, bool]]:
-    """Folders of this process's group and those above it, and whether they are of version 2."""
-    try:
-        with open(f"{root}proc/self/cgroup") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return
-    for _, controllers, path in groups:
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = f"{root}sys/fs/cgroup/{controller}" if controllers else f"{root}sys/fs/cgroup"
-        while True:
-            yield f"{base}{path.rstrip('/')}", not controllers
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)
-
-
-def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int:
-    """Bytes of host memory that this job may use on this node.
-
-    The least of the cgroup limits from this process's group upwards, of what SLURM
-    granted on this node, and of the host's memory.
-    """
-    import resource
-
-    import psutil
-
-    environ = os.environ if environ is None else environ
-    # SLURM sets this one even where no cgroup confines memory; distributed honours it too
-    limits = [int(psutil.virtual_memory().total), resource.getrlimit(resource.RLIMIT_RSS)[1]]
-    for folder, unified in _cgroups("memory", root):
-        with contextlib.suppress(OSError, ValueError):
-            limits += _numbers(folder, "memory.max" if unified else "memory.limit_in_bytes")
-    if environ.get("SLURM_MEM_PER_NODE", "").isdigit():
-        limits.append(int(environ["SLURM_MEM_PER_NODE"]) << 20)
-    elif environ.get("SLURM_MEM_PER_CPU", "").isdigit():
-        cpus = environ.get("SLURM_CPUS_ON_NODE", "1")
-        limits.append((int(environ["SLURM_MEM_PER_CPU"]) << 20) * int(cpus or 1))
-    return min(limit for limit in limits if limit > 0)

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdask.bootstrap import process_start
 from hpcdask.errors import UsageError
+from hpcdask.process import process_start
 from hpcdask.security.private import others_may_write, refuse_open
 
 #: How much of a log's end is read for its last lines.

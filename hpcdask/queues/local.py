@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from hpcdask.bootstrap import process_start
 from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.process import process_start
 from hpcdask.queues import machine
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.reconcile import OVER, Seen, State

@@ -21,7 +21,8 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import joblife, member, nanny, ranks, worker
+from hpcdask import joblife, member, nanny, worker
+from hpcdask.bootstrap import ranks
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker

@@ -23,9 +23,9 @@ from hpcdask.bench import cluster as bench_cluster
 from hpcdask.bench import command, exchange, limits, startup, table, timing, zarr
 from hpcdask.bench.array import run_array
 from hpcdask.bench.records import Case, record
-from hpcdask.bootstrap import interpreter
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.ranks import Rank
 from hpcdask.workloads import WorkloadError, patterns
 from hpcdask.workloads import array as array_workload
 

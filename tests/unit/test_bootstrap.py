@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcdask import bootstrap
+from hpcdask.bootstrap import janitor
 from hpcdask.leader import Leader
 from launching import wait_for
 
@@ -27,12 +27,12 @@ def python(code: str, *arguments: str | os.PathLike[str]) -> subprocess.Popen[st
 
 RANK_THAT_LEAVES_A_PROCESS = """
     import os, sys
-    from hpcdask import bootstrap
+    from hpcdask.bootstrap import janitor
 
-    bootstrap.KILL_DEADLINE_S = 3
-    bootstrap.marked_processes = lambda marker, besides: [2**22]  # as if it could not be killed
-    os.environ[bootstrap.MARKER] = "nobody"
-    janitor = bootstrap.Janitor.start()
+    janitor.KILL_DEADLINE_S = 3
+    janitor.marked_processes = lambda marker, besides: [2**22]  # as if it could not be killed
+    os.environ[janitor.MARKER] = "nobody"
+    janitor = janitor.Janitor.start()
     now, later, forgotten = sys.argv[1:]
     janitor.remove_at_once(now)
     janitor.remove_at_end(later)
@@ -64,7 +64,7 @@ def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
 def test_a_run_ends_well_without_its_janitor():
     read_end, write_end = os.pipe()
     os.close(read_end)
-    bootstrap.Janitor(0, write_end).forget("/home/me/cluster.json")
+    janitor.Janitor(0, write_end).forget("/home/me/cluster.json")
     os.close(write_end)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdask.bootstrap import process_start
 from hpcdask.comm import cuda_ipc
 from hpcdask.comm.cuda_ipc import Mappings, own_namespace, release_of_the_dead
+from hpcdask.process import process_start
 from launching import unavailable
 
 STAND_IN = """

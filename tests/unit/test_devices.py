@@ -21,12 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdask import scout
+from hpcdask.bootstrap import resources
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.resources import cpu_quota, job_memory
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, devices, driver
-from hpcdask.gpu.devices import Gpu, View, assign, cpu_quota, job_memory, visible_gpus, worker_cores
+from hpcdask.gpu.devices import Gpu, View, assign, visible_gpus, worker_cores
 from hpcdask.member import Member
 from hpcdask.places import plan
-from hpcdask.ranks import Rank
 from hpcdask.scratch import purge, scratch_folder
 from hpcdask.spec.specs import RunSpec
 from launching import needs
@@ -351,7 +353,7 @@ def test_worker_cores(owned, near, expected):
 
 
 def test_cores_of_an_mpirun_around_it_are_not_guessed_of_others():
-    assert devices.launcher_cores() >= os.sched_getaffinity(0)
+    assert resources.launcher_cores() >= os.sched_getaffinity(0)
 
 
 HOST = int(psutil.virtual_memory().total)
@@ -540,12 +542,12 @@ def test_threads_that_were_there_before_are_bound_too():
     thread = threading.Thread(target=over.wait)
     thread.start()
     try:
-        devices.widen_threads({min(cores)})
+        resources.widen_threads({min(cores)})
         assert os.sched_getaffinity(thread.native_id) == {min(cores)}
-        devices.widen_threads(cores)
+        resources.widen_threads(cores)
         assert os.sched_getaffinity(thread.native_id) == cores
     finally:
-        devices.widen_threads(cores)
+        resources.widen_threads(cores)
         over.set()
         thread.join()
 

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from clock import clock
 from hpcdask import cli
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_install import Ucx
 from hpcdask.control import Hub
@@ -39,7 +40,6 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
-from hpcdask.ranks import Rank
 
 GIB = 2**30
 INFINITE = -1

@@ -13,7 +13,7 @@ import pytest
 from distributed.comm import CommClosedError
 from distributed.protocol import to_serialize
 
-from hpcdask import nanny
+from hpcdask import logs
 from hpcdask.comm import peers
 from hpcdask.comm.ucx_hooks import environment
 from hpcdask.comm.warmup import FAR_PEERS, Link, choose_peers, judge
@@ -289,7 +289,7 @@ def test_a_peer_that_ended_in_the_handshake_is_not_complained_about(error, told)
     record = logging.LogRecord(
         "distributed.comm.tcp", logging.WARNING, "", 0, text, arguments, None
     )
-    assert nanny._not_of_the_departed(record) == told
+    assert logs._not_of_the_departed(record) == told
 
 
 @pytest.mark.parametrize(
@@ -303,18 +303,24 @@ def test_a_heartbeat_that_the_end_of_the_scheduler_cut_off_is_not_complained_abo
     text = "Failed to communicate with scheduler during heartbeat."
     what = (type(error), error, None)
     record = logging.LogRecord("distributed.worker", logging.ERROR, "", 0, text, (), what)
-    assert nanny._not_of_the_departed(record) == told
+    assert logs._not_of_the_departed(record) == told
 
 
-def test_a_peer_that_died_is_one_line():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Worker stream died during communication: tls://192.0.2.2:1",
+        "failed during get data with tls://192.0.2.1:1 -> tls://192.0.2.2:1",
+    ],
+)
+def test_a_peer_that_died_is_one_line(text):
     for error, traceback in (
         (CommClosedError("in <TLS>: Stream is closed"), False),
         (OSError(), True),
     ):
-        text = "Worker stream died during communication: tls://192.0.2.2:1"
         known = (type(error), error, None)
         record = logging.LogRecord("distributed.worker", logging.ERROR, "", 0, text, (), known)
-        assert nanny._not_of_the_departed(record)
+        assert logs._not_of_the_departed(record)
         assert bool(record.exc_info) == traceback
 
 

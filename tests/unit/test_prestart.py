@@ -16,13 +16,13 @@ import pytest
 from distributed.core import Status
 
 from hpcdask import member, nanny, scout
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.leader import Leader
 from hpcdask.member import Member
 from hpcdask.nanny import BoundNanny
-from hpcdask.ranks import Rank
 from hpcdask.spec.specs import RunSpec
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -213,7 +213,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 SCOUT = """
 from hpcdask import scout
-from hpcdask.ranks import Rank
+from hpcdask.bootstrap.ranks import Rank
 
 def start_scout():
     scout.has_nvidia_driver = lambda: True

@@ -12,7 +12,7 @@ from pathlib import Path
 import dask.config
 import pytest
 
-from hpcdask import bootstrap, scratch
+from hpcdask import process, scratch
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import connect
 from hpcdask.errors import SchedulerFileError, UsageError
@@ -127,12 +127,13 @@ def swap(path: Path, other: Path) -> None:
 
 RANK = """
 import os, sys
-from hpcdask import bootstrap
-os.environ[bootstrap.MARKER] = "nobody"
-janitor = bootstrap.Janitor.start()
+from hpcdask import process
+from hpcdask.bootstrap.janitor import MARKER, Janitor
+os.environ[MARKER] = "nobody"
+janitor = Janitor.start()
 for path in sys.argv[1:]:
     janitor.remove_at_end(path)
-print(bootstrap.owner_text(), flush=True)
+print(process.owner_text(), flush=True)
 sys.stdin.readline()
 os._exit(0)
 """
@@ -219,14 +220,14 @@ def test_new_folders_are_private_whatever_the_umask_says(tmp_path, umask):
     private.remove(folder, "of another process")
     private.remove(folder)
     assert set(os.listdir(folder)) == {"spilled", private.OWNER}
-    private.remove(folder, bootstrap.owner_text())
+    private.remove(folder, process.owner_text())
     assert not Path(folder).exists()
 
 
 def test_what_a_dead_process_left_is_purged_and_nothing_else(tmp_path):
     name = f"hpcdask-{os.getuid()}-"
-    here = bootstrap.owner_text().rsplit(" ", 2)[0]
-    for end, owner in (("dead", f"{here} 1 0"), ("mine", bootstrap.owner_text())):
+    here = process.owner_text().rsplit(" ", 2)[0]
+    for end, owner in (("dead", f"{here} 1 0"), ("mine", process.owner_text())):
         (tmp_path / f"{name}{end}").mkdir()
         (tmp_path / f"{name}{end}" / "spilled").mkdir()
         (tmp_path / f"{name}{end}" / private.OWNER).write_text(owner)
@@ -380,9 +381,7 @@ def test_a_run_takes_nothing_from_the_current_folder_that_is_installed(tmp_path,
 @pytest.mark.parametrize(("bits", "there"), [(0o755, True), (0o1777, False)])
 def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, bits, there):
     tmp_path.chmod(bits)
-    program = (
-        "from hpcdask import bootstrap as b; b.add_working_folder(); import sys; print(sys.path)"
-    )
+    program = "from hpcdask.bootstrap.reexec import *; add_working_folder(); print(sys.path)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import ranks
-from hpcdask.ranks import detect, job_id
+from hpcdask.bootstrap import ranks
+from hpcdask.bootstrap.ranks import detect, job_id
 from hpcdask.rendezvous import wants_mpi
 
 OPENMPI = {

@@ -45,7 +45,7 @@ def mode(path: str) -> int:
 
 ABORTS = """
 import os, sys
-from hpcdask.ranks import Rank
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.rendezvous import abort_launch
 
 print("the report")

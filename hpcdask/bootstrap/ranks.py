@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .bootstrap import process_start
+from hpcdask.process import process_start
 
 #: Variables that queueing systems set inside a job, and how one asks each for a GPU.
 QUEUE_JOBS = {

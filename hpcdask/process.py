@@ -1,0 +1,83 @@
+"""This process: startup marks, its start, its streams, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from typing import NoReturn
+
+STARTED = "HPCDASK_STARTED"
+
+
+#: More than a rank has open by then.
+FILES = 4096
+
+
+#: What happened here, and before in the processes it was forked from: seconds since launch, event.
+marks: list[tuple[float, str]] = []
+
+
+def mark(event: str) -> None:
+    """Remember when this happened; with HPCDASK_TRACE set, print it."""
+    if STARTED not in os.environ:
+        return
+    seconds = time.time() - float(os.environ[STARTED])
+    marks.append((seconds, event))
+    if os.environ.get("HPCDASK_TRACE"):
+        print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with its id, it names one process for good.
+
+    Empty if the process is gone.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
+def detach_standard_streams(*, output: bool) -> None:
+    """Point stdin, and with `output` stdout and stderr too, at /dev/null.
+
+    A launcher waits until every copy of a rank's stdout is closed, and only the user's
+    program may read its stdin.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    if output:
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    if null > 2:
+        os.close(null)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, its output written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if "mpi4py.MPI" in sys.modules:
+        # MPICH tells its launcher in a handler of exit() that this process ends in good order
+        ctypes.CDLL(None).exit(code)
+    os._exit(code)
+
+
+def seconds_since_start() -> float:
+    """Seconds since this rank was launched."""
+    return time.time() - float(os.environ.get(STARTED, time.time()))
+
+
+def owner_text(pid: int | None = None) -> str:
+    """What is written into a folder of a process of this node, and names that process for good.
+
+    Host and process id namespace come first: a process id means something only within both.
+    """
+    pid = os.getpid() if pid is None else pid
+    space = os.readlink("/proc/self/ns/pid")
+    return f"{os.uname().nodename} {space} {pid} {process_start(pid)}"
