@@ -14,17 +14,19 @@ from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
 from .bootstrap.janitor import Janitor
-from .bootstrap.ranks import Rank, detect, job_id
+from .bootstrap.ranks import Rank, detect
 from .comm.topology import Seat
 from .comm.transport import choose_alone, choose_interface
 from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
-from .gpu import devices, locks, memory_plan
+from .gpu import locks, memory_plan
 from .gpu.devices import Gpu, View
 from .logs import complain, say
 from .member import Member
 from .nanny import BoundNanny, Place
 from .places import settle, share
 from .process import mark
+from .queues import environment
+from .queues.environment import job_id
 from .scout import Scout
 from .security.credentials import load_credentials, to_security
 from .spec.job import Asked
@@ -183,7 +185,7 @@ class JobPart(Member):
         if len(view.gpus) < wanted:
             found = f"only {_count(len(view.gpus), 'GPU')}" if view.gpus else "no GPU"
             raise DeviceError(
-                f"{_count(wanted, 'worker')} and {found} here. {devices.how_to_request(job)}"
+                f"{_count(wanted, 'worker')} and {found} here. {environment.how_to_request(job)}"
                 f"To compute on the CPU: --device cpu"
             )
         if locks.shared_on_purpose():

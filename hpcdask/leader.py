@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from .bootstrap import resources
-from .bootstrap.ranks import job_id
 from .children import Child
 from .client import scheduler_file
 from .comm.fabric import Fabric
@@ -33,6 +32,7 @@ from .member import AUTO, TERM_DEADLINE_S, Member
 from .nanny import Place
 from .places import owned_cores, plan, settle
 from .process import mark, seconds_since_start
+from .queues.environment import job_id
 from .rendezvous import Rendezvous
 from .security.credentials import create_credentials, to_security
 

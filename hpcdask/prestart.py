@@ -58,7 +58,6 @@ def prestart(
 
 
 def _prepare_imports() -> None:
-    from . import nanny  # noqa: F401: all that a worker needs
     from .comm.peers import load
     from .logs import quiet
 

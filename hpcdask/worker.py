@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from . import process
 from .bootstrap import janitor, reexec, resources
+from .queues import environment
+from .queues.environment import _listed_nodes, is_the_queues
 from .security.credentials import check_configuration, load_credentials
 
 if __name__ == "__main__":
@@ -17,7 +19,6 @@ if __name__ == "__main__":
 
     _scout = Scout.start(_janitor.release_in_child, prestart)
 
-import contextlib
 import os
 import re
 import sys
@@ -30,7 +31,6 @@ import click
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.scout import Scout
 
-from .bootstrap import ranks
 from .spec.argv import options
 from .spec.specs import WorkerSpec
 
@@ -43,8 +43,6 @@ HELP = """Run the workers of one job on this node, or on each node of a SLURM jo
 Each worker has a device of its own. They end when the scheduler says so, when it is gone, or on
 SIGTERM, after handing over what they hold.
 """
-#: Variables of queueing systems that name a file with the job's nodes.
-NODE_FILES = ("PBS_NODEFILE", "OAR_NODEFILE")
 
 
 def command() -> click.Command:
@@ -121,7 +119,7 @@ def identity() -> tuple[str, int]:
         raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number")
     if job := os.environ.get("HPCDASK_JOB_ID"):
         return job, int(restarts)
-    if queued := ranks.job_id():
+    if queued := environment.job_id():
         job, _, lives = queued.rpartition(".r")
         return (job, int(lives)) if job else (queued, 0)
     return f"{os.uname().nodename}-{os.getpid()}", 0
@@ -163,26 +161,6 @@ def spread(asked: Asked, janitor: janitor.Janitor) -> None:
         raise UsageError(
             f"job {asked.job} has {nodes} nodes, and srun does not start: {error.strerror}"
         ) from None
-
-
-def is_the_queues(job: str) -> bool:
-    """Whether the queueing system's variables speak of this very job, not of one around it."""
-
-    def number(text: str) -> str:
-        return re.split(r"\D", text, maxsplit=1)[0]
-
-    names = (*ranks.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID")
-    return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
-
-
-def _listed_nodes() -> int:
-    """Number of nodes that a system other than SLURM gave this job."""
-    for name in NODE_FILES:
-        with contextlib.suppress(OSError), open(os.environ.get(name, "")) as file:
-            return len(set(file.read().split()))
-    if os.environ.get("NHOSTS", "").isdigit():
-        return int(os.environ["NHOSTS"])
-    return len(set(os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
 
 
 def main(janitor: janitor.Janitor, scout: Scout | None) -> NoReturn:

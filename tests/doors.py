@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdask.clusters.options import import_jobqueue
 from hpcdask.queues.base import Queue, Request
-from hpcdask.reconcile import Seen, State
+from hpcdask.queues.job_state import Seen, State
 from launching import wait_for
 
 TAG = "hpcdask:ab12cd34"

@@ -21,7 +21,7 @@ from typing import Self
 import pytest
 
 from clock import PATIENCE
-from hpcdask.queues.forms import user
+from hpcdask.queues.helpers import user
 from launching import clean_environment, end_daemons, wait_for
 from slurm_site import free_ports
 

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client
 
 import hpcdask
-from hpcdask.reconcile import OVER, State
+from hpcdask.queues.job_state import OVER, State
 from launching import clean_environment, describe, end, leftovers, wait_for, walk
 from slurm_site import SlurmSite
 

@@ -15,19 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcdask.process import process_start
-
-#: Variables that queueing systems set inside a job, and how one asks each for a GPU.
-QUEUE_JOBS = {
-    "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 "
-    "--gpu-bind=none",
-    "PBS_JOBID": "#PBS -l select=1:ngpus=1",
-    "LSB_JOBID": "#BSUB -gpu num=1",
-    "OAR_JOB_ID": "oarsub -l gpu=1",
-    "SGE_JOB_SPOOL_DIR": "#$ -l gpu=1",
-    "_CONDOR_JOB_AD": "request_gpus = 1",
-    "COBALT_JOBID": "#COBALT -q <a queue with GPUs>",
-    "FLUX_JOB_ID": "flux run --gpus-per-task=1",
-}
+from hpcdask.queues.environment import job_id
 
 #: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
 #: own MPI found the rank, that rank.
@@ -74,21 +62,6 @@ class Rank:
     def to_text(self, launch_id: str) -> str:
         """This rank for the environment of another process, under another launch id."""
         return json.dumps(dataclasses.asdict(self) | {"launcher": "given", "launch_id": launch_id})
-
-
-def job_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """Id of the queueing system's job that this process runs in, or None.
-
-    A requeued SLURM job keeps its id, so the id carries the restart count.
-    """
-    environ = os.environ if environ is None else environ
-    for name in QUEUE_JOBS:
-        if environ.get(name):
-            if name == "SGE_JOB_SPOOL_DIR":  # JOB_ID alone might be anybody's
-                return f"{environ.get('JOB_ID')}.{environ.get('SGE_TASK_ID')}"
-            restarts = environ.get("SLURM_RESTART_COUNT", "0") if "SLURM" in name else "0"
-            return f"{environ[name]}.r{restarts}"
-    return None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Rank | None:

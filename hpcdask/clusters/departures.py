@@ -10,7 +10,8 @@ from typing import Any
 
 from hpcdask.errors import QueueError, root_cause
 from hpcdask.queues.base import Queue
-from hpcdask.reconcile import OVER, Job, ends_at, is_paused, margin_s
+from hpcdask.queues.job_state import OVER
+from hpcdask.reconcile import Job, ends_at, is_paused, margin_s
 
 from . import retire
 from .ledger import Ledger

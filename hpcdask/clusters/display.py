@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from html import escape
 
 from hpcdask.errors import HpcdaskError
-from hpcdask.reconcile import OVER, Job, State
+from hpcdask.queues.job_state import OVER, State
+from hpcdask.reconcile import Job
 
 COLUMNS = ("job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.

@@ -19,7 +19,8 @@ from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.folder import ClusterFolder
-from hpcdask.reconcile import OVER, Failure, History, Job, Seen, State, observe, plan, record
+from hpcdask.queues.job_state import OVER, Seen, State
+from hpcdask.reconcile import Failure, History, Job, observe, plan, record
 
 from . import retire
 from .departures import Departures

@@ -9,7 +9,8 @@ from typing import Any
 from distributed import Scheduler
 from distributed.scheduler import WorkerState
 
-from hpcdask.reconcile import OVER, WAITING, Job, Policy, worker_names
+from hpcdask.queues.job_state import OVER, WAITING
+from hpcdask.reconcile import Job, Policy, worker_names
 from hpcdask.spec.job import parse_worker_name
 
 

@@ -25,13 +25,12 @@ import dask.config
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.forms import walltime_text
+from hpcdask.queues.gpu_directives import is_per_node, requested_gpus
+from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_memory, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
-
-from .gpudirectives import is_per_node, requested_gpus
 
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"

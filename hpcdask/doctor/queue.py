@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from hpcdask.bootstrap.ranks import QUEUE_JOBS, job_id
 from hpcdask.errors import DeviceError
 from hpcdask.gpu import devices
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu, View
+from hpcdask.queues.environment import QUEUE_JOBS, job_id
 
 from .findings import Facts, Finding, Reporter
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hpcdask.bootstrap.ranks import QUEUE_JOBS
 from hpcdask.errors import DeviceError, MissingExtra
+from hpcdask.queues.environment import how_to_request
 
 from .driver import DriverFile, cuda_extra, has_nvidia_driver
 
@@ -434,14 +434,6 @@ def _match(ranks: Sequence[View]) -> list[Gpu]:
             result[rank] = min(wishes[rank], key=lambda gpu: sharers[gpu.uuid])
             sharers[result[rank].uuid] += 1
     return [result[rank] for rank in range(len(ranks))]
-
-
-def how_to_request(job: str | None) -> str:
-    """A sentence that tells how to get a GPU, in a queueing system's job or on a workstation."""
-    if job is None:
-        return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
-    ways = next((way for name, way in QUEUE_JOBS.items() if os.environ.get(name)), "")
-    return f"This job ({job.partition('.r')[0]}) got none: request them, for example {ways}. "
 
 
 def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:

@@ -16,7 +16,8 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, QueueError, UsageError
-from hpcdask.reconcile import Seen
+
+from .job_state import Seen
 
 #: Seconds after which a command of the queueing system counts as hanging.
 COMMAND_TIMEOUT_S = 60.0

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import forms
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.queues.script import one_line, render
-from hpcdask.reconcile import Seen, State
+
+from . import helpers
+from .job_state import Seen, State
 
 PREFIX = "#CONDOR "
 LIMITS = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")
@@ -61,7 +62,7 @@ class HtcondorQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        forms.one_node(request, self.title)
+        helpers.one_node(request, self.title)
         self._submit_extra = shlex.split(job.submit_command)[1:]
         self._cancel_extra = shlex.split(job.cancel_command)[1:]
         description = {
@@ -83,15 +84,15 @@ class HtcondorQueue(Queue):
             "error": log,
         }
         lines = [f"{PREFIX}{name} = {value}" for name, value in description.items()]
-        header = forms.with_header(job, lines)
+        header = helpers.with_header(job, lines)
         if "condor_submit" in header.shebang:
             header.shebang = "#!/usr/bin/env bash"
-        guard = forms.first_life(request, self.job_id)
+        guard = helpers.first_life(request, self.job_id)
         return render(header, [], [guard, *preamble], command)
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
-        return forms.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
+        return helpers.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
 
     # What is asked of the queue
 
@@ -104,11 +105,11 @@ class HtcondorQueue(Queue):
         description = await asyncio.to_thread(_description, script, count)
         done = await self.run("condor_submit", "-terse", *self._submit_extra, input=description)
         if done.returncode:
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         found = re.search(r"^(\d+)\.0\s*-\s*\1\.(\d+)", done.stdout, re.M)
         if not found or int(found[2]) != count - 1:
             raise QueueError(
-                f"condor_submit answered {forms.words(done)!r}, no ids of {count} jobs"
+                f"condor_submit answered {helpers.words(done)!r}, no ids of {count} jobs"
             )
         return [f"{found[1]}.{number}" for number in range(count)]
 
@@ -136,13 +137,13 @@ class HtcondorQueue(Queue):
         except ValueError:
             jobs = None
         if done.returncode or not isinstance(jobs, list):
-            raise QueueError(f"{command[0]} failed: {forms.words(done)}")
+            raise QueueError(f"{command[0]} failed: {helpers.words(done)}")
         return jobs
 
     async def cancel(self, ids: Collection[str]) -> None:
         done = await self.run("condor_rm", *self._cancel_extra, *ids)
         if done.returncode and not GONE.search(done.stderr + done.stdout):
-            raise QueueError(f"condor_rm failed: {forms.words(done)}")
+            raise QueueError(f"condor_rm failed: {helpers.words(done)}")
 
     async def tagged(self) -> dict[str, str]:
         jobs = await self._ads("condor_q", "-constraint", "HpcdaskTag =!= undefined")
@@ -150,7 +151,7 @@ class HtcondorQueue(Queue):
         return {
             _id(job): str(job["HpcdaskTag"])
             for job in jobs
-            if job.get("Owner") == forms.user() and job.get("JobStatus") not in over
+            if job.get("Owner") == helpers.user() and job.get("JobStatus") not in over
         }
 
 
@@ -205,7 +206,7 @@ def _seen(job: Mapping[str, Any]) -> Seen:
     elif status == COMPLETED:
         by_signal = job.get("ExitBySignal")
         code = 128 + int(job.get("ExitSignal", 0)) if by_signal else int(job.get("ExitCode", 0))
-        state, reason = forms.ended(code)
+        state, reason = helpers.ended(code)
     elif status == SUSPENDED:
         reason = "suspended"
     elif status not in (RUNNING, TRANSFERRING):

@@ -25,9 +25,10 @@ from typing import Any
 
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.process import process_start
-from hpcdask.queues import machine
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.reconcile import OVER, Seen, State
+
+from . import local_processes
+from .job_state import OVER, Seen, State
 
 #: Seconds between SIGTERM and SIGKILL.
 KILL_WAIT_S = 5.0
@@ -85,7 +86,7 @@ class LocalQueue(Queue):
     title = "this machine"
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
-    job_id = f"${machine.JOB}"
+    job_id = f"${local_processes.JOB}"
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class LocalQueue(Queue):
     def _departed(self, ids: Collection[str]) -> dict[str, Seen]:
         with self._lock:
             seen = {}
-            for job_id in set(ids) - set(self._entries) - set(machine.living()):
+            for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
                 if job_id in self._cancelled:
                     seen[job_id] = Seen(job_id, State.CANCELLED, "cancelled")
                 elif not _submitter_lives(job_id):
@@ -200,14 +201,14 @@ class LocalQueue(Queue):
 
     def _cancel(self, ids: Collection[str]) -> None:
         with self._lock:
-            found = machine.living()
+            found = local_processes.living()
             for job_id in ids:
                 entry = self._entries.get(job_id)
                 if entry and entry.state is State.PENDING:
                     entry.end(State.CANCELLED, "cancelled")
                 if not (entry and entry.state in OVER):
                     self._cancelled.setdefault(job_id, time.monotonic())
-                    machine.terminate(found.get(job_id, ()))
+                    local_processes.terminate(found.get(job_id, ()))
 
     def _tagged(self) -> dict[str, str]:
         with self._lock:
@@ -219,7 +220,7 @@ class LocalQueue(Queue):
 
     # With the lock
 
-    def _advance(self) -> dict[str, list[machine.Process]]:
+    def _advance(self) -> dict[str, list[local_processes.Process]]:
         """Collect what has ended, kill what should have, start what can start.
 
         Returns the processes that were found before anything was started.
@@ -230,23 +231,25 @@ class LocalQueue(Queue):
             assert entry.leader is not None
             if entry.ended is None and entry.leader.poll() is not None:
                 entry.ended = now
-        found = machine.living()
+        found = local_processes.living()
         for job_id, asked in self._cancelled.items():
             if now - asked > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
-                machine.kill(found.get(job_id, ()))
+                local_processes.kill(found.get(job_id, ()))
         for entry in running:
-            machine.keep_locks(entry.held)
+            local_processes.keep_locks(entry.held)
             if entry.ended is not None:
                 self._settle(entry, found.get(entry.id, ()), now - entry.ended)
         self._start_pending()
         return found
 
-    def _settle(self, entry: Entry, left: Sequence[machine.Process], since_s: float) -> None:
+    def _settle(
+        self, entry: Entry, left: Sequence[local_processes.Process], since_s: float
+    ) -> None:
         """Its leader is gone: it is over when all the others are."""
         if left:
             entry.reason = f"ending: {len(left)} of its processes are left"
             if since_s > KILL_WAIT_S:
-                machine.kill(left)
+                local_processes.kill(left)
             return
         assert entry.leader is not None
         assert entry.ended is not None
@@ -280,7 +283,7 @@ class LocalQueue(Queue):
         locks: list[int] = []
         try:
             if self.gpus is not None:
-                locked = machine.lock_gpus(self.gpus, entry.gpus) if entry.gpus else []
+                locked = local_processes.lock_gpus(self.gpus, entry.gpus) if entry.gpus else []
                 entry.held, locks = [uuid for uuid, _ in locked], [file for _, file in locked]
                 given["CUDA_VISIBLE_DEVICES"] = ",".join(entry.held)
                 if len(locked) < entry.gpus:
@@ -301,7 +304,12 @@ class LocalQueue(Queue):
     def _run_job(
         self, entry: Entry, given: dict[str, str], locks: list[int]
     ) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **given, machine.JOB: entry.id, machine.TAG: entry.tag}
+        environment = {
+            **os.environ,
+            **given,
+            local_processes.JOB: entry.id,
+            local_processes.TAG: entry.tag,
+        }
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
         limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]

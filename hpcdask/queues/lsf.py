@@ -14,10 +14,11 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import forms
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import double_quoted, one_line, render
-from hpcdask.reconcile import Seen, State
+
+from . import helpers
+from .job_state import Seen, State
 
 #: Not those of a queue's hard limits on time and memory, which do not pass.
 LIMITS = re.compile(
@@ -60,19 +61,19 @@ class LsfQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        forms.one_node(request, self.title)
-        name = forms.clean_name(request.name, r"\w.-", longest=100)
-        lines = forms.quoted_header(job, "#BSUB", name, _quote, ("-q", "-P"), "-J")
-        lines += forms.renamed(request.name, name, self.title)
+        helpers.one_node(request, self.title)
+        name = helpers.clean_name(request.name, r"\w.-", longest=100)
+        lines = helpers.quoted_header(job, "#BSUB", name, _quote, ("-q", "-P"), "-J")
+        lines += helpers.renamed(request.name, name, self.title)
         if request.gpus:
             lines.append(f'#BSUB -gpu "num={request.gpus}{_kind(request.gpu_type)}"')
         lines += [f'#BSUB -Jd "{request.tag}"', "#BSUB -rn", f"#BSUB -o {_log(request.folder)}"]
-        guard = forms.first_life(request, self.job_id)
-        return render(forms.with_header(job, lines), [], [guard, *preamble], command)
+        guard = helpers.first_life(request, self.job_id)
+        return render(helpers.with_header(job, lines), [], [guard, *preamble], command)
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
-        return forms.parse_clock(text.partition("/")[0], "mh", "MINUTES, HOURS:MINUTES")
+        return helpers.parse_clock(text.partition("/")[0], "mh", "MINUTES, HOURS:MINUTES")
 
     # What is asked of the queue
 
@@ -82,7 +83,7 @@ class LsfQueue(Queue):
         return int(found[1]) if found else 1000  # LSF's default
 
     async def submit(self, script: str, count: int) -> list[str]:
-        text = await forms.read(script)
+        text = await helpers.read(script)
         array = []
         if count > 1:
             name = re.search(r"^#BSUB -J (\S+)", text, re.M)
@@ -91,9 +92,9 @@ class LsfQueue(Queue):
         done = await self.run("bsub", *array, input=text, env={"LSB_NTRIES": "1"})
         found = re.search(r"Job <(\d+)> is submitted", done.stdout)
         if done.returncode:
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         if not found:
-            raise QueueError(f"bsub answered {forms.words(done)!r} instead of a job's id")
+            raise QueueError(f"bsub answered {helpers.words(done)!r} instead of a job's id")
         return [found[1]] if count == 1 else [f"{found[1]}[{n + 1}]" for n in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -108,7 +109,7 @@ class LsfQueue(Queue):
         except (ValueError, KeyError, TypeError):
             if done.returncode and re.search(r"not found|No (unfinished )?job", done.stderr):
                 return []
-            raise QueueError(f"bjobs failed: {forms.words(done)}") from None
+            raise QueueError(f"bjobs failed: {helpers.words(done)}") from None
         return [record for record in records if "ERROR" not in record]
 
     async def cancel(self, ids: Collection[str]) -> None:
@@ -166,7 +167,7 @@ def _seen(record: Mapping[str, str]) -> Seen:
         text = record.get("EXIT_CODE", "")
         code = int(text) if text.isdigit() else 0 if stat == "DONE" else None
         why = record.get("EXIT_REASON", "").strip("- ")
-        state, reason = forms.ended(code)
+        state, reason = helpers.ended(code)
         if stat == "EXIT" and state is State.COMPLETED:
             state = State.FAILED
         state, reason = REASONS.get(why.partition(":")[0], state), why or reason
@@ -183,10 +184,10 @@ def _time(text: str) -> float | None:
     if not found:
         return None
     if found[2]:
-        return forms.unix_time(found[1] + found[2], "%b %d %H:%M %Y")
+        return helpers.unix_time(found[1] + found[2], "%b %d %H:%M %Y")
     now = time.time()
     for year in (time.localtime(now).tm_year, time.localtime(now).tm_year - 1):
-        at = forms.unix_time(f"{found[1]} {year}", "%b %d %H:%M %Y")
+        at = helpers.unix_time(f"{found[1]} {year}", "%b %d %H:%M %Y")
         if at is not None and at < now + 86400:
             return at
     return None

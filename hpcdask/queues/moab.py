@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import forms
 from hpcdask.queues.base import Request
 from hpcdask.queues.pbs import PbsQueue
-from hpcdask.reconcile import Seen, State
+
+from . import helpers
+from .job_state import Seen, State
 
 #: Not those on the time and memory of one job, which do not pass.
 LIMITS = re.compile(
@@ -47,12 +48,12 @@ class MoabQueue(PbsQueue):
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         # dask-jobqueue's default is a form of PBS Professional
         header = "\n".join(_nodes(line) for line in job.job_header.split("\n"))
-        moab = forms.with_header(job, [header])
+        moab = helpers.with_header(job, [header])
         moab.job_extra_directives = job.job_extra_directives
         return super().script(moab, request, preamble, command)
 
     def job_name(self, request: Request) -> str:
-        name = forms.clean_name(request.name, r"\w.+-", "A-Za-z", longest=100)
+        name = helpers.clean_name(request.name, r"\w.+-", "A-Za-z", longest=100)
         return f"{name}.{request.tag.replace(':', '_')}"
 
     # What is asked of the queue
@@ -65,10 +66,10 @@ class MoabQueue(PbsQueue):
             raise ValueError("Moab takes one job at a time")
         done = await self.run("msub", "-E", script)
         if done.returncode:
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         lines = done.stdout.split()
         if len(lines) != 1 or not re.fullmatch(r"[\w.-]+", lines[0]):
-            raise QueueError(f"msub answered {forms.words(done)!r} instead of a job's id")
+            raise QueueError(f"msub answered {helpers.words(done)!r} instead of a job's id")
         return lines
 
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -80,7 +81,7 @@ class MoabQueue(PbsQueue):
     async def _show(self, *options: str) -> list[ElementTree.Element]:
         done = await self.run("showq", *options, "--xml")
         if done.returncode:
-            raise QueueError(f"showq failed: {forms.words(done)}")
+            raise QueueError(f"showq failed: {helpers.words(done)}")
         try:
             return list(ElementTree.fromstring(done.stdout).iter("job"))
         except ElementTree.ParseError as error:
@@ -89,10 +90,10 @@ class MoabQueue(PbsQueue):
     async def cancel(self, ids: Collection[str]) -> None:
         done = await self.run("canceljob", *ids)
         if done.returncode and not GONE.search(done.stderr + done.stdout):
-            raise QueueError(f"canceljob failed: {forms.words(done)}")
+            raise QueueError(f"canceljob failed: {helpers.words(done)}")
 
     async def tagged(self) -> dict[str, str]:
-        user = forms.user()
+        user = helpers.user()
         return {
             job.get("JobID", ""): f"hpcdask:{tag[1]}"
             for job in await self._show()
@@ -158,5 +159,5 @@ def _end(
         return State.TIMEOUT, "", code
     if text.startswith("CNCLD") or job.get("State") == "Removed":
         return State.CANCELLED, "", code
-    state, reason = forms.ended(code)
+    state, reason = helpers.ended(code)
     return state, reason, code

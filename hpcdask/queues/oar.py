@@ -16,10 +16,11 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError, UsageError
-from hpcdask.queues import forms
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import one_line, render
-from hpcdask.reconcile import Seen, State
+
+from . import helpers
+from .job_state import Seen, State
 
 #: Not those on the time of one job, which do not pass.
 LIMITS = re.compile(r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I)
@@ -41,23 +42,23 @@ class OarQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        forms.one_node(request, self.title)
-        name = forms.clean_name(request.name, r"\w .,:;=@+()-", longest=100)
-        lines = forms.quoted_header(
+        helpers.one_node(request, self.title)
+        name = helpers.clean_name(request.name, r"\w .,:;=@+()-", longest=100)
+        lines = helpers.quoted_header(
             job, "#OAR", shlex.quote(name), shlex.quote, ("-q", "--project"), "-n"
         )
         if request.gpus:
             lines = _with_gpus(lines, request)
-        lines += forms.renamed(request.name, name, self.title)
+        lines += helpers.renamed(request.name, name, self.title)
         log = one_line(f"{request.folder}/queue-%jobid%.log", "the folder of logs")
         log = "/dev/null" if "'" in log else shlex.quote(log)  # OAR puts it between such quotes
         lines += [f"#OAR -O {log}", f"#OAR -E {log}", f"{TAG}{request.tag}"]
-        return render(forms.with_header(job, lines), [], preamble, command)
+        return render(helpers.with_header(job, lines), [], preamble, command)
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
         units = "smh"[max(0, 2 - text.count(":")) :]  # the first number is of hours
-        return forms.parse_clock(text, units, "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS")
+        return helpers.parse_clock(text, units, "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS")
 
     # What is asked of the queue
 
@@ -65,7 +66,7 @@ class OarQueue(Queue):
         return 1000  # each is a row of its own in OAR's database
 
     async def submit(self, script: str, count: int) -> list[str]:
-        text = await forms.read(script)
+        text = await helpers.read(script)
         options = [
             word
             for line in text.splitlines()
@@ -77,9 +78,9 @@ class OarQueue(Queue):
         done = await self.run("oarsub", *options, _command(script, text))
         ids = re.findall(r"^OAR_JOB_ID=(\d+)", done.stdout, re.M)
         if done.returncode or (not ids and "ERROR" in done.stdout + done.stderr):
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         if len(ids) != count:
-            raise QueueError(f"oarsub answered {forms.words(done)!r} instead of {count} job ids")
+            raise QueueError(f"oarsub answered {helpers.words(done)!r} instead of {count} job ids")
         return ids
 
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -96,17 +97,17 @@ class OarQueue(Queue):
         except ValueError:
             found = None
         if done.returncode or not isinstance(found, dict):
-            raise QueueError(f"oarstat failed: {forms.words(done)}")
+            raise QueueError(f"oarstat failed: {helpers.words(done)}")
         return found
 
     async def cancel(self, ids: Collection[str]) -> None:
         done = await self.run("oardel", *ids)
         said = (done.stderr + done.stdout).strip()
         if done.returncode and not GONE.search(said):
-            raise QueueError(f"oardel failed: {forms.words(done)}")
+            raise QueueError(f"oardel failed: {helpers.words(done)}")
 
     async def tagged(self) -> dict[str, str]:
-        jobs = await self._stat("-u", forms.user())
+        jobs = await self._stat("-u", helpers.user())
         return {
             job: tag[1]
             for job, facts in jobs.items()
@@ -198,7 +199,7 @@ def _end(facts: Mapping[str, Any], word: str) -> tuple[State, str, int | None]:
     ):
         if event in events:
             return state, message, code
-    state, reason = forms.ended(code)
+    state, reason = helpers.ended(code)
     if word == "Error" and state is State.COMPLETED:
         state = State.FAILED
     return state, reason or (message if word == "Error" else ""), code

@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import NoTags, QueueError, UsageError
-from hpcdask.queues import forms
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.queues.qstat import Flavour, parse_qstat, seen
 from hpcdask.queues.script import one_line, render
-from hpcdask.reconcile import Seen
+
+from . import helpers
+from .job_state import Seen
+from .pbs_output import Flavour, parse_qstat, seen
 
 #: Of a job that is gone: unknown, or over.
 GONE = re.compile(r"unknown job|has finished|no such job|does not exist|history")
@@ -55,17 +56,19 @@ class PbsQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        forms.one_node(request, self.title)
+        helpers.one_node(request, self.title)
         name = self.job_name(request)
-        lines = forms.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
+        lines = helpers.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
         lines = _with_gpus(lines, request) if request.gpus else lines
-        lines += forms.renamed(request.name, name, self.title)
+        lines += helpers.renamed(request.name, name, self.title)
         lines = _with_tag(lines, request.tag) + self.directives(request)
-        return render(forms.with_header(job, lines), [], [self.guard(request), *preamble], command)
+        return render(
+            helpers.with_header(job, lines), [], [self.guard(request), *preamble], command
+        )
 
     def job_name(self, request: Request) -> str:
         """The job's name as the queue takes it."""
-        return forms.clean_name(request.name, r"\w.+-", "A-Za-z")
+        return helpers.clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def directives(self, request: Request) -> list[str]:
         """Where the queue's own output of a job goes."""
@@ -78,11 +81,11 @@ class PbsQueue(Queue):
 
     def guard(self, request: Request) -> str:
         """Ends a job that is started again."""
-        return forms.first_life(request, self.job_id)
+        return helpers.first_life(request, self.job_id)
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
-        return forms.parse_clock(
+        return helpers.parse_clock(
             text, "smhd", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS:HOURS:MIN:SEC"
         )
 
@@ -115,17 +118,17 @@ class PbsQueue(Queue):
             command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
         if flavour == "slurm":
             # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            folder = _log_folder(await forms.read(script)).replace("%", "%%")  # %j is the job's
+            folder = _log_folder(await helpers.read(script)).replace("%", "%%")  # %j is the job's
             log = f"{folder}queue-%j.log"
             command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
         path = shlex.quote(script) if flavour == "slurm" else script
         done = await self.run(*command, path)
         if done.returncode:
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         lines = done.stdout.split() or [""]
         found = re.fullmatch(r"(\d+)(\[\])?(\.\S+)?", lines[-1])
         if not found:
-            raise QueueError(f"qsub answered {forms.words(done)!r} instead of a job's id")
+            raise QueueError(f"qsub answered {helpers.words(done)!r} instead of a job's id")
         if count == 1:
             return [lines[-1]]
         number, _, server = found.groups("")
@@ -138,7 +141,7 @@ class PbsQueue(Queue):
         options = {"pbs": ["-x", "-t", "-w"], "torque": ["-t", "-1"], "slurm": []}[flavour]
         done = await self.run("qstat", "-f", *options, *asked)
         if done.returncode and done.stderr.strip() and not GONE.search(done.stderr.lower()):
-            raise QueueError(f"qstat failed: {forms.words(done)}")
+            raise QueueError(f"qstat failed: {helpers.words(done)}")
         if done.returncode and not done.stdout.strip() and not done.stderr.strip():
             return {}  # the wrapper's way to say that it knows none of them
         # The server's name may be shortened
@@ -168,10 +171,10 @@ class PbsQueue(Queue):
             )
         done = await self.run("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
         if done.returncode:
-            raise QueueError(f"qstat failed: {forms.words(done)}")
+            raise QueueError(f"qstat failed: {helpers.words(done)}")
         found = {}
         for job, facts in parse_qstat(done.stdout).items():
-            mine = facts.get("Job_Owner", "").startswith(f"{forms.user()}@")
+            mine = facts.get("Job_Owner", "").startswith(f"{helpers.user()}@")
             tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
                 found[job] = tag[1]

@@ -14,10 +14,11 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import forms
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import double_quoted, one_line, render
-from hpcdask.reconcile import Seen, State
+
+from . import helpers
+from .job_state import Seen, State
 
 LIMITS = re.compile(
     r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib|can't get resp"
@@ -46,21 +47,21 @@ class SgeQueue(Queue):
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        forms.one_node(request, self.title)
-        name = forms.clean_name(request.name, r"\w.+-", "A-Za-z_")
-        lines = forms.quoted_header(job, "#$", name, _quote, ("-q", "-P"))
-        lines += forms.renamed(request.name, name, self.title)
+        helpers.one_node(request, self.title)
+        name = helpers.clean_name(request.name, r"\w.+-", "A-Za-z_")
+        lines = helpers.quoted_header(job, "#$", name, _quote, ("-q", "-P"))
+        lines += helpers.renamed(request.name, name, self.title)
         if request.gpus:
             lines.append(f"#$ -l gpu={request.gpus}{_kind(request.gpu_type)}")
         lines += [f"#$ -ac HPCDASK_TAG={request.tag}", "#$ -r n", f"#$ -o {_log(request.folder)}"]
         # Many sites start scripts with csh and ignore the first line
         if "bash" in job.shebang and not any(line.startswith("#$ -S") for line in lines):
             lines.append("#$ -S /bin/bash")
-        return render(forms.with_header(job, lines), [], preamble, command)
+        return render(helpers.with_header(job, lines), [], preamble, command)
 
     @staticmethod
     def parse_walltime(text: str) -> timedelta:
-        return forms.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
+        return helpers.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
 
     # What is asked of the queue
 
@@ -73,10 +74,10 @@ class SgeQueue(Queue):
         array = ["-t", f"1-{count}"] if count > 1 else []
         done = await self.run("qsub", "-terse", *array, script)
         if done.returncode:
-            raise forms.refused(done, script, self.advice, LIMITS)
+            raise helpers.refused(done, script, self.advice, LIMITS)
         found = re.search(r"^(\d+)(\.\d+-\d+:\d+)?$", done.stdout, re.M)
         if not found:
-            raise QueueError(f"qsub answered {forms.words(done)!r} instead of a job's id")
+            raise QueueError(f"qsub answered {helpers.words(done)!r} instead of a job's id")
         return [found[1]] if count == 1 else [f"{found[1]}.{task + 1}" for task in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -88,9 +89,9 @@ class SgeQueue(Queue):
 
     async def _list(self) -> list[Seen]:
         """All jobs of this user."""
-        done = await self.run("qstat", "-u", forms.user(), "-xml", "-r", "-g", "d")
+        done = await self.run("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
         if done.returncode:
-            raise QueueError(f"qstat failed: {forms.words(done)}")
+            raise QueueError(f"qstat failed: {helpers.words(done)}")
         return parse_qstat(done.stdout)
 
     async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
@@ -114,7 +115,7 @@ class SgeQueue(Queue):
             return {}
         done = await self.run("qstat", "-j", ",".join(numbers), "-xml")
         if done.returncode:
-            raise QueueError(f"qstat -j failed: {forms.words(done)}")
+            raise QueueError(f"qstat -j failed: {helpers.words(done)}")
         tags = {}
         for element in _xml(done.stdout).iter("element"):
             for context in element.findall("JB_context/context_list"):
@@ -179,7 +180,7 @@ def parse_qstat(text: str) -> list[Seen]:
 
 
 def _local(text: str | None) -> float | None:
-    return forms.unix_time((text or "")[:19], "%Y-%m-%dT%H:%M:%S")
+    return helpers.unix_time((text or "")[:19], "%Y-%m-%dT%H:%M:%S")
 
 
 def _elements(number: str, tasks: str) -> list[str]:
@@ -223,10 +224,10 @@ def _ended(job: str, facts: dict[str, str]) -> Seen:
     code = int(facts.get("exit_status", "0").split()[0])
     number, _, text = facts.get("failed", "0").partition(":")
     failure = int(number)
-    started = forms.unix_time(facts.get("start_time"), TIME)
+    started = helpers.unix_time(facts.get("start_time"), TIME)
     limit = re.search(r"\bh_rt=(\d+)", facts.get("category", ""))
     used = re.match(r"[\d.]+", facts.get("ru_wallclock", ""))
-    state, reason = forms.ended(code)
+    state, reason = helpers.ended(code)
     if failure == OVER_LIMIT or (failure and limit and used and float(used[0]) >= float(limit[1])):
         state, reason = State.TIMEOUT, ""
     elif failure and failure != KILLED:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.queues import refusals, squeue
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.queues.forms import with_header
 from hpcdask.queues.script import double_quoted, header_lines, one_line, render
-from hpcdask.reconcile import OVER, Seen, State
+
+from . import slurm_errors, slurm_output
+from .helpers import with_header
+from .job_state import OVER, Seen, State
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -173,13 +174,13 @@ class SlurmQueue(Queue):
             done = await self.run("sbatch", "--parsable", *extra, script)
         except QueueError as error:
             # sbatch waits for minutes, and says why
-            if refusals.LIMITS.search(str(error)):
+            if slurm_errors.LIMITS.search(str(error)):
                 raise Refused(
                     f"{error}. Script kept at {script}", for_now=True, fewer=False
                 ) from None
             raise
         if done.returncode:
-            raise refusals.refused(done, script)
+            raise slurm_errors.refused(done, script)
         # a site's greetings may come before it
         match = re.search(r"^(\d+)(?:;(\S+))?\s*\Z", done.stdout, re.M)
         if match is None:
@@ -207,15 +208,15 @@ class SlurmQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, Seen]:
         if not ids:
             return {}
-        text = await self._squeue(*squeue.COLUMNS, squeue.LAST_COLUMN)
-        seen = squeue.parse_squeue(text, time.time())
+        text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
+        seen = slurm_output.parse_squeue(text, time.time())
         self._shown = set(seen)
         wanted = ((job_id, seen[job_id]) for job_id in ids if job_id in seen)
         return {job_id: job for job_id, job in wanted if job.state is not State.UNKNOWN}
 
     async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
         seen = await self._accounting(ids) if ids else {}
-        return squeue.left(ids, self._shown) | seen
+        return slurm_output.left(ids, self._shown) | seen
 
     async def _accounting(self, ids: Collection[str]) -> dict[str, Seen]:
         # Without it nobody knows: squeue has shown all that the controller remembers
@@ -226,9 +227,9 @@ class SlurmQueue(Queue):
         options = ["--noheader", "--allocations", "--parsable2", f"--jobs={jobs}"]
         if clusters := os.environ.get(CLUSTERS):
             options.append(f"--clusters={clusters}")
-        columns = f"--format={','.join(squeue.SACCT_COLUMNS)}"
-        done = await self._run_well("sacct", *options, columns, env=squeue.ENVIRONMENT)
-        seen = squeue.parse_sacct(done.stdout)
+        columns = f"--format={','.join(slurm_output.SACCT_COLUMNS)}"
+        done = await self._run_well("sacct", *options, columns, env=slurm_output.ENVIRONMENT)
+        seen = slurm_output.parse_sacct(done.stdout)
         return {job_id: seen[job_id] for job_id in ids if job_id in seen}
 
     async def cancel(self, ids: Collection[str]) -> None:
@@ -237,30 +238,34 @@ class SlurmQueue(Queue):
             some = expressions[start : start + CANCELLED_AT_ONCE]
             done = await self.run("scancel", *some)
             lines = done.stderr.splitlines()
-            if done.returncode and not (lines and all(map(refusals.OVER_ALREADY.search, lines))):
-                raise refusals.failed(done)
+            if done.returncode and not (
+                lines and all(map(slurm_errors.OVER_ALREADY.search, lines))
+            ):
+                raise slurm_errors.failed(done)
 
     async def tagged(self) -> dict[str, str]:
         text = await self._squeue("JobArrayID", "State", "Comment")
-        jobs = squeue.rows(text, 3)
+        jobs = slurm_output.rows(text, 3)
         return {
             job_id: comment
             for job_id, state, comment in jobs
-            if comment.startswith("hpcdask:") and squeue.STATES.get(state) not in OVER
+            if comment.startswith("hpcdask:") and slurm_output.STATES.get(state) not in OVER
         }
 
     async def _squeue(self, *names: str) -> str:
         """All jobs of this user, over for a while or not: an unknown id would be an error."""
         options = ("--noheader", "--states=all", f"--user={os.getuid()}")
-        columns = f"--Format={squeue.columns(*names)}"
-        return (await self._run_well("squeue", *options, columns, env=squeue.ENVIRONMENT)).stdout
+        columns = f"--Format={slurm_output.columns(*names)}"
+        return (
+            await self._run_well("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
+        ).stdout
 
     async def _run_well(
         self, *command: str, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         done = await self.run(*command, env=env)
         if done.returncode:
-            raise refusals.failed(done)
+            raise slurm_errors.failed(done)
         return done
 
 

@@ -11,7 +11,8 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.ending import find_jobs
 from hpcdask.queues.folder import ClusterFolder, list_clusters
 from hpcdask.queues.registry import NAMES, queue_class
-from hpcdask.reconcile import OVER, Seen
+
+from .job_state import OVER, Seen
 
 #: Seconds for a queueing system that no cluster's folder names.
 GUESS_TIMEOUT_S = 10.0

@@ -12,7 +12,7 @@ import dask.config
 
 from hpcdask.clusters import options
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.queues import forms, slurm
+from hpcdask.queues import helpers, slurm
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.disk import check_owned
 from hpcdask.queues.folder import base_path
@@ -193,7 +193,7 @@ def _preamble(batch: Batch, asked: Asked) -> list[str]:
 def _adjusted(batch: Batch, request: Request, text: str) -> str:
     """The script of a cluster's job as one of its own."""
     # A job that is started again is not replaced here: it runs again
-    guard = forms.first_life(request, batch.queue.job_id)
+    guard = helpers.first_life(request, batch.queue.job_id)
     lines = [line for line in text.removesuffix("\n").split("\n") if line != guard]
     if batch.system == "slurm":
         lines = [

@@ -13,7 +13,7 @@ from typing import Any
 from hpcdask.errors import QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.ending import end_jobs
-from hpcdask.reconcile import OVER, WAITING, Seen, State
+from hpcdask.queues.job_state import OVER, WAITING, Seen, State
 
 from .batch import Batch
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.clusters.gpudirectives import requested_gpus
 from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
-from hpcdask.queues.forms import walltime_text
+from hpcdask.queues.gpu_directives import requested_gpus
+from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import header_lines
 
 from .asked import Asked

@@ -16,7 +16,7 @@ import hpcdask
 from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.gpu.devices import Gpu
-from hpcdask.reconcile import OVER, State
+from hpcdask.queues.job_state import OVER, State
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -29,8 +29,8 @@ from hpcdask.clusters import departures, retire, scaling, submitter
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
+from hpcdask.queues.job_state import OVER, State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import OVER, State
 from launching import (
     clean_environment,
     decide_again,

@@ -20,10 +20,10 @@ import pytest
 
 from clock import stretched
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.queues import local, machine
+from hpcdask.queues import local, local_processes
 from hpcdask.queues.base import Request
+from hpcdask.queues.job_state import OVER, Seen, State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import OVER, Seen, State
 from launching import end, leftovers, wait_for
 
 
@@ -62,7 +62,7 @@ GRACE_S = 1  # between SIGTERM and SIGKILL
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(local, "KILL_WAIT_S", GRACE_S)
-    monkeypatch.setattr(machine, "lock_folder", lambda: str(tmp_path / "locks"))
+    monkeypatch.setattr(local_processes, "lock_folder", lambda: str(tmp_path / "locks"))
     site = Site(tmp_path)
     try:
         yield site
@@ -284,8 +284,8 @@ def submit_elsewhere(
     """Submit in a process that then ends."""
     program = f"""
 import asyncio
-from hpcdask.queues import local, machine
-machine.lock_folder = lambda: {str(site.folder / "locks")!r}
+from hpcdask.queues import local, local_processes
+local_processes.lock_folder = lambda: {str(site.folder / "locks")!r}
 local.KILL_WAIT_S = {GRACE_S}
 print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus)!r}, 1)))
 """
@@ -313,7 +313,7 @@ def test_another_process_finds_and_cancels_a_job(site):
 def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
     """The kernel shows no environment for a moment."""
     job_id = submit_elsewhere(site, "exec sleep 1000")
-    read, looks = machine._read, set()
+    read, looks = local_processes._read, set()
 
     def first_nothing(path: str) -> bytes:
         content = read(path)
@@ -322,8 +322,8 @@ def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
             return b""
         return content
 
-    monkeypatch.setattr(machine, "_read", first_nothing)
-    assert job_id in machine.living()
+    monkeypatch.setattr(local_processes, "_read", first_nothing)
+    assert job_id in local_processes.living()
     assert looks
     cancel(site.queue(), job_id)
 

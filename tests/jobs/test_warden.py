@@ -18,8 +18,8 @@ import pytest
 from hpcdask.errors import QueueError
 from hpcdask.queues import ending, warden
 from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.registry import NAMES
-from hpcdask.reconcile import Seen, State
 from launching import end, leftovers, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")

@@ -22,10 +22,10 @@ from distributed.comm import CommClosedError
 
 from clock import clock
 from hpcdask import joblife, member, nanny, worker
-from hpcdask.bootstrap import ranks
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.nanny import BoundWorker
+from hpcdask.queues import environment
 from hpcdask.security import private
 from hpcdask.security.credentials import (
     create_credentials,
@@ -591,7 +591,12 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
     ],
 )
 def test_the_identity_of_a_job(monkeypatch, environ, expected):
-    for name in [*ranks.QUEUE_JOBS, "HPCDASK_JOB_ID", "HPCDASK_RESTARTS", "SLURM_RESTART_COUNT"]:
+    for name in [
+        *environment.QUEUE_JOBS,
+        "HPCDASK_JOB_ID",
+        "HPCDASK_RESTARTS",
+        "SLURM_RESTART_COUNT",
+    ]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -610,11 +615,11 @@ def test_the_identity_of_a_job(monkeypatch, environ, expected):
     ],
 )
 def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
-    for name in [*ranks.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
+    for name in [*environment.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert worker.is_the_queues(job) is expected
+    assert environment.is_the_queues(job) is expected
 
 
 def test_a_scheduler_that_has_ended_is_told_from_one_that_is_slow():

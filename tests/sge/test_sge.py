@@ -12,8 +12,8 @@ from distributed import Client
 from doors import TAG, ask, cancel, make_job, submit, wait_for_state, write_script
 from hpcdask import SGECUDACluster
 from hpcdask.errors import Refused
+from hpcdask.queues.job_state import State
 from hpcdask.queues.sge import SgeQueue
-from hpcdask.reconcile import State
 from launching import wait_for
 from sge_site import SgeSite
 

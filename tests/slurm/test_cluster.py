@@ -15,7 +15,7 @@ import pytest
 import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.queues import base
-from hpcdask.reconcile import OVER, State
+from hpcdask.queues.job_state import OVER, State
 from hpcdask.spec.job import parse_worker_name
 from launching import decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running

@@ -20,8 +20,8 @@ from hpcdask.cli import main
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.ending import end_cluster
 from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.job_state import State
 from hpcdask.queues.pbs import PbsQueue
-from hpcdask.reconcile import State
 from launching import wait_for
 from slurm_site import SlurmSite
 from torque import with_torque

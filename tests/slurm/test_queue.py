@@ -15,8 +15,8 @@ from dask_jobqueue.slurm import SLURMJob
 from clock import clock
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.base import Request
+from hpcdask.queues.job_state import OVER, Seen, State
 from hpcdask.queues.slurm import SlurmQueue
-from hpcdask.reconcile import OVER, Seen, State
 from launching import end, leftovers, wait_for
 from slurm_site import SlurmSite
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdask import __version__, cli
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.survey import Found
-from hpcdask.reconcile import Seen, State
 
 
 def test_the_package_is_the_command():

@@ -13,8 +13,9 @@ from hpcdask.clusters import departures, retire
 from hpcdask.clusters.departures import Departures
 from hpcdask.clusters.ledger import Ledger
 from hpcdask.errors import NoAnswer
+from hpcdask.queues.job_state import State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import Job, Policy, State, worker_names
+from hpcdask.reconcile import Job, Policy, worker_names
 
 
 class Door(LocalQueue):

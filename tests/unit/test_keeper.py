@@ -16,8 +16,9 @@ from hpcdask.clusters.keeper import Keeper
 from hpcdask.clusters.ledger import Ledger
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import Job, Policy, Seen, State
+from hpcdask.reconcile import Job, Policy
 
 
 class Door(LocalQueue):

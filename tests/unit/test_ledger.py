@@ -9,7 +9,8 @@ from distributed.deploy.adaptive import Adaptive
 
 from hpcdask.clusters import scaling
 from hpcdask.clusters.ledger import Ledger
-from hpcdask.reconcile import Job, Policy, State, worker_names
+from hpcdask.queues.job_state import State
+from hpcdask.reconcile import Job, Policy, worker_names
 
 SIZE = 4
 

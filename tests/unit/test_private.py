@@ -18,7 +18,7 @@ from hpcdask.client.connect import connect
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
-from hpcdask.queues import machine
+from hpcdask.queues import local_processes
 from hpcdask.security import private
 from hpcdask.security.credentials import (
     check_configuration,
@@ -253,8 +253,8 @@ def test_folders_for_locks_are_at_home_where_a_stranger_took_the_name(name, tmp_
         os.rmdir(usual)
         as_stranger(lambda: os.mkdir(usual))
         assert private.node_folder(name).startswith(f"{tmp_path}/.hpcdask/{name}-")
-        monkeypatch.setattr(machine, "lock_folder", lambda: private.node_folder(name))
-        ((uuid, lock),) = machine.lock_gpus(["GPU-1"], 1)
+        monkeypatch.setattr(local_processes, "lock_folder", lambda: private.node_folder(name))
+        ((uuid, lock),) = local_processes.lock_gpus(["GPU-1"], 1)
         os.close(lock)
         assert uuid == "GPU-1"
     finally:

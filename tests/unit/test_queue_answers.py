@@ -18,15 +18,15 @@ import pytest
 
 from doors import TAG
 from hpcdask.errors import QueueError, Refused
-from hpcdask.queues import forms
+from hpcdask.queues import helpers
 from hpcdask.queues.base import Queue
 from hpcdask.queues.htcondor import HtcondorQueue
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.lsf import LsfQueue
 from hpcdask.queues.moab import MoabQueue
 from hpcdask.queues.oar import OarQueue
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.sge import SgeQueue
-from hpcdask.reconcile import Seen, State
 
 T = TypeVar("T")
 Answer = str | tuple[int, str, str]
@@ -65,7 +65,7 @@ class Site:
 def ann() -> Iterator[None]:
     """The samples' user, and the time zone of their times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forms, "user", lambda: "ann")
+        patch.setattr(helpers, "user", lambda: "ann")
         patch.setenv("TZ", "UTC")
         time.tzset()
         yield

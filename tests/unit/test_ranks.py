@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdask.bootstrap import ranks
-from hpcdask.bootstrap.ranks import detect, job_id
+from hpcdask.bootstrap.ranks import detect
+from hpcdask.queues.environment import job_id
 from hpcdask.rendezvous import wants_mpi
 
 OPENMPI = {

@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcdask.queues.job_state import OVER, WAITING, Seen, State
 from hpcdask.reconcile import (
-    OVER,
-    WAITING,
     Actions,
     History,
     Job,
     Policy,
-    Seen,
-    State,
     ends_at,
     margin_s,
     observe,

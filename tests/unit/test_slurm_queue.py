@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
-from hpcdask.queues import refusals, squeue
+from hpcdask.queues import slurm_errors, slurm_output
 from hpcdask.queues.base import Request
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.script import double_quoted, one_line, render
 from hpcdask.queues.slurm import SlurmQueue
-from hpcdask.reconcile import Seen, State
 from launching import wait_for
 
 NOW = 2_000.0
@@ -314,12 +314,12 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
     ],
 )
 def test_squeue(line, seen):
-    assert squeue.parse_squeue(line + "\n", NOW) == {"7_1": seen}
+    assert slurm_output.parse_squeue(line + "\n", NOW) == {"7_1": seen}
 
 
 def test_squeue_of_several():
     text = "CLUSTER: site\n" + row("RUNNING") + "\n8;COMPLETED;0;0;1;2;n1;None;\n9+0;RUNNING;0;\n"
-    assert set(squeue.parse_squeue(text, NOW)) == {"7_1", "8"}
+    assert set(slurm_output.parse_squeue(text, NOW)) == {"7_1", "8"}
 
 
 @pytest.mark.parametrize(
@@ -333,23 +333,23 @@ def test_squeue_of_several():
     ],
 )
 def test_elements_of_an_array(shown, ids):
-    assert squeue.expand(shown) == ids
+    assert slurm_output.expand(shown) == ids
 
 
 @pytest.mark.parametrize("shown", ["7_[0,2,4", "7_[0-9,...]", "7_[1-]"])
 def test_elements_that_are_not_shown_whole(shown):
     with pytest.raises(QueueError, match="squeue shortened '7_"):
-        squeue.expand(shown)
+        slurm_output.expand(shown)
 
 
 def test_waiting_elements_are_one_line():
     line = "7_[0-2%1];PENDING;0;0;N/A;N/A;;Resources;\n"
-    seen = squeue.parse_squeue(line, NOW)
+    seen = slurm_output.parse_squeue(line, NOW)
     assert seen == {f"7_{n}": Seen(f"7_{n}", State.PENDING, "Resources") for n in range(3)}
 
 
 def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
-    seen = squeue.parse_squeue(row("FROZEN"), NOW)
+    seen = slurm_output.parse_squeue(row("FROZEN"), NOW)
     assert seen["7_1"].state is State.UNKNOWN
 
     async def run(self, *command, env=None):
@@ -364,14 +364,16 @@ def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
 def test_elements_that_left_their_array():
     ids = ["7_1", "7_2", "8_1", "9"]
     over = Seen("7_2", State.CANCELLED, "before it started")
-    assert squeue.left(ids, {"7_1", "9_1"}) == {"7_2": over}
-    assert squeue.left(["7_2"], {"7"}) == {"7_2": over}  # the rest of an array, cancelled as one
+    assert slurm_output.left(ids, {"7_1", "9_1"}) == {"7_2": over}
+    assert slurm_output.left(["7_2"], {"7"}) == {
+        "7_2": over
+    }  # the rest of an array, cancelled as one
 
 
 def test_squeue_answers_something_else():
-    assert squeue.parse_squeue("", NOW) == {}
+    assert slurm_output.parse_squeue("", NOW) == {}
     with pytest.raises(QueueError, match="squeue answered 'Welcome!', which is not"):
-        squeue.parse_squeue("Welcome!\n", NOW)
+        slurm_output.parse_squeue("Welcome!\n", NOW)
 
 
 def test_sacct():
@@ -389,7 +391,7 @@ Welcome to the site!
 6_7|0:0|Unknown|None assigned|PENDING
 7_[8-9]|0:0|Unknown|None assigned|CANCELLED by 0
 """
-    seen = squeue.parse_sacct(text)
+    seen = slurm_output.parse_sacct(text)
     assert seen == {
         "5": Seen("5", State.COMPLETED, "", 0, started=1000.0, nodes="n1"),
         "6_0": Seen("6_0", State.FAILED, "", 3, started=1000.0, nodes="n1"),
@@ -406,7 +408,7 @@ Welcome to the site!
 def refusal(*lines: str) -> QueueError:
     stderr = "".join(f"sbatch: error: {line}\n" for line in lines)
     done = subprocess.CompletedProcess(["sbatch"], 1, "", stderr)
-    return refusals.refused(done, "/me/script.sh")
+    return slurm_errors.refused(done, "/me/script.sh")
 
 
 POLICY = (
@@ -504,7 +506,7 @@ def test_a_lost_answer_is_no_refusal(lines):
 )
 def test_a_controller_that_is_away_for_a_moment(said, kind):
     """scontrol is asked before sbatch; a cluster tries that again, too."""
-    error = refusals.failed(subprocess.CompletedProcess(["scontrol"], 1, "", said))
+    error = slurm_errors.failed(subprocess.CompletedProcess(["scontrol"], 1, "", said))
     assert type(error) is kind
 
 

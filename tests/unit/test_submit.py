@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.queues import base
+from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.slurm import SlurmQueue
-from hpcdask.reconcile import Seen, State
 from hpcdask.submit import follow
 from hpcdask.submit.command import SYSTEMS
 

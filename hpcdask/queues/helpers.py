@@ -19,7 +19,8 @@ from typing import Any
 from hpcdask.errors import Refused, UsageError
 from hpcdask.queues.base import Request
 from hpcdask.queues.script import header_lines, one_line
-from hpcdask.reconcile import State
+
+from .job_state import State
 
 #: Exit code of a job that the queue has started a second time.
 AGAIN = 75

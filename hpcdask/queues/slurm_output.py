@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 
 from hpcdask.errors import QueueError
-from hpcdask.reconcile import OVER, Seen, State
+
+from .job_state import OVER, Seen, State
 
 #: After each column of squeue; the last one may contain it.
 DELIMITER = ";"

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Mapping
 from typing import Literal
 
-from hpcdask.queues import forms
-from hpcdask.reconcile import Seen, State
+from . import helpers
+from .job_state import Seen, State
 
 #: Whose qstat it is: SLURM has a wrapper of that name.
 Flavour = Literal["pbs", "torque", "slurm"]
@@ -68,7 +68,7 @@ def seen(job: str, facts: Mapping[str, str], flavour: Flavour) -> Seen:
 
 def _started(facts: Mapping[str, str], letter: str, flavour: Flavour) -> float | None:
     name = {"pbs": "stime", "torque": "start_time", "slurm": "mtime"}[flavour]
-    return None if letter in WAITS else forms.unix_time(facts.get(name), TIME)
+    return None if letter in WAITS else helpers.unix_time(facts.get(name), TIME)
 
 
 def _end(
@@ -82,7 +82,7 @@ def _end(
     used = _seconds(facts.get("resources_used.walltime"))
     limit = _seconds(facts.get("Resource_List.walltime"))
     if flavour == "slurm":
-        over = forms.unix_time(facts.get("ctime"), TIME)
+        over = helpers.unix_time(facts.get("ctime"), TIME)
         if over and ends and over >= ends:
             return State.TIMEOUT, "", None
         return State.COMPLETED, "ended, and its exit code is not shown", None
@@ -94,7 +94,7 @@ def _end(
         return State.CANCELLED, comment, code
     if code is not None and code < 0:
         return State.FAILED, comment or "PBS could not start it", code
-    state, reason = forms.ended(code)
+    state, reason = helpers.ended(code)
     return state, reason or comment, code
 
 
