@@ -29,10 +29,10 @@ from distributed.utils import format_dashboard_link, silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.jobs import watchdog
+from hpcdask.jobs.folder import ClusterFolder, prune
 from hpcdask.process import owner_text
-from hpcdask.queues import warden
 from hpcdask.queues.base import Queue
-from hpcdask.queues.folder import ClusterFolder, prune
 from hpcdask.reconcile import Job, Policy
 from hpcdask.scratch import scratch_folder
 from hpcdask.security import listening, private, webserver
@@ -197,7 +197,7 @@ class JobCluster(Scaling):
                 f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
                 f"tag in its place"
             )
-        self._warden = await asyncio.to_thread(warden.start_warden, folder)
+        self._warden = await asyncio.to_thread(watchdog.start_warden, folder)
         await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
         ledger = Ledger(

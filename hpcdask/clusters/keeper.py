@@ -17,8 +17,8 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
-from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.job_state import OVER, Seen, State
 from hpcdask.reconcile import Failure, History, Job, observe, plan, record
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection
 
 from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
-from hpcdask.queues.folder import ClusterFolder
 
 #: Seconds between two attempts at a limit of the site; doubled up to the second number.
 RETRY_S = (15.0, 300.0)

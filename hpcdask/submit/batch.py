@@ -12,15 +12,15 @@ import dask.config
 
 from hpcdask.clusters import options
 from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.jobs.folder import BATCH, base_path
+from hpcdask.jobs.owner import check_owned
 from hpcdask.queues import helpers, slurm
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.disk import check_owned
-from hpcdask.queues.folder import base_path
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.registry import queue_class
 from hpcdask.security.private import make_folders, write_private
 
-from . import BATCH, header
+from . import header
 from .asked import Asked
 from .launch import COUNTED, launch_lines
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdask.errors import QueueError
+from hpcdask.jobs.cancel import end_jobs
 from hpcdask.queues.base import Queue
-from hpcdask.queues.ending import end_jobs
 from hpcdask.queues.job_state import OVER, WAITING, Seen, State
 
 from .batch import Batch

@@ -10,10 +10,10 @@ import sys
 import time
 from types import SimpleNamespace
 
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.watchdog import start_warden
 from hpcdask.queues.base import Request
-from hpcdask.queues.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
-from hpcdask.queues.warden import start_warden
 from hpcdask.security.credentials import save_credentials
 
 base, name, count, *options = sys.argv[1:]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs.folder import ClusterFolder
 from launching import end, leftovers, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")

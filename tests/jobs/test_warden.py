@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hpcdask.errors import QueueError
-from hpcdask.queues import ending, warden
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs import cancel, watchdog
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.registry import NAMES
 from launching import end, leftovers, wait_for
@@ -177,7 +177,8 @@ def test_the_warden_is_small_and_holds_nothing_of_the_notebook(start):
 def test_the_warden_loads_no_dask(name):
     program = f"""
 import sys
-from hpcdask.queues import ending, registry, warden
+from hpcdask.jobs import cancel, watchdog
+from hpcdask.queues import registry
 registry.queue_class({name!r})()
 print(*sys.modules)
 """
@@ -201,7 +202,7 @@ def test_a_warden_that_does_not_start_is_an_error(tmp_path):
     (folder.path / "cluster.json").unlink()
     before = set(psutil.Process().children())  # multiprocessing's resource tracker may live
     with pytest.raises(QueueError, match=r"warden, .* has failed. See .*warden\.log"):
-        warden.start_warden(folder)
+        watchdog.start_warden(folder)
     assert "is not the folder of a cluster" in (folder.path / "warden.log").read_text()
     assert not [child for child in set(psutil.Process().children()) - before if alive(child)]
 
@@ -225,10 +226,10 @@ class Jobs:
     def end(
         self, monkeypatch, awaited=lambda: False, patience_s=30.0
     ) -> tuple[list[str], list[str]]:
-        monkeypatch.setattr(ending, "PAUSE_S", (0.001, 0.01))
-        monkeypatch.setattr(ending, "END_S", patience_s)
+        monkeypatch.setattr(cancel, "PAUSE_S", (0.001, 0.01))
+        monkeypatch.setattr(cancel, "END_S", patience_s)
         said: list[str] = []
-        left = asyncio.run(ending.end_jobs(self, self.find, said.append, awaited))
+        left = asyncio.run(cancel.end_jobs(self, self.find, said.append, awaited))
         return left, said
 
 
@@ -283,8 +284,8 @@ class Untold(Jobs):
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch) -> ClusterFolder:
     """Of a cluster with the jobs 7 and 8."""
-    monkeypatch.setattr(ending, "PAUSE_S", (0.001, 0.01))
-    monkeypatch.setattr(ending, "END_S", 0.1)
+    monkeypatch.setattr(cancel, "PAUSE_S", (0.001, 0.01))
+    monkeypatch.setattr(cancel, "END_S", 0.1)
     folder = ClusterFolder.create("ab-1", "local", tmp_path)
     folder.write_script("")
     folder.new_submission().record(["7", "8"])
@@ -294,13 +295,13 @@ def recorded(tmp_path: Path, monkeypatch) -> ClusterFolder:
 def test_recorded_jobs_end_though_the_queue_tells_no_tags(recorded: ClusterFolder):
     queue = Untold("7", "8", "9")
     with pytest.raises(QueueError, match="no tags"):  # others may be left
-        asyncio.run(ending.end_cluster(recorded, queue, lambda _: None))
+        asyncio.run(cancel.end_cluster(recorded, queue, lambda _: None))
     assert queue.cancelled == [["7", "8"]]
     assert queue.ids == ["9"]
 
 
 def test_tags_are_asked_for_again_when_the_recorded_jobs_are_gone(recorded: ClusterFolder):
     queue = Untold("7", unrecorded={"9": recorded.tag})
-    left = asyncio.run(ending.end_cluster(recorded, queue, lambda _: None))
+    left = asyncio.run(cancel.end_cluster(recorded, queue, lambda _: None))
     assert left == []
     assert queue.cancelled == [["7"], ["9"]]

@@ -18,8 +18,8 @@ from doors import ask, cancel, make_job, submit, wait_for_state, write_script
 from hpcdask import PBSCUDACluster
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, Refused
-from hpcdask.queues.ending import end_cluster
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs.cancel import end_cluster
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import State
 from hpcdask.queues.pbs import PbsQueue
 from launching import wait_for

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdask import __version__, cli
+from hpcdask.jobs import command as jobs_command
+from hpcdask.jobs.discovery import Found
 from hpcdask.queues.job_state import Seen, State
-from hpcdask.queues.survey import Found
 
 
 def test_the_package_is_the_command():
@@ -32,7 +33,7 @@ def test_a_cluster_called_submit_is_a_cluster(
         found.jobs["1"] = Seen("1", State.PENDING)
         return [found], {}
 
-    monkeypatch.setattr(cli, "survey", survey)
+    monkeypatch.setattr(jobs_command, "survey", survey)
     done = CliRunner().invoke(cli.main, [command])
     assert done.exit_code == 0, done.output
     assert name in done.output

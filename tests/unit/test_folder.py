@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpcdask.errors import UsageError
-from hpcdask.queues import disk, folder
-from hpcdask.queues.disk import Owner
-from hpcdask.queues.folder import ClusterFolder, base_path, list_clusters, prune
+from hpcdask.jobs import folder, owner
+from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
+from hpcdask.jobs.owner import Owner
 from hpcdask.security import private
 from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
 
@@ -226,7 +226,7 @@ def test_tail(cluster, monkeypatch):
     assert cluster.tail("5", 100) == cluster.tail("5")
     assert cluster.tail("5", 0) == []
     assert cluster.tail("6", 5) == []
-    monkeypatch.setattr(disk, "TAIL_BYTES", 5)
+    monkeypatch.setattr(owner, "TAIL_BYTES", 5)
     assert cluster.tail("5", 1) == ["three"]
     assert len(cluster.tail("5")) == 4
 
@@ -272,7 +272,7 @@ def test_a_folder_that_the_user_removed_can_end(cluster):
 def test_whether_the_notebook_lives(cluster, tmp_path):
     assert ClusterFolder.open(cluster.path).lives() is True
     program = f"""
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs.folder import ClusterFolder
 ClusterFolder.create("gone", "slurm", {str(tmp_path)!r})
 """
     subprocess.run([sys.executable, "-c", program], timeout=300, check=True)

@@ -15,7 +15,7 @@ from hpcdask.clusters import retire
 from hpcdask.clusters.keeper import Keeper
 from hpcdask.clusters.ledger import Ledger
 from hpcdask.errors import NoTags, QueueError
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.local import LocalQueue
 from hpcdask.reconcile import Job, Policy

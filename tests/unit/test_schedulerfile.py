@@ -17,8 +17,8 @@ import hpcdask
 from clock import clock
 from hpcdask.client import batching, scheduler_file
 from hpcdask.client.connect import load_security
-from hpcdask.clusters import access
 from hpcdask.errors import SchedulerFileError
+from hpcdask.jobs import access
 from hpcdask.security.credentials import (
     Credentials,
     create_credentials,

@@ -10,7 +10,7 @@ import pytest
 
 from hpcdask.clusters.submitter import Submitter
 from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 
 TAG = "hpcdask:test"

@@ -1,4 +1,4 @@
-"""``python -m hpcdask.queues.warden FOLDER``: cancels a cluster's jobs when its notebook is gone.
+"""``python -m hpcdask.jobs.watchdog FOLDER``: cancels a cluster's jobs when its notebook is gone.
 
 The notebook holds the other end of a pipe. When that closes, or the notebook's process is gone
 while something it forked still has the pipe, the warden cancels all jobs of the cluster, sees that
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 from hpcdask.errors import HpcdaskError, QueueError
-from hpcdask.queues.folder import ClusterFolder
+
+from .folder import ClusterFolder
 
 #: Seconds that a warden gets to start: imports from a shared file system can be slow.
 START_S = 60.0
@@ -30,8 +31,8 @@ DISMISS_S = 10.0
 PROGRAM = """\
 import sys
 sys.path.append(sys.argv.pop(1))
-from hpcdask.queues import warden
-warden.main()
+from hpcdask.jobs import watchdog
+watchdog.main()
 """
 
 
@@ -112,8 +113,9 @@ def main() -> None:
     # asyncio doubles the size of a process; while it waits, the warden does without
     import asyncio
 
-    from hpcdask.queues.ending import end_cluster
     from hpcdask.queues.registry import queue_class
+
+    from .cancel import end_cluster
 
     _say("the notebook is gone")
     folder.remove_keys()  # jobs that start only now end at once

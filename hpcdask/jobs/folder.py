@@ -28,8 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.disk import Owner, append, check_owned, read_end
 from hpcdask.security.private import make_folders, write_private
+
+from .owner import Owner, append, check_owned, read_end
 
 DEFAULT_BASE = "~/.hpcdask"
 
@@ -337,3 +338,7 @@ def _remove_link(path: Path) -> None:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[0-9A-Za-z]+", text)
+
+
+#: How the tags of these jobs begin after ``hpcdask:``. No cluster's name has two dashes.
+BATCH = "submit-"

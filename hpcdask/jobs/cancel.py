@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Collection
 
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
-from hpcdask.queues.folder import ClusterFolder
+from hpcdask.queues.job_state import OVER
 
-from .job_state import OVER
+from .folder import ClusterFolder
 
 #: Seconds that cancelling and verifying may take. More than an unanswered submission counts.
 END_S = 150.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hpcdask.queues.folder import base_path
 from hpcdask.security.credentials import load_credentials, to_security
+
+from .folder import base_path
 
 if TYPE_CHECKING:
     from distributed import Security

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
-from hpcdask.queues.ending import find_jobs
-from hpcdask.queues.folder import ClusterFolder, list_clusters
+from hpcdask.queues.job_state import OVER, Seen
 from hpcdask.queues.registry import NAMES, queue_class
 
-from .job_state import OVER, Seen
+from .cancel import find_jobs
+from .folder import ClusterFolder, list_clusters
 
 #: Seconds for a queueing system that no cluster's folder names.
 GUESS_TIMEOUT_S = 10.0

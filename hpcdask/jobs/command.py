@@ -1,0 +1,218 @@
+"""hpcdask jobs, hpcdask cleanup."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import sys
+from typing import Any
+
+import click
+
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.queues.registry import queue_class
+
+from .cancel import end_jobs, find_jobs, may_bring_more
+from .discovery import Found, choose, survey
+from .folder import BATCH, prune
+
+#: Columns of a table that goes to a file or pipe.
+WIDE = 200
+
+
+folder_option = click.option(
+    "--folder",
+    "base",
+    metavar="BASE",
+    help="Where the clusters' folders are. Default: ~/.hpcdask.",
+)
+
+
+@click.command(epilog="Example: hpcdask jobs --json")
+@folder_option
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON list, one entry per job.")
+def jobs(base: str | None, as_json: bool) -> None:
+    """Show what your clusters, and hpcdask submit, have in the queue.
+
+    The exit code is 1 if a queueing system does not answer.
+    """
+    clusters, problems = asyncio.run(survey(base))
+    rows = [row for cluster in clusters for row in _rows(cluster)]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    elif rows:
+        _print_table(rows)
+    elif not problems:
+        click.echo("No cluster of yours has jobs.")
+    for cluster in clusters:
+        if cluster.elsewhere:
+            click.echo(f"{cluster.name}: {_ask_there(cluster, 'jobs')}", err=True)
+    _complain(list(problems.values()))
+
+
+@click.command(epilog="Example: hpcdask cleanup --yes")
+@folder_option
+@click.argument("clusters", nargs=-1, metavar="[CLUSTER]...")
+@click.option("--all", "every", is_flag=True, help="Also where the notebook cannot be seen.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool) -> None:
+    """Cancel the jobs, and remove the keys, of clusters whose notebook is gone or that are named.
+
+    Jobs of a living notebook are cancelled only if their cluster is named. Whether a notebook on
+    another host, or in a container, lives cannot be seen from here: name its cluster, or use --all.
+
+    The exit code is 1 if jobs are left or a queueing system does not answer.
+    """
+    found, problems = asyncio.run(survey(base))
+    chosen = choose(found, clusters, every)
+    for cluster in found:
+        if cluster not in chosen and cluster.jobs:
+            click.echo(f"{cluster.name}: {_why_not(cluster)}")
+    total = sum(len(cluster.jobs) for cluster in chosen)
+    if total and not yes:
+        _confirm(f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?")
+    answered = [cluster for cluster in chosen if cluster.queue not in problems]
+    complaints = [*problems.values(), *asyncio.run(_end_all(answered))]
+    if not chosen and not any(cluster.jobs and cluster.lives is None for cluster in found):
+        click.echo("Nothing was left over.")
+    if old := prune(base):
+        click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
+    _complain(complaints)
+
+
+async def _end_all(clusters: list[Found]) -> list[str]:
+    """End these clusters; what went wrong."""
+    answers = await asyncio.gather(*map(_end, clusters))
+    return [problem for problem in answers if problem]
+
+
+async def _end(cluster: Found) -> str | None:
+    if cluster.elsewhere:
+        return f"{cluster.name}: {_ask_there(cluster, f'cleanup {cluster.name}')}"
+
+    def say(text: str) -> None:
+        click.echo(f"{cluster.name}: {text}")
+
+    lives = bool(cluster.lives)
+    queue = queue_class(cluster.queue)()
+
+    async def find() -> list[str]:
+        tags = await find_jobs(queue, [cluster.folder] if cluster.folder else [])
+        mine = [job_id for job_id, tag in tags.items() if tag == cluster.tag]
+        # a notebook that lives may submit others for ever
+        return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine
+
+    def awaited() -> bool:
+        return cluster.folder is not None and not lives and may_bring_more(cluster.folder)
+
+    try:
+        left = await end_jobs(queue, find, say, awaited)
+    except HpcdaskError as error:
+        return f"{cluster.name}: {error}"
+    if left:
+        return f"{cluster.name}: these jobs do not end: {' '.join(left)}"
+    if lives:
+        say(f"its jobs are gone, but {_where(cluster)} lives and may submit others")
+        return None
+    if cluster.folder:
+        cluster.folder.mark_ended()
+    say(f"{len(cluster.jobs)} jobs cancelled and gone; no keys are left")
+    return None
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError(f"{question} Nobody is there to ask: --yes is needed")
+    click.confirm(question, abort=True)
+
+
+def _complain(problems: list[str]) -> None:
+    for problem in problems:
+        click.echo(f"hpcdask: error: {problem}", err=True)
+    if problems:
+        sys.exit(1)
+
+
+def _where(cluster: Found) -> str:
+    """The notebook, in words."""
+    if cluster.folder is None:
+        return "a notebook whose folder is not here"
+    return f"its notebook (process {cluster.folder.owner.pid} on {cluster.folder.owner.host})"
+
+
+def _is_batch(name: str) -> bool:
+    """Whether this is a job of hpcdask submit: a cluster's name has no second dash."""
+    return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
+
+
+def _why_not(cluster: Found) -> str:
+    count = f"{len(cluster.jobs)} jobs stay"
+    if _is_batch(cluster.name):
+        return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
+    if cluster.lives:
+        return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
+    return (
+        f"{count}: whether {_where(cluster)} lives cannot be seen from here. To cancel them: "
+        f"hpcdask cleanup {cluster.name}{', or --all' * (cluster.folder is not None)}"
+    )
+
+
+def _ask_there(cluster: Found, command: str) -> str:
+    return f"its jobs are processes of {cluster.elsewhere}. There: hpcdask {command}"
+
+
+def _rows(cluster: Found) -> list[dict[str, Any]]:
+    """One JSON object per job."""
+    since = cluster.since()
+    owner = cluster.folder.owner if cluster.folder else None
+    return [
+        {
+            "cluster": cluster.name,
+            "job": job_id,
+            "state": str(seen.state),
+            "reason": seen.reason,
+            "queue": cluster.queue,
+            "since": since.get(job_id),
+            "nodes": seen.nodes,
+            "notebook": {
+                "lives": cluster.lives,
+                "host": owner and owner.host,
+                "pid": owner and owner.pid,
+            },
+        }
+        for job_id, seen in cluster.jobs.items()
+    ]
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("cluster", "job", "state", "queue", "since", "notebook"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("job", "queue", "since"))
+    for row in rows:
+        # what the queue says a running job does is seen from inside only
+        state = "running" if row["state"] == "starting" else row["state"]
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        cells = [row["cluster"], row["job"], state + reason, row["queue"]]
+        batch = _is_batch(row["cluster"])
+        cells.append(_clock(row["since"]))
+        cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
+        table.add_row(*map(Text, cells))
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _notebook(known: dict[str, Any]) -> str:
+    words = {True: "lives", False: "is gone", None: "cannot be seen from here"}
+    if known["host"] is None:
+        return "its folder is not here"
+    return f"{words[known['lives']]}: process {known['pid']} on {known['host']}"
