@@ -33,7 +33,6 @@ from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
 from hpcdask.process import owner_text
 from hpcdask.queues.base import Queue
-from hpcdask.reconcile import Job, Policy
 from hpcdask.scratch import scratch_folder
 from hpcdask.security import listening, private, webserver
 from hpcdask.security.credentials import (
@@ -46,11 +45,12 @@ from hpcdask.security.credentials import (
 from hpcdask.security.tls import ClusterSecurity
 
 from . import options
+from .controller import Keeper
 from .display import JobTable, html
-from .keeper import Keeper
-from .ledger import Ledger
+from .job import Job, Policy
 from .options import NO_ADDRESS
 from .scaling import Scaling
+from .state import Ledger
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0

@@ -9,7 +9,8 @@ from html import escape
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.queues.job_state import OVER, State
-from hpcdask.reconcile import Job
+
+from .job import Job
 
 COLUMNS = ("job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.
@@ -19,8 +20,8 @@ ROWS = 50
 class JobTable(tuple[Job, ...]):
     """The jobs of a cluster, in the order in which they were submitted.
 
-    A tuple of `hpcdask.reconcile.Job`, whose times are unix times, in seconds, and whose amounts of
-    memory are bytes. It shows itself as a table, in which ``age`` is hours, minutes and seconds
+    A tuple of `hpcdask.clusters.job.Job`, whose times are unix times, in seconds, and whose amounts
+    of memory are bytes. It shows itself as a table, in which ``age`` is hours, minutes and seconds
     since a job started, or was submitted if it has not.
     """
 

@@ -19,7 +19,7 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
 
-from .keeper import SHUT_DOWN, Keeper
+from .controller import SHUT_DOWN, Keeper
 from .options import JobOptions, number, seconds
 
 #: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.

@@ -21,8 +21,8 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.security.private import make_folders, write_private
 
 from . import header
-from .asked import Asked
-from .launch import COUNTED, launch_lines
+from .launch_lines import COUNTED, launch_lines
+from .request import Asked
 
 #: In the order in which they are looked for: SLURM, Grid Engine and Moab may have a qsub too.
 SYSTEMS = ("slurm", "lsf", "sge", "moab", "pbs", "oar", "htcondor")

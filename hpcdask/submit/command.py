@@ -162,12 +162,12 @@ for _system in SYSTEMS:
 
 
 def _read(job: dict[str, Any]) -> Any:
-    from . import asked
+    from . import request
 
-    read = asked.Asked(
-        memory=asked.read_memory(job.pop("mem")), run=asked.read_run(job.pop("run")), **job
+    read = request.Asked(
+        memory=request.read_memory(job.pop("mem")), run=request.read_run(job.pop("run")), **job
     )
-    asked.check(read)
+    request.check(read)
     return read
 
 

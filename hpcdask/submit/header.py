@@ -21,7 +21,7 @@ from hpcdask.queues.gpu_directives import requested_gpus
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import header_lines
 
-from .asked import Asked
+from .request import Asked
 
 #: Systems whose word for an account is a project.
 PROJECTS = ("lsf", "sge", "oar")

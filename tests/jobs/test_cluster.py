@@ -25,7 +25,7 @@ from distributed.core import Status
 
 import hpcdask
 from clock import PATIENCE, stretched
-from hpcdask.clusters import departures, retire, scaling, submitter
+from hpcdask.clusters import retire, scaling, submitter, termination
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
@@ -380,7 +380,7 @@ def test_jobs_that_outlive_their_scheduler_are_named(
         raise QueueError("scancel failed")
 
     monkeypatch.setattr(LocalQueue, "cancel", cancel)
-    monkeypatch.setattr(departures, "CLOSE_S", 0.2)
+    monkeypatch.setattr(termination, "CLOSE_S", 0.2)
     monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: Slow())
     with make(folder) as cluster:
         cluster.scale(1)

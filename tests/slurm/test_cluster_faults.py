@@ -20,9 +20,9 @@ import psutil
 import pytest
 from distributed import Client, Future
 
+from hpcdask.clusters.job import Job
 from hpcdask.errors import JobsFailed, QueueError, Refused
 from hpcdask.queues.job_state import State
-from hpcdask.reconcile import Job
 from hpcdask.spec.job import parse_worker_name
 from launching import end, until, wait_for
 from slurm_login import Login, live, login, pids, states, wait_for_running

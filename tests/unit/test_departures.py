@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hpcdask.clusters import departures, retire
-from hpcdask.clusters.departures import Departures
-from hpcdask.clusters.ledger import Ledger
+from hpcdask.clusters import retire, termination
+from hpcdask.clusters.job import Job, Policy, worker_names
+from hpcdask.clusters.state import Ledger
+from hpcdask.clusters.termination import Departures
 from hpcdask.errors import NoAnswer
 from hpcdask.queues.job_state import State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import Job, Policy, worker_names
 
 
 class Door(LocalQueue):
@@ -36,7 +36,7 @@ class Site:
     """One job, and what ends it. Everything that waits does so for a tenth of a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, **facts: Any) -> None:
-        monkeypatch.setattr(departures, "LEAVE_S", 0.1)
+        monkeypatch.setattr(termination, "LEAVE_S", 0.1)
         self.said: list[str] = []
         self.ledger = Ledger(None, "ab", size=1, policy=Policy(), say=self.said.append)
         self.ledger.jobs["1"] = Job("1", 1, time.time(), State.RUNNING)
@@ -155,7 +155,7 @@ def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatc
         site.departures.retire("1")
         await asyncio.wait_for(site.departures._retiring["1"], 60)
 
-    monkeypatch.setattr(departures, "LAST_MOMENT_S", 0.2)
+    monkeypatch.setattr(termination, "LAST_MOMENT_S", 0.2)
     monkeypatch.setattr(retire, "retire", hand_over)
     monkeypatch.setattr(retire, "force_out", force_out)
     asyncio.run(run())

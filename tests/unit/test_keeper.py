@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from hpcdask.clusters import retire
-from hpcdask.clusters.keeper import Keeper
-from hpcdask.clusters.ledger import Ledger
+from hpcdask.clusters.controller import Keeper
+from hpcdask.clusters.job import Job, Policy
+from hpcdask.clusters.state import Ledger
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import Seen, State
 from hpcdask.queues.local import LocalQueue
-from hpcdask.reconcile import Job, Policy
 
 
 class Door(LocalQueue):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from distributed.deploy.adaptive import Adaptive
 
 from hpcdask.clusters import scaling
-from hpcdask.clusters.ledger import Ledger
+from hpcdask.clusters.job import Job, Policy, worker_names
+from hpcdask.clusters.state import Ledger
 from hpcdask.queues.job_state import State
-from hpcdask.reconcile import Job, Policy, worker_names
 
 SIZE = 4
 

@@ -1,4 +1,4 @@
-"""The decisions of `hpcdask.reconcile`: single cases, and a simulated queue with faults."""
+"""The decisions of `hpcdask.clusters.reconcile`: single cases, and a simulated, faulty queue."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcdask.clusters.job import Job, Policy, worker_names
+from hpcdask.clusters.observe import observe
+from hpcdask.clusters.reconcile import Actions, History, plan, record
+from hpcdask.clusters.walltime import ends_at, margin_s, retire_at
 from hpcdask.queues.job_state import OVER, WAITING, Seen, State
-from hpcdask.reconcile import (
-    Actions,
-    History,
-    Job,
-    Policy,
-    ends_at,
-    margin_s,
-    observe,
-    plan,
-    record,
-    retire_at,
-    worker_names,
-)
 from hpcdask.spec.job import parse_worker_name, worker_name
 
 T = 1_800_000_000.0  # now

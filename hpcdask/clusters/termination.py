@@ -11,10 +11,11 @@ from typing import Any
 from hpcdask.errors import QueueError, root_cause
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER
-from hpcdask.reconcile import Job, ends_at, is_paused, margin_s
 
 from . import retire
-from .ledger import Ledger
+from .job import Job, is_paused
+from .state import Ledger
+from .walltime import ends_at, margin_s
 
 #: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
 #: that part of the margin.

@@ -6,7 +6,7 @@ import shlex
 
 from hpcdask.errors import UsageError
 
-from .asked import Asked
+from .request import Asked
 
 #: Systems that tell an MPI how many ranks a node gets: their slots are ranks, not cores.
 COUNTED = ("slurm", "pbs")

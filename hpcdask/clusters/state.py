@@ -10,8 +10,9 @@ from distributed import Scheduler
 from distributed.scheduler import WorkerState
 
 from hpcdask.queues.job_state import OVER, WAITING
-from hpcdask.reconcile import Job, Policy, worker_names
 from hpcdask.spec.job import parse_worker_name
+
+from .job import Job, Policy, worker_names
 
 
 class Ledger:

@@ -1,4 +1,4 @@
-"""Keeps as many jobs as are wanted: carries out what `hpcdask.reconcile` decides.
+"""Keeps as many jobs as are wanted: carries out what `hpcdask.clusters.reconcile` decides.
 
 One loop asks the queue at most once per interval, folds in which workers the scheduler has, and
 acts. Commands of the queue run in threads; workers retire in tasks of their own.
@@ -20,12 +20,14 @@ from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, Que
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, Seen, State
-from hpcdask.reconcile import Failure, History, Job, observe, plan, record
 
 from . import retire
-from .departures import Departures
-from .ledger import Ledger
+from .job import Job
+from .observe import observe
+from .reconcile import Failure, History, plan, record
+from .state import Ledger
 from .submitter import Submitter
+from .termination import Departures
 
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0

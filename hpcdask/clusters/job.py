@@ -1,0 +1,132 @@
+"""Job and Policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcdask.queues.job_state import PAUSED, State
+from hpcdask.spec.job import worker_name
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of one job. Times are unix times.
+
+    A job that the queue starts again under the same id begins a new life: everything but its id,
+    size, time of submission and restart count is as for a new job.
+
+    Attributes
+    ----------
+    id
+        As the queue calls it.
+    size
+        Workers it should have, on all its nodes together.
+    submitted
+        When it was submitted.
+    state, reason, exit_code, restarts, nodes
+        As in `Seen`, with what its workers tell.
+    started, ends
+        When it started and reaches its walltime. A queue that does not tell the start gets the time
+        of the first sight.
+    workers
+        Names of its connected workers of its present life.
+    held
+        Bytes of results that its workers hold.
+    arrived
+        All its workers were connected at some time in its present life.
+    arrived_at
+        When that was first so.
+    starting_since
+        Since when it is seen to run and not suspended, by the clock of `observe`.
+    incomplete_since
+        Since when workers that were connected are gone.
+    missed
+        Queries in a row that did not show it.
+    cancelled
+        Set by the caller: the queue was asked to cancel it.
+    leaving
+        Set by the caller: its workers are retiring, before the walltime or because the job is too
+        many. It no longer counts.
+    expiring
+        Its walltime is near: it no longer counts, so that its replacement is requested. Stays set,
+        because a margin that shrinks with `held` must not bring it back.
+    overdue
+        It waited too long for workers that did not come, come back or, when leaving, go.
+    """
+
+    id: str
+    size: int
+    submitted: float
+    state: State = State.PENDING
+    reason: str = ""
+    exit_code: int | None = None
+    restarts: int = 0
+    started: float | None = None
+    ends: float | None = None
+    nodes: str = ""
+    workers: frozenset[str] = frozenset()
+    held: int = 0
+    arrived: bool = False
+    arrived_at: float | None = None
+    starting_since: float | None = None
+    incomplete_since: float | None = None
+    missed: int = 0
+    cancelled: bool = False
+    leaving: bool = False
+    expiring: bool = False
+    overdue: bool = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient to be.
+
+    Attributes
+    ----------
+    start_timeout_s
+        For the workers of a job that the queue says runs.
+    lost_after_s
+        For workers that were connected and are gone: a nanny may start one again in this time.
+    served_s
+        A job whose workers stayed connected for this time, and that then ends by itself with exit
+        code 0, has not died: its workers may have a lifetime.
+    missed_max
+        Queries in a row that must not show a job before it is over.
+    failures_max
+        Jobs in a row that fail to start before no more are submitted.
+    deaths_max
+        Jobs that may end against our will within `deaths_window_s` before no more are submitted.
+        None is the larger of 10 and three times the wanted jobs.
+    deaths_window_s
+        See `deaths_max`.
+    walltime_s
+        Of the request, for jobs whose end the queue does not tell. None: they have no end.
+    bandwidth
+        Bytes per second at which results move between workers.
+    margin_min_s
+        Least time before the walltime at which workers retire. Schedulers warn up to 60 s early.
+    """
+
+    start_timeout_s: float = 300.0
+    lost_after_s: float = 60.0
+    served_s: float = 60.0
+    missed_max: int = 3
+    failures_max: int = 3
+    deaths_max: int | None = None
+    deaths_window_s: float = 3600.0
+    walltime_s: float | None = None
+    bandwidth: float = 1e9
+    margin_min_s: float = 120.0
+
+
+DEFAULT_POLICY = Policy()
+
+
+def worker_names(cluster: str, job: Job) -> list[str]:
+    """The names that the job's workers have or will have in its present life."""
+    return [worker_name(cluster, job.id, job.restarts, number) for number in range(job.size)]
+
+
+def is_paused(job: Job) -> bool:
+    """Whether the queue has stopped the processes of a job that runs."""
+    return job.reason.startswith(PAUSED)

@@ -1,0 +1,171 @@
+"""Queue's answer and workers, folded into a Job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from hpcdask.queues.job_state import OVER, PAUSED, WAITING, Seen, State
+
+from .job import DEFAULT_POLICY, Job, Policy
+from .walltime import _expires
+
+
+def observe(
+    job: Job,
+    seen: Seen | None,
+    *,
+    asked: bool,
+    workers: Collection[str],
+    held: int,
+    now: float,
+    policy: Policy = DEFAULT_POLICY,
+) -> Job:
+    """The job after a look at the queue and at its workers.
+
+    Parameters
+    ----------
+    job
+        As it was.
+    seen
+        How the query showed it; None if it did not.
+    asked
+        Whether there was a query. Without one, only the workers are new.
+    workers
+        Names of this job's connected workers, of earlier lives too.
+    held
+        Bytes of results that they hold.
+    now
+        Unix time.
+    policy
+        `missed_max`, the timeouts and what `retire_at` needs.
+
+    Returns
+    -------
+    Job
+        The same object if nothing is new. What the queue has done with stays over, unless the
+        queue starts it again. Otherwise a connected worker tells more than the queue, which lags.
+    """
+    lives = {name: _restarts(name) for name in workers}
+    newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
+    if newest > job.restarts or _put_back(job, seen, job.restarts in lives.values()):
+        job = Job(job.id, job.size, job.submitted, State.REQUEUED, restarts=newest)
+    names = frozenset(name for name, life in lives.items() if life == job.restarts)
+    if job.state in OVER:
+        return _changed(job, workers=names, held=held)
+    complete = len(names) >= job.size
+    facts: dict[str, Any] = {
+        "workers": names,
+        "held": held,
+        "arrived": job.arrived or complete,
+        "arrived_at": now if complete and not job.arrived else job.arrived_at,
+        "missed": (0 if seen else job.missed + 1) if asked else job.missed,
+    }
+    # An answer about an earlier life says only that the queue knows the job.
+    answer = seen if asked and seen and seen.restarts == job.restarts else None
+    if answer and answer.state in OVER:
+        facts |= _times(job, answer)
+        facts |= {"state": answer.state, "reason": answer.reason, "exit_code": answer.exit_code}
+        return _changed(job, **facts)
+    if asked and not seen and not names and facts["missed"] >= policy.missed_max:
+        facts |= {"state": _vanished(job), "reason": "the queue no longer knows it"}
+        return _changed(job, **facts)
+
+    said = job.state
+    if asked and not seen:
+        said = State.UNKNOWN
+    elif answer:
+        again = job.restarts > 0 or job.state is State.REQUEUED
+        said = State.REQUEUED if again and answer.state in WAITING else answer.state
+        if answer.state is State.UNKNOWN:  # such as on a dead host: its workers have to show up
+            said = State.STARTING
+    state = _state(job, said, len(names))
+    facts |= {"state": state, "reason": _reason(job, state, answer)}
+    facts |= _clocks(job, state, answer, now)
+    missing = facts["arrived"] and not complete
+    facts["incomplete_since"] = _first(job.incomplete_since, now) if missing else None
+    job = _changed(job, **facts)
+    return _changed(job, expiring=_expires(job, now, policy), overdue=_is_overdue(job, now, policy))
+
+
+def _restarts(name: str) -> int:
+    return int(name.rsplit("-", 2)[1])
+
+
+def _changed(job: Job, **facts: Any) -> Job:
+    old = vars(job)
+    for name, value in facts.items():
+        if old[name] != value:
+            return Job(**(old | facts))  # a third of the time of dataclasses.replace
+    return job
+
+
+def _first(value: float | None, other: float | None) -> float | None:
+    return other if value is None else value
+
+
+def _put_back(job: Job, seen: Seen | None, connected: bool) -> bool:
+    """Whether the queue, which may not count restarts, holds a job again that had started."""
+    if seen is None or seen.restarts < job.restarts or seen.state not in WAITING:
+        return False
+    if job.state in OVER:
+        return seen.state is State.REQUEUED
+    return job.starting_since is not None and not connected and not job.cancelled
+
+
+def _vanished(job: Job) -> State:
+    """How a job ended that no query shows any more: as we asked, or badly."""
+    if job.cancelled:
+        return State.CANCELLED
+    return State.COMPLETED if job.leaving else State.FAILED
+
+
+def _state(job: Job, said: State, connected: int) -> State:
+    """The state of a job that is not over; `said` is the queue's last word."""
+    if connected >= job.size:
+        return State.RUNNING
+    if said is State.UNKNOWN and not connected:
+        return State.UNKNOWN
+    if job.arrived:
+        return State.RUNNING if job.leaving or job.cancelled else State.LOST
+    return State.STARTING if connected else said
+
+
+def _reason(job: Job, state: State, answer: Seen | None) -> str:
+    if answer:
+        return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
+    return job.reason if state is job.state else ""
+
+
+def _times(job: Job, answer: Seen) -> dict[str, Any]:
+    return {
+        "started": _first(answer.started, job.started),
+        "ends": _first(answer.ends, job.ends),
+        "nodes": answer.nodes or job.nodes,
+    }
+
+
+def _clocks(job: Job, state: State, answer: Seen | None, now: float) -> dict[str, Any]:
+    """Times and nodes of a job that is not over. Those of a waiting job are estimates at best."""
+    if state in WAITING:
+        return {}
+    facts: dict[str, Any] = {}
+    if answer and answer.state is State.STARTING:
+        facts = _times(job, answer)
+    if state is not State.UNKNOWN:
+        facts["started"] = _first(facts.get("started", job.started), now)
+        paused = answer is not None and answer.reason.startswith(PAUSED)
+        facts["starting_since"] = now if paused else _first(job.starting_since, now)
+    return facts
+
+
+def _is_overdue(job: Job, now: float, policy: Policy) -> bool:
+    if job.cancelled:
+        return job.overdue
+    if job.state is State.LOST or (job.leaving and job.arrived and not job.workers):
+        since, patience_s = job.incomplete_since, policy.lost_after_s
+    elif job.state is State.STARTING:
+        since, patience_s = job.starting_since, policy.start_timeout_s
+    else:
+        return False
+    return since is not None and now - since >= patience_s

@@ -1,0 +1,255 @@
+"""What to submit, cancel, retire or give up, from what is wanted and seen: pure decisions.
+
+A `Job` is what is known of one job. `observe` folds into it what a query of the queue showed and
+which of its workers are connected; `record` counts in a `History` what that says about failures;
+`plan` compares all jobs with the number that is wanted. The caller carries out the `Actions`, marks
+the jobs (`cancelled`, `leaving`) and adds the new ones before it plans again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hpcdask.queues.job_state import OVER, WAITING, State
+
+from .job import Job, Policy, is_paused
+from .observe import _is_overdue
+from .walltime import _expires, retire_at
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered of jobs that went wrong.
+
+    Attributes
+    ----------
+    failed_starts
+        Jobs in a row that failed to start; an arrival makes it 0.
+    failed
+        The last of them.
+    deaths
+        Times at which jobs ended, or were given up, against our will; failed starts included.
+    died
+        The last of those.
+    """
+
+    failed_starts: int = 0
+    failed: Job | None = None
+    deaths: tuple[float, ...] = ()
+    died: Job | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why no more jobs are submitted.
+
+    Attributes
+    ----------
+    kind
+        "start": `count` jobs in a row failed to start. "budget": `count` jobs ended against our
+        will within the policy's window.
+    job
+        The last of them.
+    count
+        See `kind`.
+    """
+
+    kind: Literal["start", "budget"]
+    job: Job
+    count: int
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What to do now.
+
+    Attributes
+    ----------
+    submit
+        Jobs to submit.
+    cancel
+        Ids of jobs to cancel.
+    retire
+        Ids of jobs whose workers hand over what they hold and end, all of them.
+    failure
+        Why nothing is submitted although jobs are missing.
+    """
+
+    submit: int = 0
+    cancel: tuple[str, ...] = ()
+    retire: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+# Names of workers
+
+
+# What is known of one job
+
+
+# Walltime
+
+
+# What went wrong so far
+
+
+def record(history: History, before: Job, after: Job, now: float, policy: Policy) -> History:
+    """The history after a job went from `before` to `after`.
+
+    A job that ends, or takes too long, before all its workers were connected is a failed start,
+    unless somebody cancelled or preempted it. All ends that neither we nor the walltime
+    brought about are deaths, unless the job has served; a job that is overdue is one before it
+    ends.
+    """
+    if after.arrived and not (before.arrived and before.restarts == after.restarts):
+        history = replace(history, failed_starts=0, failed=None)
+    given_up = after.overdue and not before.overdue and not after.leaving
+    ended = after.state in OVER and before.state not in OVER
+    if not given_up and (not ended or after.cancelled or after.overdue):
+        return history
+    if after.leaving and not after.expiring:
+        return history
+    if after.arrived and (after.state is State.TIMEOUT or after.expiring) and not given_up:
+        return history
+    if not given_up and _served(after, now, policy):
+        return history
+    if not after.arrived and after.state not in (State.CANCELLED, State.PREEMPTED):
+        history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
+    return replace(history, deaths=(*_recent(history, now, policy), now), died=after)
+
+
+def _served(job: Job, now: float, policy: Policy) -> bool:
+    """Whether a job ended in good order, as with a lifetime of its workers, and not at once."""
+    if job.state is not State.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
+        return False
+    left = now if job.incomplete_since is None else job.incomplete_since
+    return left - job.arrived_at >= policy.served_s
+
+
+def _recent(history: History, now: float, policy: Policy) -> tuple[float, ...]:
+    return tuple(time for time in history.deaths if now - time < policy.deaths_window_s)
+
+
+def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
+    if history.failed and history.failed_starts >= policy.failures_max:
+        return Failure("start", history.failed, history.failed_starts)
+    most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
+    deaths = len(_recent(history, now, policy))
+    if history.died and deaths >= most:
+        return Failure("budget", history.died, deaths)
+    return None
+
+
+# What to do
+
+
+def plan(
+    wanted: int,
+    jobs: Mapping[str, Job],
+    history: History,
+    *,
+    closable: Sequence[str] = (),
+    now: float,
+    policy: Policy,
+) -> Actions:
+    """What to submit, cancel and retire, so that `wanted` jobs run.
+
+    Parameters
+    ----------
+    wanted
+        Number of jobs. Those that wait or start count; those that leave, were cancelled or near
+        their walltime do not.
+    jobs
+        All jobs by their ids. Those that are over may be left out if the queue said so; one that it
+        forgot is cancelled, to be sure.
+    history
+        Decides whether more jobs may be submitted.
+    closable
+        Ids of jobs with connected workers in the order in which the scheduler would give them up. A
+        job that has workers and is not here is not given up, except before its walltime.
+    now
+        Unix time.
+    policy
+        How patient to be.
+
+    Returns
+    -------
+    Actions
+        Every job is in it at most once, and never again once the caller has marked it.
+    """
+    present = [job for job in jobs.values() if not job.cancelled]
+    # What the queue forgot might come back when nobody counts on it any more.
+    hopeless = [
+        job
+        for job in present
+        if (job.missed >= policy.missed_max if job.state in OVER else _is_overdue(job, now, policy))
+    ]
+    given_up = {job.id for job in hopeless}
+    alive = [job for job in present if job.state not in OVER and job.id not in given_up]
+    staying = [job for job in alive if not job.leaving]
+    expiring: list[Job] = []
+    counting: list[Job] = []
+    for job in staying:
+        (expiring if _expires(job, now, policy) else counting).append(job)
+    running = sum(job.state is State.RUNNING for job in counting)
+
+    missing = wanted - len(counting)
+    failure = _failure(history, wanted, now, policy) if missing > 0 else None
+    fewer = _fewer(-missing, counting, closable)
+    handover = _hand_over(
+        expiring, wanted - running, len(alive) - len(staying), wanted > 0, now, policy
+    )
+    ending = fewer + handover
+    return Actions(
+        submit=0 if failure else max(0, missing),
+        cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
+        retire=tuple(job.id for job in ending if job.workers),
+        failure=failure,
+    )
+
+
+def _age(job: Job) -> tuple[float, list[int], str]:
+    return job.submitted, [int(number) for number in re.findall(r"\d+", job.id)], job.id
+
+
+def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
+    """The jobs to end when there are too many: waiting, then starting, then idle ones.
+
+    Of those that have nodes, suspended ones go first. Jobs that are lost or unknown are left until
+    it is clear what they are.
+    """
+    if surplus <= 0:
+        return []
+    idle = [job for job in counting if not job.workers]
+    waiting = [job for job in idle if job.state in WAITING]
+    starting = [job for job in idle if job.state is State.STARTING]
+    by_id = {job.id: job for job in counting if job.workers}
+    running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
+    return [
+        *sorted(waiting, key=_age, reverse=True),
+        *sorted(starting, key=lambda job: (is_paused(job), _age(job)), reverse=True),
+        *sorted(running, key=is_paused, reverse=True),
+    ][:surplus]
+
+
+def _hand_over(
+    expiring: Sequence[Job], needed: int, leaving: int, gently: bool, now: float, policy: Policy
+) -> list[Job]:
+    """The jobs to end before their walltime: those whose time has come, and replaced ones.
+
+    Replacements may come all at once; `gently`, a quarter at a time leaves for them.
+    """
+    times = {job.id: retire_at(job, policy) or math.inf for job in expiring}
+    due = [job for job in expiring if times[job.id] <= now and job.workers]
+    others = [job for job in expiring if times[job.id] > now or not job.workers]
+    most = len(others) - max(0, needed)
+    if gently:
+        at_once = math.ceil((len(expiring) + leaving) / 4)
+        most = min(most, at_once - leaving - len(due))
+    able = [job for job in others if job.workers or job.state is State.STARTING]
+    able.sort(key=lambda job: (times[job.id], job.id))
+    return due + able[: max(0, most)]
