@@ -19,7 +19,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import forkserver as mp_forkserver
+from multiprocessing import reduction, resource_tracker
 from typing import Any, NoReturn
 
 from .process import FILES, detach_standard_streams, process_start
@@ -61,7 +62,7 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     distributed.utils._forkserver_preload_set = True
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
-    server: Any = forkserver._forkserver
+    server: Any = mp_forkserver._forkserver
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/hpcdask-{'.'.join(_life(os.getpid()))}"
     _purge_semaphores()
@@ -82,14 +83,14 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
             leave_signals_to_the_rank()
             detach_standard_streams(output=False)
             multiprocessing.current_process().name = "template"
-            forkserver.main(listener.detach(), alive_read, list(preimport))
+            mp_forkserver.main(listener.detach(), alive_read, list(preimport))
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(0)
     listener.close()
     os.close(alive_read)
-    vars(forkserver)["connect_to_new_process"] = _connect
+    vars(mp_forkserver)["connect_to_new_process"] = _connect
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_write
     server._forkserver_pid = pid
@@ -110,7 +111,7 @@ def offer(pid: int, line: socket.socket) -> None:
 
 def await_order(line: socket.socket) -> NoReturn:
     """Become what the parent starts next; end where the parent does, or gives the line up."""
-    server: Any = forkserver
+    server: Any = mp_forkserver
     code = 0
     try:
         data, *others = reduction.recvfds(line, server.MAXFDS_TO_SEND)
@@ -137,7 +138,7 @@ def _connect(fds: list[int]) -> tuple[int, int]:
     tuple of int
         Where the process's id and exit code can be read, and where it expects its work.
     """
-    server: Any = forkserver._forkserver
+    server: Any = mp_forkserver._forkserver
     while _offered:
         if told := _give_order(*_offered.pop(), fds):
             return told
@@ -146,7 +147,7 @@ def _connect(fds: list[int]) -> tuple[int, int]:
 
 def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int] | None:
     """Send what `_serve_one` takes; None where the process is gone."""
-    server: Any = forkserver
+    server: Any = mp_forkserver
     alive: Any = server._forkserver._forkserver_alive_fd
     tracker: Any = resource_tracker.getfd()
     status, status_write = os.pipe()
@@ -170,7 +171,7 @@ def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int
 
 
 def _tell_end(pid: int, status: int) -> None:
-    server: Any = forkserver
+    server: Any = mp_forkserver
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # nobody wants to know any more
         server.write_signed(status, code)
@@ -179,7 +180,7 @@ def _tell_end(pid: int, status: int) -> None:
 
 def stop() -> None:
     """Close this process's hold on the template, which ends when its workers have too."""
-    server: Any = forkserver._forkserver
+    server: Any = mp_forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
