@@ -4,7 +4,7 @@ import click
 
 from hpcdask import cli
 from hpcdask.bench.command import bench
-from hpcdask.run import command
+from hpcdask.runner.options import command
 
 runner = command()
 # `hpcdask bench` hands its arguments on to a group of its own, which is listed with its workloads

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         SGECUDACluster,
         SLURMCUDACluster,
     )
-    from .embed import Runner, initialize
+    from .runner.runner import Runner, initialize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
 ]
 _HOMES = {
     **dict.fromkeys((name for name in __all__ if name.endswith("Cluster")), "clusters.classes"),
-    "Runner": "embed",
-    "initialize": "embed",
+    "Runner": "runner.runner",
+    "initialize": "runner.runner",
     "connect": "client.connect",
 }
 

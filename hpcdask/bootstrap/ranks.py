@@ -1,6 +1,6 @@
 """Which rank am I? Read from what the launcher put into the environment.
 
-MPI itself is asked only by `hpcdask.rendezvous`, and only where this says too little.
+MPI itself is asked only by `hpcdask.runner.rendezvous`, and only where this says too little.
 """
 
 from __future__ import annotations

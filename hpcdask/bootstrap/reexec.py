@@ -43,9 +43,9 @@ def reexecute() -> None:
     """Execute this very command again, with the environment that descendants need.
 
     Returns at once in the second life, with the garbage collector off: what follows imports much
-    and leaves little garbage. `hpcdask.template.prepare_forks` turns it on again. Variables that
-    the user set stay as they are, save a hash seed of 0 or ``random``, which distributed replaces
-    too.
+    and leaves little garbage. `hpcdask.node.forkserver.prepare_forks` turns it on again. Variables
+    that the user set stay as they are, save a hash seed of 0 or ``random``, which distributed
+    replaces too.
     """
     if os.environ.get(MARKER, "").endswith(f".{os.getpid()}"):
         gc.disable()

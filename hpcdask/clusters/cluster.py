@@ -31,9 +31,9 @@ from tornado.ioloop import IOLoop
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
+from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import owner_text
 from hpcdask.queues.base import Queue
-from hpcdask.scratch import scratch_folder
 from hpcdask.security import listening, private, webserver
 from hpcdask.security.credentials import (
     FILES,

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask import rendezvous
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
-from hpcdask.control import Channel, Hub, dial
 from hpcdask.errors import HpcdaskError, LaunchError
-from hpcdask.rendezvous import Note, Rendezvous
+from hpcdask.node.channel import Channel
+from hpcdask.runner import rendezvous
+from hpcdask.runner.control import Hub, dial
+from hpcdask.runner.rendezvous import Note, Rendezvous
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
 from . import stack
@@ -75,7 +76,7 @@ def _complain(text: object) -> None:
 
 
 def own_address() -> str:
-    """Where the scheduler would listen: see `hpcdask.leader`."""
+    """Where the scheduler would listen: see `hpcdask.runner.leader`."""
     from distributed.utils import get_ip
 
     return str(get_ip())

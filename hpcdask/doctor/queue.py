@@ -9,9 +9,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpcdask.errors import DeviceError
-from hpcdask.gpu import devices
-from hpcdask.gpu.devices import EACH_A_GPU, Gpu, View
+from hpcdask.gpu.devices import EACH_A_GPU, Gpu
+from hpcdask.node.inventory import View
 from hpcdask.queues.environment import QUEUE_JOBS, job_id
+from hpcdask.runner import assignment
 
 from .findings import Facts, Finding, Reporter
 
@@ -158,7 +159,7 @@ def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
     if len(ranks) == 1 or not facts["gpus"]["gpus"]:
         return {view.rank: list(view.gpus) for view in views}
     try:
-        given = devices.assign(views, device="cuda", oversubscribe=False, job=None)
+        given = assignment.assign(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError:
         return {view.rank: list(view.gpus) for view in views}
     return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
@@ -172,7 +173,7 @@ def check_ranks(facts: Facts, ranks: Sequence[int]) -> list[Finding]:
         return []
     views = _views(facts, ranks)
     try:
-        devices.assign(views, device="cuda", oversubscribe=False, job=None)
+        assignment.assign(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError as error:
         value, _, advice = str(error).partition(": ")
         return [say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")]

@@ -6,18 +6,15 @@ Devices are asked of NVML, which needs no CUDA context, so the process can still
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import glob
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hpcdask.errors import DeviceError, MissingExtra
-from hpcdask.queues.environment import how_to_request
 
 from .driver import DriverFile, cuda_extra, has_nvidia_driver
 
@@ -51,48 +48,6 @@ class Gpu:
     def from_json(cls, data: Mapping[str, Any]) -> Gpu:
         """Read what ``dataclasses.asdict`` and JSON made of a GPU."""
         return cls(**{**data, "cores": tuple(data["cores"])})
-
-
-@dataclass(frozen=True)
-class View:
-    """What one rank reports of itself, for the choice of devices and cores.
-
-    Attributes
-    ----------
-    rank, host, local_index
-        The rank, its node, its number among the node's ranks.
-    gpus
-        The GPUs it sees, in CUDA's order.
-    cores
-        CPU cores it may run on.
-    memory
-        Bytes of host memory that the job may use on this node.
-    shown
-        The node's GPUs about which NVML was asked; None where it was not, see `complete`.
-    quota
-        Of how many cores a cgroup allows the time; None for all.
-    """
-
-    rank: int
-    host: str
-    local_index: int
-    gpus: tuple[Gpu, ...]
-    cores: tuple[int, ...]
-    memory: int
-    shown: tuple[Gpu, ...] | None = ()
-    quota: int | None = None
-
-    @property
-    def cpus(self) -> int:
-        """How many threads can run at a time."""
-        return min(len(self.cores), self.quota or len(self.cores))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> View:
-        """Read what ``dataclasses.asdict`` and JSON made of a view."""
-        gpus = tuple(map(Gpu.from_json, data["gpus"]))
-        shown = None if data["shown"] is None else tuple(map(Gpu.from_json, data["shown"]))
-        return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
 
 
 def start_nvml() -> None:
@@ -305,138 +260,3 @@ def _nvml(pynvml: Any) -> Iterator[bool]:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def complete(views: Sequence[View]) -> list[View]:
-    """Fill in what ranks left to the first of their node, which asked NVML for them too.
-
-    Raises
-    ------
-    DeviceError
-        NVML shows none of a rank's GPUs.
-    """
-    shown = {gpu.uuid: gpu for view in views for gpu in view.shown or ()}
-    whole = []
-    for view in views:
-        if view.shown is None:
-            gpus = tuple(shown[gpu.uuid] for gpu in view.gpus if gpu.uuid in shown)
-            if shown and not gpus:
-                raise DeviceError(
-                    f"rank {view.rank} sees GPUs on {view.host} that the first rank there does "
-                    f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
-                )
-            view = dataclasses.replace(view, gpus=gpus)
-        whole.append(view)
-    return whole
-
-
-def assign(
-    views: Sequence[View],
-    *,
-    device: str,
-    oversubscribe: bool,
-    job: str | None,
-    every_gpu: bool = False,
-) -> dict[int, list[Gpu | None]]:
-    """Give each rank its device.
-
-    Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
-    the launcher gave each its own (``--gpus-per-task=1``), it takes that.
-
-    Parameters
-    ----------
-    views
-        One per rank that gets a worker.
-    device
-        ``auto``, ``cuda`` or ``cpu``.
-    oversubscribe
-        Whether several workers may share a GPU.
-    job
-        Id of the queueing system's job, or None on a workstation.
-    every_gpu
-        Give a single rank all GPUs it sees, one worker each (no launcher).
-
-    Returns
-    -------
-    dict of int to list of Gpu or None
-        Per rank the devices of its workers; None stands for the CPU.
-
-    Raises
-    ------
-    DeviceError
-        No GPU where one is wanted, or too few distinct ones.
-    """
-    blind = [view for view in views if not view.gpus]
-    if device == "cpu" or (device == "auto" and len(blind) == len(views) and job is None):
-        return {view.rank: [None] for view in views}
-    if blind:
-        where = ", ".join(sorted({view.host for view in blind}))
-        some = (
-            "none of the ranks sees"
-            if len(blind) == len(views)
-            else (f"rank {blind[0].rank} does not see")
-        )
-        raise DeviceError(
-            f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
-        )
-    taken: dict[int, list[Gpu | None]] = {}
-    for host in dict.fromkeys(view.host for view in views):
-        ranks = sorted((view for view in views if view.host == host), key=lambda v: v.local_index)
-        if every_gpu and len(ranks) == 1:
-            taken[ranks[0].rank] = list(ranks[0].gpus)
-            continue
-        distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
-        matched = _match(ranks)
-        if len({gpu.uuid for gpu in matched}) < len(ranks) and not oversubscribe:
-            if len(distinct) >= len(ranks):
-                raise DeviceError(
-                    f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
-                    f"the same ones: request one per rank (srun {EACH_A_GPU}), or let "
-                    f"workers share a GPU with --oversubscribe"
-                )
-            raise DeviceError(
-                f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
-                f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
-                f"workers share a GPU with --oversubscribe"
-            )
-        for view, gpu in zip(ranks, matched, strict=True):
-            taken[view.rank] = [gpu]
-    return taken
-
-
-def _match(ranks: Sequence[View]) -> list[Gpu]:
-    """One GPU per rank of a node: all different where possible, fewest sharers else.
-
-    A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
-    the GPU of its own number, so that rank i gets GPU i where all are visible.
-    """
-    wishes = [
-        [view.gpus[(view.local_index + step) % len(view.gpus)] for step in range(len(view.gpus))]
-        for view in ranks
-    ]
-    owner: dict[str, int] = {}
-
-    def place(rank: int, tried: set[str]) -> bool:
-        for gpu in wishes[rank]:
-            if gpu.uuid not in tried:
-                tried.add(gpu.uuid)
-                if gpu.uuid not in owner or place(owner[gpu.uuid], tried):
-                    owner[gpu.uuid] = rank
-                    return True
-        return False
-
-    placed = [place(rank, set()) for rank in range(len(ranks))]
-    by_uuid = {gpu.uuid: gpu for wish in wishes for gpu in wish}
-    result = {rank: by_uuid[uuid] for uuid, rank in owner.items()}
-    sharers = Counter(gpu.uuid for gpu in result.values())
-    for rank, alone in enumerate(placed):
-        if not alone:
-            result[rank] = min(wishes[rank], key=lambda gpu: sharers[gpu.uuid])
-            sharers[result[rank].uuid] += 1
-    return [result[rank] for rank in range(len(ranks))]
-
-
-def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
-    """The cores a worker should run on: the job's that are near its GPU, else all the job's."""
-    near = sorted(set(owned) & set(gpu.cores)) if gpu else []
-    return near or sorted(owned)

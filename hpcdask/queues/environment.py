@@ -50,7 +50,7 @@ def is_the_queues(job: str) -> bool:
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 
-def _listed_nodes() -> int:
+def listed_nodes() -> int:
     """Number of nodes that a system other than SLURM gave this job."""
     for name in NODE_FILES:
         with contextlib.suppress(OSError), open(os.environ.get(name, "")) as file:

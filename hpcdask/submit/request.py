@@ -135,7 +135,7 @@ def check(asked: Asked) -> None:
         The program is not there, an option of the runner is unknown, or a line cannot stand in a
         script.
     """
-    from hpcdask.run import parse
+    from hpcdask.runner.options import parse
 
     for what in ("prologue", "directive"):
         for line in asked.prologue if what == "prologue" else asked.directives:

@@ -21,10 +21,10 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import joblife, member, nanny, worker
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.nanny import BoundWorker
+from hpcdask.node import job_agent, job_options, nanny, signals
+from hpcdask.node.device_worker import BoundWorker
 from hpcdask.queues import environment
 from hpcdask.security import private
 from hpcdask.security.credentials import (
@@ -240,7 +240,7 @@ def test_no_scheduler_at_the_start(site):
 )
 def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told: str):
     """A line says so: a port of something else gave a traceback."""
-    part = object.__new__(joblife.JobPart)
+    part = object.__new__(job_agent.JobPart)
     part.connection_args = {}
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -323,7 +323,7 @@ def test_the_second_signal_ends_at_once(site, client):
     wait(value)
     job.signal(signal.SIGTERM)
     job.line("hpcdask: SIGTERM", stream="err")
-    time.sleep(1.1 * member.SAME_SIGNAL_S)  # what comes together counts once
+    time.sleep(1.1 * signals.SAME_SIGNAL_S)  # what comes together counts once
     at = job.signal(signal.SIGTERM)
     ended = job.end()
     assert ended.code == 143
@@ -418,7 +418,7 @@ def test_a_name_that_is_taken(site, client):
 def test_bad_options(keys, arguments, text):
     access = ["--scheduler", "tls://10.0.0.1:8786", "--keys", str(keys), "--cluster", "ab12"]
     with pytest.raises(UsageError) as error:
-        worker.parse([*access, *arguments])
+        job_options.parse([*access, *arguments])
     assert text in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -450,7 +450,7 @@ def test_a_missing_extra(site, hidden):
 def test_a_restart_count_that_is_none(monkeypatch):
     monkeypatch.setenv("HPCDASK_RESTARTS", "many")
     with pytest.raises(UsageError, match="HPCDASK_RESTARTS: 'many' is not a number"):
-        worker.identity()
+        job_options.identity()
 
 
 # Devices
@@ -600,7 +600,7 @@ def test_the_identity_of_a_job(monkeypatch, environ, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert worker.identity() == expected
+    assert job_options.identity() == expected
 
 
 @pytest.mark.parametrize(
@@ -625,8 +625,8 @@ def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
 def test_a_scheduler_that_has_ended_is_told_from_one_that_is_slow():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tls://127.0.0.1:{listener.getsockname()[1]}"
-        assert not asyncio.run(joblife._refuses(address))
-    assert asyncio.run(joblife._refuses(address))
+        assert not asyncio.run(job_agent._refuses(address))
+    assert asyncio.run(job_agent._refuses(address))
 
 
 def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
@@ -663,9 +663,9 @@ def test_a_scheduler_that_hangs_is_not_waited_for(monkeypatch, capsys):
         async with asyncio.timeout(60):
             return await part._hand_over()
 
-    monkeypatch.setattr(joblife, "rpc", Hanging)
-    monkeypatch.setattr(joblife, "ANSWER_DEADLINE_S", 0.1)
-    part = object.__new__(joblife.JobPart)
+    monkeypatch.setattr(job_agent, "rpc", Hanging)
+    monkeypatch.setattr(job_agent, "ANSWER_DEADLINE_S", 0.1)
+    part = object.__new__(job_agent.JobPart)
     part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1", names=lambda first, nodes: ["a"])
     part.rank, part.connection_args = SimpleNamespace(size=1), {}
     assert asyncio.run(run()) == set()
@@ -687,7 +687,7 @@ def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
         async def lose() -> None:
             await begun.wait()
 
-        part = object.__new__(joblife.JobPart)
+        part = object.__new__(job_agent.JobPart)
         part.signalled = asyncio.get_running_loop().create_future()
         part.gone = asyncio.ensure_future(lose())
         part.nannies, part.asked = [], SimpleNamespace(scheduler="tls://127.0.0.1:1")

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from clock import clock, stretched
-from hpcdask import run
 from hpcdask.comm import fabric
 from hpcdask.errors import UsageError
-from hpcdask.nanny import check_preloads
+from hpcdask.node.preflight import check_preloads
 from hpcdask.spec.specs import WorkerSpec
 from launching import (
     Launcher,
@@ -247,7 +246,7 @@ BAD_VALUES = [
 def test_bad_value(capfd, options, words):
     """Where the command line is read."""
     with pytest.raises(UsageError) as refused:
-        run.parse([*CPU[len(RUN) :], *options, "program.py"])
+        options.parse([*CPU[len(RUN) :], *options, "program.py"])
     assert refused.value.exit_code == 2
     text = str(refused.value)
     assert "\n" not in text
@@ -289,7 +288,7 @@ def test_more_workers_than_there_will_be(mpirun, script):
 def test_option_without_its_value(alone):
     for options in (["-m"], ["--interface"]):
         with pytest.raises(UsageError, match=options[0]):
-            run.parse(options)
+            options.parse(options)
     assert_refused(alone.run(1, *CPU, "--interface"), "--interface")
 
 
@@ -343,7 +342,7 @@ AT_THE_IMPORTS = """
 import os, sys
 class Notice:
     def find_spec(self, name, path=None, target=None):
-        if name == "distributed" and "hpcdask.scout" in sys.modules:
+        if name == "distributed" and "hpcdask.node.gpu_probe" in sys.modules:
             with open(os.environ["NOTED"], "a") as file:
                 print(len(os.sched_getaffinity(0)), file=file)
 sys.meta_path.insert(0, Notice())

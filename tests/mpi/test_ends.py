@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock
-from hpcdask import member
+from hpcdask.node import signals
+from hpcdask.runner import agent
 from running import PROGRAMS, Ended, Running, Site, rank_of
 
 pytestmark = pytest.mark.mpi
@@ -151,7 +152,7 @@ def test_a_second_signal_ends_it_at_once(site: Site):
     run.line("ready")
     run.signal(signal.SIGTERM)
     run.line("ignored")
-    time.sleep(1.1 * member.SAME_SIGNAL_S)  # what comes together counts once
+    time.sleep(1.1 * signals.SAME_SIGNAL_S)  # what comes together counts once
     assert run.process.poll() is None
     sent = run.signal(signal.SIGTERM)
     ended = run.end()
@@ -167,7 +168,7 @@ def test_a_program_that_ignores_sigterm_is_killed_and_that_is_told(site: Site):
     started, sent = time.monotonic(), run.signal(signal.SIGTERM)
     ended = run.end(40)
     assert ended.code == 143, str(ended)
-    assert time.monotonic() - started >= member.TERM_DEADLINE_S
+    assert time.monotonic() - started >= agent.TERM_DEADLINE_S
     assert ended.at - sent < 35
     assert "hpcdask: the program did not end within 25 s, and is killed\n" in ended.err
     site.check_nothing_left(ended.at)

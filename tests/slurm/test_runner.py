@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock, stretched
-from hpcdask.rendezvous import FileRendezvous
+from hpcdask.runner.rendezvous import FileRendezvous
 from hpcdask.security.credentials import create_credentials
 from launching import (
     Result,

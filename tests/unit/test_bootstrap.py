@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hpcdask.bootstrap import janitor
-from hpcdask.leader import Leader
+from hpcdask.runner.leader import Leader
 from launching import wait_for
 
 
@@ -71,7 +71,7 @@ def test_a_run_ends_well_without_its_janitor():
 RANK_WITH_A_THREAD_THAT_WAITS = """
     import asyncio, os, threading
     from types import SimpleNamespace
-    from hpcdask import runner
+    from hpcdask.runner import launch
 
     async def work():
         loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ RANK_WITH_A_THREAD_THAT_WAITS = """
         return 3
 
     member = SimpleNamespace(rank=None, leave=os._exit)
-    asyncio.run(runner.end_with(work(), member))
+    asyncio.run(launch.end_with(work(), member))
 """
 
 

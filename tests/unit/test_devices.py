@@ -20,16 +20,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask import scout
 from hpcdask.bootstrap import resources
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.resources import cpu_quota, job_memory
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, devices, driver
-from hpcdask.gpu.devices import Gpu, View, assign, visible_gpus, worker_cores
-from hpcdask.member import Member
-from hpcdask.places import plan
-from hpcdask.scratch import purge, scratch_folder
+from hpcdask.gpu.devices import Gpu, visible_gpus
+from hpcdask.node import gpu_probe
+from hpcdask.node.inventory import View
+from hpcdask.node.placement import worker_cores
+from hpcdask.node.scratch import purge, scratch_folder
+from hpcdask.runner import assignment
+from hpcdask.runner.agent import Member
+from hpcdask.runner.assignment import assign, plan
 from hpcdask.spec.specs import RunSpec
 from launching import needs
 
@@ -645,21 +648,21 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
     one = dataclasses.replace(one, shown=one.gpus)
     left = tuple(Gpu(gpu.uuid, "", 0) for gpu in two.gpus)
     foreseen = dataclasses.replace(two, gpus=left, shown=None)
-    assert [view.gpus for view in devices.complete([foreseen, one])] == [two.gpus, one.gpus]
+    assert [view.gpus for view in assignment.complete([foreseen, one])] == [two.gpus, one.gpus]
     # the first may use one only, and NVML may show fewer than the driver's files
     alone = dataclasses.replace(one, gpus=one.gpus[1:])
-    assert devices.complete([alone, foreseen])[1].gpus == two.gpus
+    assert assignment.complete([alone, foreseen])[1].gpus == two.gpus
     fewer = dataclasses.replace(one, shown=one.gpus[:1])
-    assert devices.complete([fewer, foreseen])[1].gpus == two.gpus[:1]
+    assert assignment.complete([fewer, foreseen])[1].gpus == two.gpus[:1]
     # a container of another name
     elsewhere = dataclasses.replace(one, host="n2")
-    assert devices.complete([elsewhere, foreseen])[1].gpus == two.gpus
+    assert assignment.complete([elsewhere, foreseen])[1].gpus == two.gpus
     blind = dataclasses.replace(one, gpus=(), shown=())
-    assert [view.gpus for view in devices.complete([blind, foreseen])] == [(), ()]
+    assert [view.gpus for view in assignment.complete([blind, foreseen])] == [(), ()]
     (other,) = views(("n3", [0]))
     other = dataclasses.replace(other, shown=other.gpus)
     with pytest.raises(DeviceError, match=r"rank 1 sees GPUs on n1 .* HPCDASK_PRESTART=0"):
-        devices.complete([other, foreseen])
+        assignment.complete([other, foreseen])
 
 
 # The process that asks, while the rank imports
@@ -667,7 +670,7 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
 
 def test_nvml_is_started_once_for_all_that_ask(nvml):
     nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
-    found = scout._ask(os.environ, every=False)
+    found = gpu_probe._ask(os.environ, every=False)
     assert [gpu["uuid"] for gpu in found["gpus"]] == [A, B]
     assert found["fabric"]["nvlink"] == ((A, B),)
     import pynvml
@@ -694,7 +697,7 @@ def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, ever
             return call(handle, *more)
 
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", note)
-    found = scout._ask({"CUDA_VISIBLE_DEVICES": "2"}, every=every)
+    found = gpu_probe._ask({"CUDA_VISIBLE_DEVICES": "2"}, every=every)
     assert [gpu["uuid"] for gpu in found["gpus"]] == [C]
     assert [gpu["uuid"] for gpu in found["shown"]] == ([A, B, C, D] if every else [C])
     assert found["fabric"]["gpus"] == (A, B, C, D)
@@ -712,11 +715,12 @@ def scouted(change: str = "", **environ: str) -> str:
 
 import os, time
 from hpcdask.gpu import context, devices
-from hpcdask import errors, scout
-scout.SCOUT_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
+from hpcdask import errors
+from hpcdask.node import gpu_probe
+gpu_probe.SCOUT_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
-    found = scout.Scout.start(lambda: None)
+    found = gpu_probe.Scout.start(lambda: None)
     gpus, shown, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
     assert shown == gpus
@@ -773,14 +777,14 @@ class Driver:
         os.rename({str(held)!r} + ".part", {str(held)!r})
 
 context.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
-report = scout.Scout.report
+report = gpu_probe.Scout.report
 def wait_until_held(self):
     try:
         return report(self)
     finally:
         while not os.path.exists({str(held)!r}):
             time.sleep(0.01)
-scout.Scout.report = wait_until_held
+gpu_probe.Scout.report = wait_until_held
 """
     gpus = {"FAKE_NVML": json.dumps(FOUR), "CUDA_VISIBLE_DEVICES": "2,0"}
     scouted(change, **gpus, **environ)  # which sees that the scout ends when it is dismissed
@@ -839,10 +843,14 @@ def test_a_report_of_what_went_wrong():
     assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
-    assert "has died" in scouted("scout.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)")
+    assert "has died" in scouted(
+        "gpu_probe.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)"
+    )
 
 
 def test_a_driver_that_hangs():
-    hangs = "scout.look_at_gpus, scout.SCOUT_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
+    hangs = (
+        "gpu_probe.look_at_gpus, gpu_probe.SCOUT_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
+    )
     program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
     assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)

@@ -21,7 +21,7 @@ import hpcdask
 from hpcdask import cli
 from hpcdask.bench.command import bench
 from hpcdask.clusters.options import import_jobqueue, job_keywords
-from hpcdask.run import command, parse
+from hpcdask.runner.options import command, parse
 from hpcdask.spec.specs import RunSpec
 from hpcdask.workloads import genotypes, packing, svd
 from hpcdask.workloads import zarr as stores

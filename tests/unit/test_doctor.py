@@ -24,7 +24,6 @@ from hpcdask import cli
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_install import Ucx
-from hpcdask.control import Hub
 from hpcdask.doctor import (
     collect,
     command,
@@ -40,6 +39,7 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
+from hpcdask.runner.control import Hub
 
 GIB = 2**30
 INFINITE = -1

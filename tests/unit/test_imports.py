@@ -167,7 +167,8 @@ def test_no_module_needs_an_optional_package():
 
 def test_a_rank_does_not_load_arrays():
     """They, and CuPy with them, would cost every rank a second."""
-    parts = ("run", "runner", "leader", "follower", "nanny", "scheduler", "worker", "joblife")
+    parts = ("run", "worker", "node.nanny", "node.job_agent", "runner.launch")
+    parts += ("runner.leader", "runner.follower", "runner.scheduler")
     assert "dask.array" not in imported(*(f"hpcdask.{part}" for part in parts))["modules"]
 
 
@@ -182,9 +183,9 @@ TWO_THREADS = """
 import sys, threading
 from pathlib import Path
 import dask, distributed
-from hpcdask import template
+from hpcdask.node import forkserver
 
-template.prepare_forks()
+forkserver.prepare_forks()
 folder = Path(sys.argv[1], "slow")
 folder.mkdir()
 (folder / "__init__.py").write_text(
@@ -212,8 +213,8 @@ shutil.copytree(os.path.dirname(rapids_dask_dependency.__file__), package)
 if sys.argv[2]:
     open(os.path.join(package, "patches", sys.argv[2]), "w").close()
 rapids_dask_dependency.__file__ = os.path.join(package, "__init__.py")
-from hpcdask import template
-template._drop_idle_hook()
+from hpcdask.node import forkserver
+forkserver._drop_idle_hook()
 print("rapids_dask_dependency" in {type(f).__module__.split(".")[0] for f in sys.meta_path})
 """
 

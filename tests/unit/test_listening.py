@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from distributed import Nanny, Scheduler, rpc
 
-from hpcdask import control
 from hpcdask.comm import peers
+from hpcdask.node import channel
+from hpcdask.runner import control
 from hpcdask.security import listening
 from hpcdask.security.credentials import create_credentials, to_security
 
@@ -176,7 +177,7 @@ def test_a_rank_arrives_in_spite_of_a_flood(hurry):
     async def run() -> None:
         hellos = []
 
-        async def arrived(hello: control.Message, channel: control.Channel) -> None:
+        async def arrived(hello: channel.Message, channel: channel.Channel) -> None:
             hellos.append(hello)
 
         hub = control.Hub("nonce", arrived)
@@ -240,7 +241,7 @@ def test_nannies_and_workers_are_guarded_and_the_place_of_the_limits_is_there():
     """tornado's and distributed's names that `hpcdask.security.listening` uses."""
 
     async def run() -> None:
-        from hpcdask.nanny import BoundNanny
+        from hpcdask.node.nanny import BoundNanny
 
         scheduler = await secured()
         options = {"security": scheduler.security, "host": "127.0.0.1", "nthreads": 1}

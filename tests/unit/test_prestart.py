@@ -15,21 +15,22 @@ import dask
 import pytest
 from distributed.core import Status
 
-from hpcdask import member, nanny, scout
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
-from hpcdask.leader import Leader
-from hpcdask.member import Member
-from hpcdask.nanny import BoundNanny
+from hpcdask.node import gpu_probe, nanny
+from hpcdask.node.nanny import BoundNanny
+from hpcdask.runner import agent
+from hpcdask.runner.agent import Member
+from hpcdask.runner.leader import Leader
 from hpcdask.spec.specs import RunSpec
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 
 PARENT = """
 import multiprocessing, os, signal, socket, sys, tempfile, time
-from hpcdask import prestart, template
+from hpcdask.node import forkserver, prestart
 
 def early(in_child):
     line, theirs = socket.socketpair()
@@ -42,7 +43,7 @@ def early(in_child):
     return pid, line
 
 def wait(line):
-    template.await_order(line)
+    forkserver.await_order(line)
 
 def gone(pid):
     while os.path.exists(f"/proc/{pid}"):
@@ -50,7 +51,7 @@ def gone(pid):
 
 def work(answers, orders):
     answers.put((os.getpid(), os.getppid(), orders.get(timeout=180), dict(os.environ),
-                 "hpcdask.nanny" in sys.modules))
+                 "hpcdask.node.nanny" in sys.modules))
     answers.close(), answers.join_thread()
     if orders.get(timeout=180) == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -94,9 +95,9 @@ def test_the_next_that_is_started_is_the_one_on_offer(tmp_path):
         tmp_path,
         """
 waiting = [early(wait), early(wait)]
-template.start(folder, lambda: None)
+forkserver.start(folder, lambda: None)
 for (pid, line), how, code in zip(waiting, ("end", "die"), (3, -signal.SIGKILL)):
-    template.offer(pid, line)
+    forkserver.offer(pid, line)
     process, found = start()
     assert found[:2] == (pid, os.getpid())
     assert process.is_alive() and process.exitcode is None
@@ -114,8 +115,8 @@ def test_one_that_is_gone_is_replaced_by_the_template_s(tmp_path):
         """
 dead = early(lambda line: None)
 os.waitid(os.P_PID, dead[0], os.WEXITED | os.WNOWAIT)
-template.start(folder, lambda: None)
-template.offer(*dead)
+forkserver.start(folder, lambda: None)
+forkserver.offer(*dead)
 process, found = start()
 assert found[0] != dead[0] and found[1] != os.getpid()
 assert end(process) == 3
@@ -140,8 +141,8 @@ def ready(line):
     prestart.prestart(lambda: "{A}", line)
 waiting = early(ready)
 assert "distributed" not in sys.modules
-template.start(folder, lambda: None)
-template.offer(*waiting)
+forkserver.start(folder, lambda: None)
+forkserver.offer(*waiting)
 process, found = start()
 assert found[0] == waiting[0] and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
 assert os.path.exists(folder + "/context") and found[4]
@@ -177,8 +178,8 @@ def ready(line):
     prestart.prestart(look, line, "{A}")
 pid, line = early(ready)
 if {sure}:
-    template.start(folder, lambda: None)
-    template.offer(pid, line)
+    forkserver.start(folder, lambda: None)
+    forkserver.offer(pid, line)
     process, found = start()
     assert found[0] == pid and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
     assert end(process) == 3
@@ -196,7 +197,7 @@ def no_device(line):
     prestart.prestart(lambda: None, line)
     os._exit(7)
 def no_imports(line):
-    sys.modules["hpcdask.nanny"] = None
+    sys.modules["hpcdask.node.nanny"] = None
     prestart.prestart(lambda: time.sleep(0.5) or told.append(1) or "{A}", line)
     os._exit(7 + len(told))
 told = []
@@ -212,19 +213,19 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 SCOUT = """
-from hpcdask import scout
+from hpcdask.node import gpu_probe
 from hpcdask.bootstrap.ranks import Rank
 
 def start_scout():
-    scout.has_nvidia_driver = lambda: True
-    scout.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
+    gpu_probe.has_nvidia_driver = lambda: True
+    gpu_probe.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
     gpus = [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}]
     found = {"gpus": gpus, "shown": gpus, "fabric": {}}
-    scout._ask = lambda environ, every: found
-    scout.Gpu.from_json = scout.Fabric.from_json = lambda found: found
-    scout.os.sched_getaffinity = lambda pid: {0, 1}
+    gpu_probe._ask = lambda environ, every: found
+    gpu_probe.Gpu.from_json = gpu_probe.Fabric.from_json = lambda found: found
+    gpu_probe.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
-    return scout.Scout.start(lambda: None, prestart.prestart)
+    return gpu_probe.Scout.start(lambda: None, prestart.prestart)
 """
 
 
@@ -234,12 +235,12 @@ def test_the_scout_becomes_the_worker_or_is_dismissed(tmp_path):
         SCOUT
         + """
 found = start_scout()
-template.start(folder, found.release_in_child)
+forkserver.start(folder, found.release_in_child)
 gpus, shown, _ = found.report()
 assert gpus == shown
 assert [gpu["uuid"] for gpu in gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
 pid, line = found.give()
-template.offer(pid, line)
+forkserver.offer(pid, line)
 process, what = start()
 found.dismiss()  # as when all workers are there
 assert process.is_alive() and what[:2] == (pid, os.getpid())
@@ -282,9 +283,9 @@ def test_who_may(monkeypatch, at, cores, options, may):
     monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert scout._may_prestart(at) is may
+    assert gpu_probe._may_prestart(at) is may
     monkeypatch.setenv("HPCDASK_PRESTART", "0")
-    assert not scout._may_prestart(at)
+    assert not gpu_probe._may_prestart(at)
 
 
 @pytest.mark.parametrize(
@@ -295,11 +296,11 @@ def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may
     """With several it has a worker for each, or the job chooses one."""
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(scout.glob, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(files)])
+    monkeypatch.setattr(gpu_probe.glob, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(files)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert scout._may_prestart(rank()) is may
+    assert gpu_probe._may_prestart(rank()) is may
 
 
 @pytest.mark.parametrize(
@@ -315,7 +316,7 @@ def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may
 def test_whether_there_are_others_to_exchange_with(monkeypatch, module, size, visible, expected):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert scout.has_peers(rank(0, size) if size else None) is expected
+    assert gpu_probe.has_peers(rank(0, size) if size else None) is expected
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ assert os.path.exists(folder + "/installed") == {installed}
 )
 def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
     monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
-    assert scout._choose(at, uuids) == expected
+    assert gpu_probe._choose(at, uuids) == expected
 
 
 WHOLE = [driver.DriverFile(A, accessible=True), driver.DriverFile(B, accessible=True)]
@@ -404,7 +405,7 @@ def test_the_parts_of_a_job_ask_nvml_each(monkeypatch):
 
 def test_a_node_that_cannot_be_looked_at(monkeypatch):
     broken = mock.Mock(side_effect=OSError("no /sys"))
-    monkeypatch.setattr(scout.fabric, "look", broken)
+    monkeypatch.setattr(gpu_probe.fabric, "look", broken)
     told, _, report = serve(monkeypatch, rank(1, 2), WHOLE, None, [A, B])
     assert told == ["left", B, "ended"]
     assert report["error"].startswith("OSError: no /sys: mend /sys")
@@ -420,9 +421,9 @@ def serve(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(scout, "driver_files", lambda: files)
-    monkeypatch.setattr(scout, "has_nvidia_driver", lambda: True)
-    monkeypatch.setattr(scout.ranks, "detect", lambda: at)
+    monkeypatch.setattr(gpu_probe, "driver_files", lambda: files)
+    monkeypatch.setattr(gpu_probe, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(gpu_probe.ranks, "detect", lambda: at)
     told: list[object] = ["left"]
     held: list[object] = []
 
@@ -444,10 +445,10 @@ def serve(
             told.append("ended")
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(scout, "_ask", ask)
-    monkeypatch.setattr(scout, "_hold_open", lambda rank, uuids: held.append(uuids) or [])
+    monkeypatch.setattr(gpu_probe, "_ask", ask)
+    monkeypatch.setattr(gpu_probe, "_hold_open", lambda rank, uuids: held.append(uuids) or [])
     read_end, write_end = os.pipe()
-    scout._serve(write_end, mock.Mock(), prestart)
+    gpu_probe._serve(write_end, mock.Mock(), prestart)
     with open(read_end) as pipe:
         return told, held, json.load(pipe)
 
@@ -456,11 +457,11 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
     """From the report of a scout to the view that the plan is made of."""
     gpus = [Gpu(uuid, "H200", 141 << 30, (0, 1)) for uuid in (A, B)]
     left = [Gpu(uuid, "", 0) for uuid in (A, B)]
-    monkeypatch.setattr(member, "check_extras", mock.Mock())
+    monkeypatch.setattr(agent, "check_extras", mock.Mock())
 
     def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> Member:
         found = mock.Mock()
-        found.report.return_value = scout.Sighting(gpus, shown, Fabric())
+        found.report.return_value = gpu_probe.Sighting(gpus, shown, Fabric())
         return Member(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
 
     one, two = member_of(0, gpus, gpus), member_of(1, left, None)
@@ -477,7 +478,7 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
 def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tuple[int, str]]:
     """Offers that were made when the nannies of a rank started their workers."""
     offers: list[tuple[int, str]] = []
-    monkeypatch.setattr(nanny.template, "offer", lambda *given: offers.append(given))
+    monkeypatch.setattr(nanny.forkserver, "offer", lambda *given: offers.append(given))
 
     async def instantiate(self):
         assert scout.dismiss.called is not bool(offers), "the device is not free"
@@ -501,7 +502,7 @@ def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tupl
         return Early("tcp://127.0.0.1:1", env=own, dashboard=False)
 
     monkeypatch.setattr(nanny.Nanny, "instantiate", instantiate)
-    monkeypatch.setattr(member, "make_nanny", make)
+    monkeypatch.setattr(agent, "make_nanny", make)
     one = Member(RunSpec(), rank(), mock.Mock(), "", None, scout)
     one.ending = True
 

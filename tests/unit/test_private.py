@@ -12,12 +12,13 @@ from pathlib import Path
 import dask.config
 import pytest
 
-from hpcdask import process, scratch
+from hpcdask import process
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import connect
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
+from hpcdask.node import scratch
 from hpcdask.queues import local_processes
 from hpcdask.security import private
 from hpcdask.security.credentials import (

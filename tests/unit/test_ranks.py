@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
-from hpcdask.rendezvous import wants_mpi
+from hpcdask.runner.rendezvous import wants_mpi
 
 OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",

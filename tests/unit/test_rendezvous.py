@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import dask
 import pytest
 
-from hpcdask import control, follower
 from hpcdask.errors import LaunchError
-from hpcdask.rendezvous import FileRendezvous
+from hpcdask.runner import control, follower
+from hpcdask.runner.rendezvous import FileRendezvous
 from hpcdask.security import listening, private
 from hpcdask.spec.specs import RunSpec
 from strangers import as_stranger, root_only
@@ -46,7 +46,7 @@ def mode(path: str) -> int:
 ABORTS = """
 import os, sys
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.rendezvous import abort_launch
+from hpcdask.runner.rendezvous import abort_launch
 
 print("the report")
 print("why", file=sys.stderr)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from distributed import Client, Scheduler, Security
 
-from hpcdask import nanny
-from hpcdask.nanny import BoundNanny, Place, make_nanny
+from hpcdask.node import nanny
+from hpcdask.node.nanny import BoundNanny, make_nanny
+from hpcdask.node.placement import Place
 from hpcdask.spec.specs import WorkerSpec
 
 DEADLINE_S = 60

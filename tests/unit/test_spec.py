@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpcdask.errors import UsageError
-from hpcdask.run import parse
+from hpcdask.runner.options import parse
 from hpcdask.spec.argv import option_name
 from hpcdask.spec.parsing import parse_device_memory, parse_memory, parse_resources, parse_seconds
 from hpcdask.spec.specs import RunSpec, WorkerSpec

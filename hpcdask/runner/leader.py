@@ -14,27 +14,31 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
-from .bootstrap import resources
-from .children import Child
-from .client import scheduler_file
-from .comm.fabric import Fabric
-from .comm.topology import Seat
-from .comm.transport import Choice, choose, choose_interface
-from .comm.warmup import Link, judge
-from .control import Channel, Hub
-from .errors import ClusterError, HpcdaskError, LaunchError, UsageError
-from .gpu import devices, memory_plan
-from .gpu.devices import View
-from .logs import complain, say
-from .member import AUTO, TERM_DEADLINE_S, Member
-from .nanny import Place
-from .places import owned_cores, plan, settle
-from .process import mark, seconds_since_start
-from .queues.environment import job_id
+from hpcdask.bootstrap import resources
+from hpcdask.client import scheduler_file
+from hpcdask.comm.fabric import Fabric
+from hpcdask.comm.topology import Seat
+from hpcdask.comm.transport import Choice, choose, choose_interface
+from hpcdask.comm.warmup import Link, judge
+from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
+from hpcdask.gpu import memory_plan
+from hpcdask.logs import complain, say
+from hpcdask.node.channel import Channel
+from hpcdask.node.forking import Child
+from hpcdask.node.inventory import View
+from hpcdask.node.placement import Place, owned_cores, settle
+from hpcdask.process import mark, seconds_since_start
+from hpcdask.queues.environment import job_id
+from hpcdask.security.credentials import create_credentials, to_security
+
+from . import assignment
+from .agent import AUTO, TERM_DEADLINE_S, Member
+from .assignment import plan
+from .control import Hub
+from .events import Event, _Interrupted
 from .rendezvous import Rendezvous
-from .security.credentials import create_credentials, to_security
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0
@@ -43,21 +47,6 @@ NO_WORKER_NOTICE_S = 5.0
 #: Seconds that the other ranks get to leave.
 LEAVE_DEADLINE_S = 3.0
 LOOPBACK = "127.0.0.1"
-
-
-class Event(NamedTuple):
-    """Something that happened: what, and the rank, number or code that belongs to it."""
-
-    what: str
-    value: Any = None
-
-
-class _Interrupted(Exception):
-    """A signal came while the cluster was coming up."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class Leader:
@@ -276,7 +265,7 @@ class Leader:
                 where = f" (rank {index} on {hello['host']})" if self.rank.size > 1 else ""
                 raise UsageError(f"{hello['error']}{where}")
         views = [View.from_json(hello["view"]) for hello in self.hellos.values()]
-        return {view.rank: view for view in devices.complete(views)}
+        return {view.rank: view for view in assignment.complete(views)}
 
     async def _gather_to_dismiss(self) -> None:
         """After an early error: let the others arrive, so that they can be told to end."""

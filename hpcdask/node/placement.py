@@ -5,81 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from .bootstrap.ranks import Rank
-from .comm.topology import Seat
-from .comm.transport import Choice
-from .gpu import devices, memory_plan
-from .gpu.devices import Gpu, View
-from .nanny import Place
-from .spec.specs import RunSpec, WorkerSpec
+from hpcdask.comm.topology import Seat
+from hpcdask.comm.transport import Choice, Reach
+from hpcdask.gpu import memory_plan
+from hpcdask.gpu.devices import Gpu
+from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
+from hpcdask.spec.specs import WorkerSpec
 
-
-def first_worker_rank(spec: RunSpec) -> int:
-    """Ranks before this one have no worker."""
-    return 2 if spec.layout == "dedicated" else 0
-
-
-def plan(
-    spec: RunSpec, rank: Rank, views: Mapping[int, View], *, job: str | None
-) -> dict[int, list[Place]]:
-    """Give every rank its workers, each with a device, cores, threads and memory.
-
-    Parameters
-    ----------
-    spec
-        The options of the run.
-    rank
-        Rank 0: started by hand, it gets a worker for every GPU.
-    views
-        What each rank sees.
-    job
-        Id of the queueing system's job, or None.
-
-    Returns
-    -------
-    dict of int to list of Place
-        Per rank that has workers.
-
-    Raises
-    ------
-    DeviceError
-        See `hpcdask.gpu.devices.assign`.
-    """
-    working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
-    by_hand = rank.launcher == "none"
-    given = devices.assign(
-        working,
-        device=spec.device,
-        oversubscribe=spec.oversubscribe,
-        job=job,
-        every_gpu=by_hand,
-    )
-    threads = spec.nthreads
-    if by_hand and given[0] == [None]:
-        from distributed.deploy.utils import nprocesses_nthreads
-
-        processes, per_process = nprocesses_nthreads(views[0].cpus)
-        given[0] = [None] * processes
-        threads = threads or per_process
-    places: dict[int, list[Place]] = {}
-    for view in working:
-        mates = [mate for mate in working if mate.host == view.host]
-        cores = owned_cores(mates)
-        names = [
-            f"{spec.name or view.host}-{number}"
-            for number in range(view.rank, view.rank + len(given[view.rank]))
-        ]
-        places[view.rank] = share(
-            dataclasses.replace(spec, nthreads=threads),
-            given[view.rank],
-            names,
-            cores=cores,
-            cpus=min([len(cores), *(mate.quota for mate in mates if mate.quota)]),
-            memory=min(mate.memory for mate in mates),
-            count=sum(len(given[mate.rank]) for mate in mates),
-        )
-    return places
+from .inventory import View
 
 
 def share(
@@ -109,7 +45,7 @@ def share(
         Place(
             name=name,
             gpu=gpu,
-            cores=tuple(devices.worker_cores(cores, gpu)),
+            cores=tuple(worker_cores(cores, gpu)),
             nthreads=spec.nthreads or (1 if gpu else max(1, cpus // count)),
             memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
         )
@@ -172,3 +108,56 @@ def settle(
 def owned_cores(views: Sequence[View]) -> list[int]:
     """The cores that the ranks of one node have together."""
     return sorted({core for view in views for core in view.cores})
+
+
+def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
+    """The cores a worker should run on: the job's that are near its GPU, else all the job's."""
+    near = sorted(set(owned) & set(gpu.cores)) if gpu else []
+    return near or sorted(owned)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker runs.
+
+    Attributes
+    ----------
+    name
+        The worker's name.
+    gpu
+        Its GPU, or None for the CPU.
+    cores
+        CPU cores it may run on.
+    nthreads
+        Threads for Dask tasks.
+    memory_limit
+        Bytes of host memory; 0 for no limit.
+    protocol
+        ``tcp`` or ``ucx``, between workers.
+    reach
+        Whether ucx is for ``all`` workers, or for those of one ``node`` among each other.
+    interface
+        Network interface to listen on; None for the one that leads to the scheduler.
+    device_memory
+        How it uses the memory of its GPU.
+    """
+
+    name: str
+    gpu: Gpu | None
+    cores: tuple[int, ...]
+    nthreads: int
+    memory_limit: int
+    protocol: str = "tcp"
+    reach: Reach = "all"
+    interface: str | None = None
+    device_memory: MemoryPlan = ON_HOST
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Place:
+        """Read what ``dataclasses.asdict`` and JSON made of a place."""
+        read = {
+            "gpu": data["gpu"] and Gpu.from_json(data["gpu"]),
+            "cores": tuple(data["cores"]),
+            "device_memory": MemoryPlan.from_json(data["device_memory"]),
+        }
+        return cls(**{**data, **read})

@@ -21,13 +21,14 @@ from distributed import Security, default_client
 from distributed.core import Status
 from distributed.utils import NoOpAwaitable
 
-from .bootstrap import ranks
-from .bootstrap.reexec import interpreter
-from .children import hear_start
-from .client.connect import configure_client, forget_client
-from .errors import LaunchError, UsageError
-from .spec.argv import to_argv
-from .spec.specs import RunSpec
+from hpcdask.bootstrap import ranks
+from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.client.connect import configure_client, forget_client
+from hpcdask.errors import LaunchError, UsageError
+from hpcdask.spec.argv import to_argv
+from hpcdask.spec.specs import RunSpec
+
+from .program import hear_start
 
 #: Seconds that the ranks get to end after the program.
 CLOSE_DEADLINE_S = 10.0
@@ -123,7 +124,7 @@ class Runner:
             raise SystemExit(self._code or 1)
         configure_client(order)
         self.scheduler_address = order["address"]
-        from .client.connect import load_security
+        from hpcdask.client.connect import load_security
 
         self.security = load_security({"address": order["address"]}) or Security()
         self.status = Status.running

@@ -12,43 +12,24 @@ A rank consists of
 from __future__ import annotations
 
 import dataclasses
-import re
 import socket
 import traceback
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from . import process
-from .bootstrap import ranks, reexec
-from .bootstrap.janitor import Janitor
-from .errors import HpcdaskError, UsageError
-from .program import Program
-from .scout import Scout
-from .spec.specs import RunSpec
+from hpcdask import process
+from hpcdask.bootstrap import ranks, reexec
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.node.gpu_probe import Scout
+from hpcdask.spec.specs import RunSpec
+
+from .options import Launch
+from .preflight import _early_error
+from .program import Program, await_start
 
 if TYPE_CHECKING:
-    from .member import Member
-
-
-@dataclass
-class Launch:
-    """What this rank was asked to do.
-
-    Attributes
-    ----------
-    spec
-        The options.
-    program
-        The user's program, or None.
-    attached
-        File descriptor of a socket to the program that started this rank itself
-        (`hpcdask.Runner`), or None.
-    """
-
-    spec: RunSpec
-    program: Program | None = None
-    attached: int | None = None
+    from .agent import Member
 
 
 def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
@@ -67,8 +48,8 @@ def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
 
 
 def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
-    from .logs import complain
-    from .process import leave
+    from hpcdask.logs import complain
+    from hpcdask.process import leave
 
     if not isinstance(error, HpcdaskError):
         try:
@@ -94,63 +75,16 @@ async def end_with(work: Awaitable[int], member: Member) -> NoReturn:
     member.leave(code)
 
 
-def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
-    if launch.spec.layout == "dedicated" and rank.size < 3:
-        raise UsageError(
-            f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
-            f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
-            f"--layout shared"
-        )
-
-
-def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
-    """Bad input that only rank 0 can see."""
-    from .client import scheduler_file
-
-    try:
-        _check_layout(launch, rank)
-        if launch.program is not None:
-            launch.program.check()
-        if launch.spec.scheduler_file is not None:
-            scheduler_file.check_writable(launch.spec.scheduler_file)
-        if launch.spec.dashboard_address:
-            _check_port(launch.spec.dashboard_address)
-    except HpcdaskError as error:
-        return error
-    return None
-
-
-def _check_port(address: str) -> None:
-    """Refuse a port that was asked for by number and is taken."""
-    host, _, number = address.rpartition(":")
-    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) > 65535:
-        raise UsageError(
-            f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
-            f"0.0.0.0:8787, :0 (any free port)"
-        )
-    if int(number) == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(number)))
-        except OSError as error:
-            raise UsageError(
-                f"--dashboard-address: port {number} of {host or 'all addresses'} cannot be used "
-                f"on {socket.gethostname()}: {error.strerror}. Name another, or leave the option "
-                f"out to take any"
-            ) from None
-
-
 def _check_configuration(rank: ranks.Rank | None) -> None:
     """End this rank if Dask's configuration may be a stranger's: nobody reads it from here on."""
-    from .security.credentials import check_configuration
+    from hpcdask.security.credentials import check_configuration
 
     try:
         check_configuration()
     except UsageError as error:
-        from .logs import complain
-        from .process import leave
+        from hpcdask.logs import complain
+        from hpcdask.process import leave
+
         from .rendezvous import abort_launch
 
         if rank is None or rank.local_index == 0:
@@ -169,13 +103,17 @@ def _launch(
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    from . import children, rendezvous, scheduler, template
+    from hpcdask.logs import complain, quiet
+    from hpcdask.node import forking, forkserver
+    from hpcdask.node.forkserver import start_template
+    from hpcdask.node.preflight import check_preloads
+    from hpcdask.node.scratch import new_scratch
+    from hpcdask.process import leave
+
+    from . import rendezvous, scheduler
+    from .agent import Member
     from .follower import follow
     from .leader import Leader
-    from .logs import complain, quiet
-    from .member import Member, new_scratch, start_template
-    from .nanny import check_preloads
-    from .process import leave
 
     process.mark("distributed imported")
     reexec.adopt_configured_pre_spawn(janitor, **ranks.given())
@@ -192,7 +130,7 @@ def _launch(
             if rank is not None:
                 rendezvous.abort_launch(rank, error.exit_code)
             leave(error.exit_code)
-    template.prepare_forks()
+    forkserver.prepare_forks()
     if launch.program is not None:
         launch.program.set_path()  # before the forks: tasks may need modules beside the script
     else:
@@ -202,13 +140,13 @@ def _launch(
     except UsageError as error:
         problem = problem or error
 
-    nursery = children.Nursery(janitor, scout)
+    nursery = forking.Nursery(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
     if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
         forked = nursery.fork_into()
         if isinstance(forked, socket.socket):
-            children.await_start(forked)
+            await_start(forked)
             return launch.program
         program = forked
     quiet()  # not in the program, whose logging is the user's
@@ -228,7 +166,7 @@ def _launch(
         assert scheduler_child is not None
         attached = None
         if launch.attached is not None:
-            attached = children.Child(0, socket.socket(fileno=launch.attached))
+            attached = forking.Child(0, socket.socket(fileno=launch.attached))
         leader = Leader(
             member,
             meeting,

@@ -9,17 +9,19 @@ the template.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import threading
 from collections.abc import Callable
 
-from . import template
-from .bootstrap import ranks
-from .comm import ucx_hooks
-from .gpu.context import CONTEXT_MADE, make_context, start_cuda
-from .process import detach_standard_streams, mark
-from .scout import has_peers, words
+from hpcdask.bootstrap import ranks
+from hpcdask.comm import ucx_hooks
+from hpcdask.gpu.context import CONTEXT_MADE, make_context, start_cuda
+from hpcdask.process import detach_standard_streams, mark
+
+from . import forkserver
+from .gpu_probe import has_peers, words
 
 #: What the template and the worker import besides, where it is there.
 PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
@@ -35,14 +37,14 @@ def prestart(
     look
         Finds the GPU: its UUID, or None if it is not clear which.
     line
-        Where the rank gives the order, see `hpcdask.template.offer`.
+        Where the rank gives the order, see `hpcdask.node.forkserver.offer`.
     foreseen
         The UUID that `look` will probably find: it finds this one or none.
     """
     detach_standard_streams(output=False)
     if "tcp" not in words() and has_peers(ranks.detect()):
         ucx_hooks.install()  # before there is another thread; UCX takes a signal for itself
-    template.leave_signals_to_the_rank()
+    forkserver.leave_signals_to_the_rank()
     found: list[str] = []
     if foreseen is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = foreseen
@@ -54,16 +56,17 @@ def prestart(
         ready = True
     device.join()
     if ready and found:
-        template.await_order(line)
+        forkserver.await_order(line)
 
 
 def _prepare_imports() -> None:
-    from .comm.peers import load
-    from .logs import quiet
+    importlib.import_module("hpcdask.node.nanny")  # all that a worker needs
+    from hpcdask.comm.peers import load
+    from hpcdask.logs import quiet
 
     mark("distributed imported")
     load(PACKAGES)
-    template.prepare_forks()
+    forkserver.prepare_forks()
     quiet()
 
 

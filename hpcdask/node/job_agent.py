@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
-from .bootstrap.janitor import Janitor
-from .bootstrap.ranks import Rank, detect
-from .comm.topology import Seat
-from .comm.transport import choose_alone, choose_interface
-from .errors import ClusterError, DeviceError, HpcdaskError, root_cause
-from .gpu import locks, memory_plan
-from .gpu.devices import Gpu, View
-from .logs import complain, say
-from .member import Member
-from .nanny import BoundNanny, Place
-from .places import settle, share
-from .process import mark
-from .queues import environment
-from .queues.environment import job_id
-from .scout import Scout
-from .security.credentials import load_credentials, to_security
-from .spec.job import Asked
-from .spec.specs import RunSpec
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.bootstrap.ranks import Rank, detect
+from hpcdask.comm.topology import Seat
+from hpcdask.comm.transport import choose_alone, choose_interface
+from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
+from hpcdask.gpu import locks, memory_plan
+from hpcdask.gpu.devices import Gpu
+from hpcdask.logs import complain, say
+from hpcdask.process import mark
+from hpcdask.queues import environment
+from hpcdask.queues.environment import job_id
+from hpcdask.runner.agent import Member
+from hpcdask.security.credentials import load_credentials, to_security
+from hpcdask.spec.job import Asked
+from hpcdask.spec.specs import RunSpec
+
+from .gpu_probe import Scout
+from .inventory import View
+from .nanny import BoundNanny
+from .placement import Place, settle, share
 
 if TYPE_CHECKING:
     from distributed.comm import Comm

@@ -11,14 +11,14 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from .client.batching import BATCH_INTERVAL_S
-from .comm.peers import TOPIC
-from .control import Channel
-from .gpu.devices import start_nvml
-from .logs import quiet
-from .security import listening, webserver
-from .security.credentials import to_security
-from .template import leave_signals_to_the_rank
+from hpcdask.client.batching import BATCH_INTERVAL_S
+from hpcdask.comm.peers import TOPIC
+from hpcdask.gpu.devices import start_nvml
+from hpcdask.logs import quiet
+from hpcdask.node.channel import Channel
+from hpcdask.node.forkserver import leave_signals_to_the_rank
+from hpcdask.security import listening, webserver
+from hpcdask.security.credentials import to_security
 
 
 class _Census(SchedulerPlugin):

@@ -23,7 +23,16 @@ from multiprocessing import forkserver as mp_forkserver
 from multiprocessing import reduction, resource_tracker
 from typing import Any, NoReturn
 
-from .process import FILES, detach_standard_streams, process_start
+import dask.config
+
+from hpcdask.bootstrap import ranks
+from hpcdask.comm import ucx_hooks
+from hpcdask.gpu import devices, driver
+from hpcdask.process import FILES, detach_standard_streams, process_start
+from hpcdask.spec.specs import WorkerSpec
+
+from .forking import Nursery
+from .gpu_probe import has_peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -267,3 +276,19 @@ def _drop_idle_hook() -> None:
             for finder in sys.meta_path
             if not type(finder).__module__.startswith(f"{hook.__name__}.")
         ]
+
+
+def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
+    """Fork the template of this rank's workers. This is the last fork of a rank."""
+    cuda = spec.device != "cpu" and driver.has_nvidia_driver()
+    likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
+
+    def in_child() -> None:
+        nursery.close_in_child()
+        if spec.protocol == "ucx" or likely:
+            ucx_hooks.install(dask.config.get("distributed.nanny.environ", None))
+
+    # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
+    start(scratch, in_child, ["cuda.core"] if cuda else [])
+    if cuda:
+        devices.start_nvml()

@@ -8,13 +8,15 @@ import time
 from functools import partial
 from typing import Any
 
-from .control import Channel, dial
-from .errors import ClusterError, LaunchError
-from .logs import complain
-from .member import TERM_DEADLINE_S, Member
-from .nanny import Place
+from hpcdask.errors import ClusterError, LaunchError
+from hpcdask.logs import complain
+from hpcdask.node.channel import Channel
+from hpcdask.node.placement import Place
+from hpcdask.security.credentials import to_security
+
+from .agent import TERM_DEADLINE_S, Member
+from .control import dial
 from .rendezvous import Note, Rendezvous
-from .security.credentials import to_security
 
 
 async def follow(member: Member, rendezvous: Rendezvous) -> int:

@@ -1,7 +1,7 @@
 """How the ranks learn where rank 0 is.
 
 Rank 0 publishes one small note: its address, a nonce, and the credentials. Everything else goes
-over the control line (`hpcdask.control`). The note travels
+over the control line (`hpcdask.runner.control`). The note travels
 
 - on one node, or where the launcher is no MPI: as a file, 0600, renamed into place, in a 0700
   folder that is named after the launch (launcher's id, job id, restart count), so that an earlier
@@ -27,9 +27,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from .bootstrap.ranks import Rank, from_mpi
-from .errors import LaunchError, MissingExtra
-from .security import private
+from hpcdask.bootstrap.ranks import Rank, from_mpi
+from hpcdask.errors import LaunchError, MissingExtra
+from hpcdask.security import private
 
 Note = dict[str, Any]
 #: The file with the note.

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
 import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from .bootstrap.janitor import Janitor
-from .bootstrap.reexec import restore_environment
-from .client.connect import configure_client
-from .control import Channel
-from .process import detach_standard_streams
-from .scout import Scout
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.process import detach_standard_streams
 
-#: Signals that mean something to the program only.
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+from .channel import Channel
+from .gpu_probe import Scout
 
 
 @dataclass
@@ -114,39 +107,3 @@ class Nursery:
         theirs.close()
         self._socks.append(ours)
         return Child(pid, ours)
-
-
-def await_start(sock: socket.socket) -> None:
-    """In the program's process: wait until the cluster is ready; end if that never comes."""
-    if not os.isatty(0):
-        # The rank passes signals on. On a terminal the process stays in the foreground group,
-        # where it may read and gets Ctrl-C itself.
-        os.setpgid(0, 0)
-    for number in PASSED_ON:  # meant for a program that has not started yet
-        signal.signal(number, signal.SIG_IGN)
-    order = hear_start(sock)
-    sock.close()
-    if order is None:
-        os._exit(0)
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    restore_environment()
-    configure_client(order)
-    _free_blas(order["threads"])
-
-
-def hear_start(sock: socket.socket) -> dict[str, Any] | None:
-    """Wait for the rank to say that the cluster is ready: None when it will never be."""
-    with sock.makefile("r") as stream:
-        line = stream.readline()
-    return dict(json.loads(line)) if line else None
-
-
-def _free_blas(threads: int) -> None:
-    """Give BLAS its threads back: NumPy loaded with one, in the rank, for the workers."""
-    if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(threads, user_api="blas")

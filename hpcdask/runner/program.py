@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import json
 import os
+import signal
+import socket
 import stat
 import sys
 import types
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from .bootstrap.reexec import wants_folders
-from .errors import UsageError
+from hpcdask.bootstrap.reexec import restore_environment, wants_folders
+from hpcdask.errors import UsageError
+from hpcdask.node.signals import PASSED_ON
 
 
 @dataclass(frozen=True)
@@ -187,3 +191,41 @@ def _report(error: BaseException) -> None:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
     sys.excepthook(type(error), error, traceback)
+
+
+def await_start(sock: socket.socket) -> None:
+    """In the program's process: wait until the cluster is ready; end if that never comes."""
+    if not os.isatty(0):
+        # The rank passes signals on. On a terminal the process stays in the foreground group,
+        # where it may read and gets Ctrl-C itself.
+        os.setpgid(0, 0)
+    for number in PASSED_ON:  # meant for a program that has not started yet
+        signal.signal(number, signal.SIG_IGN)
+    order = hear_start(sock)
+    sock.close()
+    if order is None:
+        os._exit(0)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    restore_environment()
+    from hpcdask.client.connect import configure_client
+
+    configure_client(order)
+    _free_blas(order["threads"])
+
+
+def hear_start(sock: socket.socket) -> dict[str, Any] | None:
+    """Wait for the rank to say that the cluster is ready: None when it will never be."""
+    with sock.makefile("r") as stream:
+        line = stream.readline()
+    return dict(json.loads(line)) if line else None
+
+
+def _free_blas(threads: int) -> None:
+    """Give BLAS its threads back: NumPy loaded with one, in the rank, for the workers."""
+    if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(threads, user_api="blas")

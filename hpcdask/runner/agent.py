@@ -13,37 +13,35 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NoReturn
 
-import dask.config
+from hpcdask.bootstrap import ranks, resources
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.client import scheduler_file
+from hpcdask.comm import fabric, transport
+from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import ClusterError, HpcdaskError, root_cause
+from hpcdask.gpu.devices import Gpu
+from hpcdask.logs import quiet, say
+from hpcdask.node import forkserver
+from hpcdask.node.forking import Child
+from hpcdask.node.gpu_probe import Scout
+from hpcdask.node.inventory import View
+from hpcdask.node.nanny import RUN_IS_OVER, BoundNanny, make_nanny
+from hpcdask.node.placement import Place
+from hpcdask.node.preflight import check_extras
+from hpcdask.node.signals import ENDING, PASSED_ON, SAME_SIGNAL_S
+from hpcdask.node.worker_group import CLOSE_DEADLINE_S
+from hpcdask.process import leave, owner_text, process_start
+from hpcdask.security import private
+from hpcdask.security.credentials import Credentials, to_security
+from hpcdask.spec.specs import RunSpec
 
-from . import rendezvous, template
-from .bootstrap import ranks, resources
-from .bootstrap.janitor import Janitor
-from .bootstrap.ranks import Rank
-from .children import PASSED_ON, Child, Nursery
-from .client import scheduler_file
-from .comm import fabric, transport, ucx_hooks
-from .comm.fabric import Fabric
-from .errors import ClusterError, HpcdaskError, LaunchError, root_cause
-from .gpu import devices, driver
-from .gpu.devices import Gpu, View
-from .logs import quiet, say
-from .nanny import RUN_IS_OVER, BoundNanny, Place, check_extras, make_nanny
-from .process import leave, owner_text, process_start
-from .scout import Scout, has_peers
-from .scratch import scratch_folder
-from .security import private
-from .security.credentials import Credentials, to_security
-from .spec.specs import RunSpec, WorkerSpec
+from . import rendezvous
 
-#: Seconds a worker gets to close once the run is over.
-CLOSE_DEADLINE_S = 2.0
 #: Seconds a program gets after SIGTERM; queueing systems kill after 30.
 TERM_DEADLINE_S = 25.0
-#: A launcher and a terminal may both send the first signal.
-SAME_SIGNAL_S = 0.3
 #: `--interface` that is chosen from what the nodes have.
 AUTO = "auto"
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Member:
@@ -208,7 +206,7 @@ class Member:
                     ),
                     return_exceptions=True,
                 )
-        template.stop()
+        forkserver.stop()
 
     def start_program(self, address: str) -> None:
         """Tell the waiting process to become the program."""
@@ -296,34 +294,3 @@ class Member:
         """End this process now. The janitor ends what is still there."""
         private.remove(self.scratch, owner_text())
         leave(code)
-
-
-def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
-    """Fork the template of this rank's workers. This is the last fork of a rank."""
-    cuda = spec.device != "cpu" and driver.has_nvidia_driver()
-    likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
-
-    def in_child() -> None:
-        nursery.close_in_child()
-        if spec.protocol == "ucx" or likely:
-            ucx_hooks.install(dask.config.get("distributed.nanny.environ", None))
-
-    # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
-    template.start(scratch, in_child, ["cuda.core"] if cuda else [])
-    if cuda:
-        devices.start_nvml()
-
-
-def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
-    """This rank's private folder, which the janitor knows of."""
-
-    def announce(path: str) -> None:
-        try:
-            janitor.remove_at_end(path)
-        except OSError:
-            raise LaunchError(
-                "this rank's janitor, the process that removes its files at the end, was killed. "
-                "Start the run again"
-            ) from None
-
-    return scratch_folder(spec.local_directory, announce)

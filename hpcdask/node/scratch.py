@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 import dask.config
 
-from .errors import UsageError
-from .process import owner_text, process_start
-from .security import private
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.errors import LaunchError, UsageError
+from hpcdask.process import owner_text, process_start
+from hpcdask.security import private
+from hpcdask.spec.specs import WorkerSpec
 
 
 def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
@@ -72,3 +74,18 @@ def purge(base: str) -> None:
             *there, pid, start = owner.split()
             if there == here and start != process_start(int(pid)):
                 private.remove(folder, owner)
+
+
+def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
+    """This rank's private folder, which the janitor knows of."""
+
+    def announce(path: str) -> None:
+        try:
+            janitor.remove_at_end(path)
+        except OSError:
+            raise LaunchError(
+                "this rank's janitor, the process that removes its files at the end, was killed. "
+                "Start the run again"
+            ) from None
+
+    return scratch_folder(spec.local_directory, announce)

@@ -1,9 +1,9 @@
 """A process that finds GPUs and what joins them, while the rank imports distributed.
 
 Where the rank will have one worker, and which GPU it gets is clear, that process goes on to become
-the worker (`hpcdask.prestart`). Else it holds the driver open on the GPUs that the workers will
-probably take, until they are there: a process that starts CUDA on a GPU where nobody else has is
-0.2 s slower, and more where several start at once.
+the worker (`hpcdask.node.prestart`). Else it holds the driver open on the GPUs that the workers
+will probably take, until they are there: a process that starts CUDA on a GPU where nobody else has
+is 0.2 s slower, and more where several start at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from .bootstrap import ranks
-from .comm import fabric
-from .comm.fabric import Fabric
-from .errors import DeviceError, UsageError
-from .gpu.context import start_cuda
-from .gpu.devices import Gpu, foreseen_gpus, look_at_gpus
-from .gpu.driver import driver_files, has_nvidia_driver
-from .process import mark
+from hpcdask.bootstrap import ranks
+from hpcdask.comm import fabric
+from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import DeviceError, UsageError
+from hpcdask.gpu.context import start_cuda
+from hpcdask.gpu.devices import Gpu, foreseen_gpus, look_at_gpus
+from hpcdask.gpu.driver import driver_files, has_nvidia_driver
+from hpcdask.process import mark
 
 #: Seconds that the driver gets to name the GPUs.
 SCOUT_DEADLINE_S = 30.0
@@ -42,7 +42,7 @@ ELSEWHERE = {"cpu", "dedicated"}
 #: The variable that is 0 where no scout is to become a worker, to see what depends on it.
 SWITCH = "HPCDASK_PRESTART"
 
-#: Makes a process ready to be a worker, see `hpcdask.prestart.prestart`.
+#: Makes a process ready to be a worker, see `hpcdask.node.prestart.prestart`.
 Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
@@ -235,7 +235,7 @@ def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
 
 
 def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """The same without NVML, for `hpcdask.gpu.devices.complete`."""
+    """The same without NVML, for `hpcdask.runner.assignment.complete`."""
     try:
         seen = fabric.look(environ=environ, gpus=False)
     except Exception as error:

@@ -1,0 +1,147 @@
+"""Worker bound to its GPU and cores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distributed.comm import CommClosedError
+from distributed.core import Status
+from distributed.worker_state_machine import ExecuteFailureEvent
+
+from hpcdask.bootstrap import resources
+from hpcdask.client.batching import BATCH_INTERVAL_S
+from hpcdask.comm.peers import UCX, PeerWorker, load
+from hpcdask.errors import HpcdaskError
+from hpcdask.gpu import context, memory, oom
+from hpcdask.gpu.context import CONTEXT_MADE, make_context
+from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
+from hpcdask.logs import quiet, say
+from hpcdask.process import mark, marks
+
+from . import forkserver
+
+#: Seconds that the failure of a Dask task gets to reach the scheduler before its worker ends.
+TOLD_DEADLINE_S = 1.0
+
+
+class BoundWorker(PeerWorker):
+    """distributed's worker, bound to a place first.
+
+    Parameters
+    ----------
+    bind_cores
+        CPU cores to run on.
+    bind_gpu
+        UUID of the GPU whose CUDA context to make, before any transport starts; None for none.
+    device_memory
+        How to use its memory.
+    restarted
+        Whether it takes the place of a worker that died.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        bind_cores: Sequence[int] = (),
+        bind_gpu: str | None = None,
+        device_memory: MemoryPlan = ON_HOST,
+        restarted: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        forkserver.leave_signals_to_the_rank()
+        quiet()
+        mark("worker forked")
+        if bind_cores:
+            resources.widen_threads(bind_cores)
+        if bind_gpu is not None:
+            try:
+                with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
+                    make_context()
+                    if all(
+                        event != CONTEXT_MADE for _, event in marks
+                    ):  # by `hpcdask.node.prestart`
+                        mark(CONTEXT_MADE)
+                mark("packages imported")
+                memory.apply(device_memory, restarted=restarted)
+            except HpcdaskError:
+                quiet("CRITICAL")  # the nanny says it, in one line
+                raise
+            mark("device memory set up")
+        self.device_memory = device_memory
+        self._context_lost = False
+        super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
+        self.batched_stream.interval = BATCH_INTERVAL_S
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a Dask task, and survive that its device is full, or that it broke the context."""
+        event = await super().execute(*args, **kwargs)
+        event = await oom.explained(self, self.device_memory, event)
+        if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
+            if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
+                await asyncio.Event().wait()
+            self._context_lost = True
+            self._replacing = asyncio.create_task(self._replace(str(event.key), why))
+        return event
+
+    async def _replace(self, key: str, why: str) -> None:
+        """End this process, whose every call to CUDA fails by now; the nanny starts another."""
+        say(
+            f"worker {self.name}: Dask task {key} left the GPU's context unusable ({why}). The "
+            f"worker is replaced, and what it held is computed again"
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_DEADLINE_S):
+                # the worker's state machine has no event for it
+                while key in {task.key for task in self.state.executing}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await self.batched_stream.close()
+        os._exit(1)
+
+    async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch from another worker, and survive that the device is full."""
+        event = await super().gather_dep(*args, **kwargs)
+        return await oom.explained(self, self.device_memory, event)
+
+    def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
+        """Being retired is no reason to complain that the scheduler does not know it any more."""
+        quiet("ERROR" if status == Status.closing_gracefully.name else "WARNING")
+        super().handle_worker_status_change(status, stimulus_id)
+
+    async def close(self, *args: Any, **kwargs: Any) -> Any:
+        """Close, without complaints about what is closed already."""
+        quiet("CRITICAL")
+        try:
+            return await super().close(*args, **kwargs)
+        except CommClosedError:
+            # Its nanny ended while it was told, and distributed's worker stays half closed then
+            os._exit(1)
+
+
+def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
+    """What the worker imports before it registers."""
+    needed = list(plan.libraries)
+    if plan.allocator != "cuda":
+        needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
+    return [*needed, UCX] if exchange == "ucx" else needed
+
+
+@contextlib.contextmanager
+def loading(modules: Sequence[str]) -> Iterator[None]:
+    """Import in a thread while the driver makes the context, which takes as long.
+
+    Parameters
+    ----------
+    modules
+        What must be there at the end of the block.
+    """
+    thread = threading.Thread(target=load, args=(modules,), name="imports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

@@ -1,0 +1,211 @@
+"""Which rank gets which GPU: pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.errors import DeviceError
+from hpcdask.gpu.devices import EACH_A_GPU, Gpu
+from hpcdask.node.inventory import View
+from hpcdask.node.placement import Place, owned_cores, share
+from hpcdask.queues.environment import how_to_request
+from hpcdask.spec.specs import RunSpec
+
+
+def complete(views: Sequence[View]) -> list[View]:
+    """Fill in what ranks left to the first of their node, which asked NVML for them too.
+
+    Raises
+    ------
+    DeviceError
+        NVML shows none of a rank's GPUs.
+    """
+    shown = {gpu.uuid: gpu for view in views for gpu in view.shown or ()}
+    whole = []
+    for view in views:
+        if view.shown is None:
+            gpus = tuple(shown[gpu.uuid] for gpu in view.gpus if gpu.uuid in shown)
+            if shown and not gpus:
+                raise DeviceError(
+                    f"rank {view.rank} sees GPUs on {view.host} that the first rank there does "
+                    f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
+                )
+            view = dataclasses.replace(view, gpus=gpus)
+        whole.append(view)
+    return whole
+
+
+def assign(
+    views: Sequence[View],
+    *,
+    device: str,
+    oversubscribe: bool,
+    job: str | None,
+    every_gpu: bool = False,
+) -> dict[int, list[Gpu | None]]:
+    """Give each rank its device.
+
+    Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
+    the launcher gave each its own (``--gpus-per-task=1``), it takes that.
+
+    Parameters
+    ----------
+    views
+        One per rank that gets a worker.
+    device
+        ``auto``, ``cuda`` or ``cpu``.
+    oversubscribe
+        Whether several workers may share a GPU.
+    job
+        Id of the queueing system's job, or None on a workstation.
+    every_gpu
+        Give a single rank all GPUs it sees, one worker each (no launcher).
+
+    Returns
+    -------
+    dict of int to list of Gpu or None
+        Per rank the devices of its workers; None stands for the CPU.
+
+    Raises
+    ------
+    DeviceError
+        No GPU where one is wanted, or too few distinct ones.
+    """
+    blind = [view for view in views if not view.gpus]
+    if device == "cpu" or (device == "auto" and len(blind) == len(views) and job is None):
+        return {view.rank: [None] for view in views}
+    if blind:
+        where = ", ".join(sorted({view.host for view in blind}))
+        some = (
+            "none of the ranks sees"
+            if len(blind) == len(views)
+            else (f"rank {blind[0].rank} does not see")
+        )
+        raise DeviceError(
+            f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
+        )
+    taken: dict[int, list[Gpu | None]] = {}
+    for host in dict.fromkeys(view.host for view in views):
+        ranks = sorted((view for view in views if view.host == host), key=lambda v: v.local_index)
+        if every_gpu and len(ranks) == 1:
+            taken[ranks[0].rank] = list(ranks[0].gpus)
+            continue
+        distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
+        matched = _match(ranks)
+        if len({gpu.uuid for gpu in matched}) < len(ranks) and not oversubscribe:
+            if len(distinct) >= len(ranks):
+                raise DeviceError(
+                    f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
+                    f"the same ones: request one per rank (srun {EACH_A_GPU}), or let "
+                    f"workers share a GPU with --oversubscribe"
+                )
+            raise DeviceError(
+                f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
+                f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
+                f"workers share a GPU with --oversubscribe"
+            )
+        for view, gpu in zip(ranks, matched, strict=True):
+            taken[view.rank] = [gpu]
+    return taken
+
+
+def _match(ranks: Sequence[View]) -> list[Gpu]:
+    """One GPU per rank of a node: all different where possible, fewest sharers else.
+
+    A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
+    the GPU of its own number, so that rank i gets GPU i where all are visible.
+    """
+    wishes = [
+        [view.gpus[(view.local_index + step) % len(view.gpus)] for step in range(len(view.gpus))]
+        for view in ranks
+    ]
+    owner: dict[str, int] = {}
+
+    def place(rank: int, tried: set[str]) -> bool:
+        for gpu in wishes[rank]:
+            if gpu.uuid not in tried:
+                tried.add(gpu.uuid)
+                if gpu.uuid not in owner or place(owner[gpu.uuid], tried):
+                    owner[gpu.uuid] = rank
+                    return True
+        return False
+
+    placed = [place(rank, set()) for rank in range(len(ranks))]
+    by_uuid = {gpu.uuid: gpu for wish in wishes for gpu in wish}
+    result = {rank: by_uuid[uuid] for uuid, rank in owner.items()}
+    sharers = Counter(gpu.uuid for gpu in result.values())
+    for rank, alone in enumerate(placed):
+        if not alone:
+            result[rank] = min(wishes[rank], key=lambda gpu: sharers[gpu.uuid])
+            sharers[result[rank].uuid] += 1
+    return [result[rank] for rank in range(len(ranks))]
+
+
+def first_worker_rank(spec: RunSpec) -> int:
+    """Ranks before this one have no worker."""
+    return 2 if spec.layout == "dedicated" else 0
+
+
+def plan(
+    spec: RunSpec, rank: Rank, views: Mapping[int, View], *, job: str | None
+) -> dict[int, list[Place]]:
+    """Give every rank its workers, each with a device, cores, threads and memory.
+
+    Parameters
+    ----------
+    spec
+        The options of the run.
+    rank
+        Rank 0: started by hand, it gets a worker for every GPU.
+    views
+        What each rank sees.
+    job
+        Id of the queueing system's job, or None.
+
+    Returns
+    -------
+    dict of int to list of Place
+        Per rank that has workers.
+
+    Raises
+    ------
+    DeviceError
+        See `hpcdask.runner.assignment.assign`.
+    """
+    working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
+    by_hand = rank.launcher == "none"
+    given = assign(
+        working,
+        device=spec.device,
+        oversubscribe=spec.oversubscribe,
+        job=job,
+        every_gpu=by_hand,
+    )
+    threads = spec.nthreads
+    if by_hand and given[0] == [None]:
+        from distributed.deploy.utils import nprocesses_nthreads
+
+        processes, per_process = nprocesses_nthreads(views[0].cpus)
+        given[0] = [None] * processes
+        threads = threads or per_process
+    places: dict[int, list[Place]] = {}
+    for view in working:
+        mates = [mate for mate in working if mate.host == view.host]
+        cores = owned_cores(mates)
+        names = [
+            f"{spec.name or view.host}-{number}"
+            for number in range(view.rank, view.rank + len(given[view.rank]))
+        ]
+        places[view.rank] = share(
+            dataclasses.replace(spec, nthreads=threads),
+            given[view.rank],
+            names,
+            cores=cores,
+            cpus=min([len(cores), *(mate.quota for mate in mates if mate.quota)]),
+            memory=min(mate.memory for mate in mates),
+            count=sum(len(given[mate.rank]) for mate in mates),
+        )
+    return places

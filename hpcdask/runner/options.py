@@ -1,0 +1,112 @@
+"""Command line of python -m hpcdask.run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcdask.errors import UsageError
+from hpcdask.spec.argv import options
+from hpcdask.spec.specs import RunSpec
+
+from .program import Program
+
+if TYPE_CHECKING:
+    pass
+
+
+HELP = """Run a Python program with a Dask cluster around it.
+
+Start it under mpirun or srun, one rank per GPU, or by hand for all GPUs of this machine:
+
+\b
+    mpirun -n 8 python -m hpcdask.run script.py [args]
+    srun python -m hpcdask.run -m package.module [args]
+    srun python -m hpcdask.run --scheduler-file cluster.json
+
+In the program, distributed.Client() with no argument connects to the cluster. Without a program the
+cluster stays up until it gets SIGTERM or Ctrl-C, or a client shuts it down.
+"""
+
+
+#: What other tools call the number of workers.
+COUNTS = {"-n", "-np", "--np", "--n-workers", "--nworkers", "--num-workers", "--nprocs"}
+
+
+def command() -> click.Command:
+    """The command line, made from the fields of `RunSpec`."""
+    return click.Command(
+        "python -m hpcdask.run",
+        params=[
+            *options(RunSpec),
+            click.Option(
+                ["-m", "module"],
+                is_flag=True,
+                help="The program is a module: -m package.module [args].",
+            ),
+            click.Option(["--attached"], type=int, hidden=True),
+            click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
+        ],
+        help=HELP,
+        # what follows the program's name belongs to the program
+        context_settings={
+            "allow_interspersed_args": False,
+            "max_content_width": 100,
+            "help_option_names": ["-h", "--help"],
+        },
+    )
+
+
+def parse(argv: Sequence[str]) -> Launch:
+    """Read the command line.
+
+    Raises
+    ------
+    UsageError
+        An option is unknown or its value is not understood.
+    SystemExit
+        After ``--help``.
+    """
+    try:
+        with command().make_context("python -m hpcdask.run", list(argv)) as context:
+            values = dict(context.params)
+    except click.exceptions.Exit as stop:
+        raise SystemExit(stop.exit_code) from None
+    except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption) and error.option_name in COUNTS:
+            raise UsageError(
+                f"{error.option_name}: the launcher says how many workers there are, one for each "
+                f"of its ranks: mpirun -n 4 python -m hpcdask.run … (without one, there is a "
+                f"worker for each GPU, or as LocalCluster has them on a CPU)"
+            ) from None
+        raise UsageError(
+            f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
+        ) from None
+    target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
+    if module and not target:
+        raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
+    program = Program(target[0], list(target[1:]), module) if target else None
+    return Launch(RunSpec(**values), program, attached)
+
+
+@dataclass
+class Launch:
+    """What this rank was asked to do.
+
+    Attributes
+    ----------
+    spec
+        The options.
+    program
+        The user's program, or None.
+    attached
+        File descriptor of a socket to the program that started this rank itself
+        (`hpcdask.Runner`), or None.
+    """
+
+    spec: RunSpec
+    program: Program | None = None
+    attached: int | None = None
