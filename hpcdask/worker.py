@@ -120,7 +120,7 @@ def start(asked: Asked, janitor: Janitor, scout: Scout | None) -> JobPart:
     quiet()
     start_template(asked.spec, scratch, forking.Nursery(janitor, scout))
     process.mark("processes forked")
-    return JobPart(asked, janitor, scratch, scout)
+    return JobPart(asked, scratch, scout)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from .topology import Seat, Site, some
 #: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
 
+#: `--interface` that is chosen from what the nodes have.
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class Choice:

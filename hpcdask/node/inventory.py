@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpcdask.bootstrap import resources
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.comm import fabric, transport
+from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
+from hpcdask.spec.specs import WorkerSpec
+
+from .gpu_probe import Scout
+from .preflight import check_extras
 
 
 @dataclass(frozen=True)
@@ -49,3 +57,43 @@ class View:
         gpus = tuple(map(Gpu.from_json, data["gpus"]))
         shown = None if data["shown"] is None else tuple(map(Gpu.from_json, data["shown"]))
         return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
+
+
+def look(spec: WorkerSpec, rank: Rank, probe: Scout | None) -> tuple[View, Fabric]:
+    """What a rank or a job's part sees here, checked, and what joins its devices.
+
+    Parameters
+    ----------
+    spec
+        The workers' options.
+    rank
+        Which one it is.
+    probe
+        Knows which GPUs it sees; None where there is no driver, or none are wanted.
+
+    Raises
+    ------
+    UsageError
+        The interface does not exist here, a package is missing, or the GPUs cannot be asked.
+    """
+    gpus: list[Gpu] = []
+    shown: list[Gpu] | None = []
+    joins = Fabric()
+    if probe is not None:
+        gpus, shown, joins = probe.report()
+    elif spec.protocol == "ucx" or spec.interface == transport.AUTO:
+        joins = fabric.look(gpus=False)
+    if spec.interface and spec.interface != transport.AUTO:
+        transport.check_interface(spec.interface, fabric.interfaces(every=True), rank.host)
+    check_extras(cuda=bool(gpus))
+    view = View(
+        rank.index,
+        rank.host,
+        rank.local_index,
+        tuple(gpus),
+        tuple(sorted(resources.launcher_cores())),
+        resources.job_memory(),
+        None if shown is None else tuple(shown),
+        resources.cpu_quota(),
+    )
+    return view, joins

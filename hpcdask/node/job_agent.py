@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
-from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.bootstrap.ranks import Rank, detect
 from hpcdask.comm.topology import Seat
 from hpcdask.comm.transport import choose_alone, choose_interface
@@ -21,18 +20,18 @@ from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from hpcdask.gpu import locks, memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, say
-from hpcdask.process import mark
+from hpcdask.process import leave, mark, owner_text
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
-from hpcdask.runner.agent import Member
+from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.job import Asked
-from hpcdask.spec.specs import RunSpec
 
 from .gpu_probe import Scout
-from .inventory import View
-from .nanny import BoundNanny
+from .inventory import View, look
 from .placement import Place, settle, share
+from .signals import Signals
+from .worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
@@ -70,31 +69,29 @@ class _Closed(Exception):
     """The scheduler has closed in good order."""
 
 
-class JobPart(Member):
+class JobPart:
     """The workers of a job on this node.
 
     Parameters
     ----------
     asked
         What the command line says.
-    janitor, scratch, scout
-        As of a rank.
+    scratch
+        Its private folder.
+    probe
+        Knows which GPUs are seen here; None where there is no driver.
     """
 
-    workers_tell = True
-
-    def __init__(self, asked: Asked, janitor: Janitor, scratch: str, scout: Scout | None) -> None:
+    def __init__(self, asked: Asked, scratch: str, probe: Scout | None) -> None:
         host = socket.gethostname()
         found = detect()
         node, nodes = (found.index, found.size) if found and found.launcher == "srun" else (0, 1)
-        rank = Rank(node, nodes, 0, 1, host, "job", asked.job)
-        values = {name: getattr(asked.spec, name) for name in asked.spec.__dataclass_fields__}
-        super().__init__(RunSpec(**values), rank, janitor, scratch, None, scout)
-        self.asked = asked
-        if asked.keys:
-            self.credentials = load_credentials(asked.keys)
-        access = to_security(self.credentials)
-        self.connection_args: dict[str, Any] = access.get_connection_args("worker")
+        self.rank = Rank(node, nodes, 0, 1, host, "job", asked.job)
+        self.asked, self.spec = asked, asked.spec
+        self.scratch = scratch
+        self.workers = WorkerGroup(asked.spec, host, scratch, probe, tells=True)
+        self.access = to_security(load_credentials(asked.keys) if asked.keys else {})
+        self.connection_args: dict[str, Any] = self.access.get_connection_args("worker")
         self.line: Comm | None = None  # None too while the scheduler does not answer
         self.signalled: asyncio.Future[int]
         self.gone: asyncio.Future[None]
@@ -103,7 +100,8 @@ class JobPart(Member):
         """Bring the workers up, watch over them, and end this process."""
         self.signalled = asyncio.get_running_loop().create_future()
         self.gone = asyncio.get_running_loop().create_future()
-        self.handle_signals(self.signalled.set_result)
+        signals = Signals(self.leave)
+        signals.handle(self.signalled.set_result)
         try:
             places = await self._alive(asyncio.to_thread(self._places))
             self.line = await self._alive(self._connect(self.spec.death_timeout))
@@ -119,8 +117,14 @@ class JobPart(Member):
         except HpcdaskError as error:
             complain(f"job {self.asked.job} on {self.rank.host}: {error}")
             code = error.exit_code
-        await self.close_workers()
+        signals.forget_launcher()
+        await self.workers.close()
         self.leave(code)  # without waiting for threads that still wait for something
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process now. The janitor ends what is still there."""
+        private.remove(self.scratch, owner_text())
+        leave(code)
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what brings the workers up, unless a signal comes or the scheduler goes."""
@@ -140,13 +144,15 @@ class JobPart(Member):
 
     async def _start(self, places: list[Place]) -> None:
         try:
-            await self.start_workers(places, self.asked.scheduler)
+            await self.workers.start(places, self.asked.scheduler, self.access)
         except Exception as error:
             await self._check_scheduler()
             raise ClusterError(f"a worker did not start: {root_cause(error)}") from error
 
     def _places(self) -> list[Place]:
-        view = self.view()
+        if self.spec.device == "cpu":
+            self.workers.dismiss_probe()
+        view, fabric = look(self.spec, self.rank, self.workers.probe)
         given = self._devices(view)
         count = len(given)
         kinds = dict.fromkeys(gpu.name for gpu in given if gpu)
@@ -154,7 +160,7 @@ class JobPart(Member):
         if kinds:
             uuids = ", ".join(gpu.uuid for gpu in given if gpu)
             what = f"{_count(count, 'GPU')} ({', '.join(kinds)} {uuids})"
-        seat = Seat(view.host, tuple(gpu for gpu in given if gpu), self.fabric)
+        seat = Seat(view.host, tuple(gpu for gpu in given if gpu), fabric)
         choice = choose_alone(self.spec, seat)
         why = f" ({choice.reason})" if self.spec.protocol == "auto" and kinds else ""
         say(
@@ -229,12 +235,9 @@ class JobPart(Member):
 
     # The life of the workers
 
-    async def _notice_end(self, nanny: BoundNanny) -> None:
-        """`_watch` sees to it."""
-
     async def _watch(self) -> int:
         """Wait for the end of a worker, of the scheduler, or for a signal."""
-        overs = {asyncio.ensure_future(nanny.over()): nanny for nanny in self.nannies}
+        overs = {asyncio.ensure_future(nanny.over()): nanny for nanny in self.workers.nannies}
         first: list[asyncio.Future[Any]] = [self.signalled, self.gone, *overs]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if self.signalled.done():
@@ -265,7 +268,7 @@ class JobPart(Member):
             raise self._loss()
 
     def _loss(self) -> Exception:
-        if any(nanny.reason == SCHEDULER_CLOSED for nanny in self.nannies):
+        if any(nanny.reason == SCHEDULER_CLOSED for nanny in self.workers.nannies):
             return _Closed()
         return ClusterError(f"the scheduler at {self.asked.scheduler} is gone, so the workers end")
 

@@ -1,6 +1,134 @@
-"""Starts, watches and closes the workers of a node."""
+"""Starts, watches and closes the workers of a node, whoever launched them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from distributed import Security
+
+from hpcdask.errors import root_cause
+from hpcdask.logs import quiet, say
+from hpcdask.spec.specs import WorkerSpec
+
+from . import forkserver
+from .gpu_probe import Scout
+from .nanny import RUN_IS_OVER, BoundNanny, make_nanny
+from .placement import Place
+
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0
+
+
+class WorkerGroup:
+    """The workers of a rank, or of a job on one node, each with its nanny.
+
+    Attributes
+    ----------
+    nannies
+        Of the workers that were started.
+    probe
+        Knows which GPUs are seen here; None where there is no driver, or once it was dismissed.
+
+    Parameters
+    ----------
+    spec
+        What each worker is.
+    host
+        This node, for messages.
+    scratch
+        Folder for spilled data.
+    probe
+        As above.
+    tells
+        Whether each worker writes that it is warm, where nobody says it for all.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, host: str, scratch: str, probe: Scout | None, *, tells: bool = False
+    ) -> None:
+        self.nannies: list[BoundNanny] = []
+        self.probe = probe
+        self._spec, self._host, self._scratch, self._tells = spec, host, scratch, tells
+        self._ending = False
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def dismiss_probe(self) -> None:
+        """End the process that found the GPUs."""
+        if self.probe is not None:
+            self.probe.dismiss()
+            self.probe = None
+
+    async def start(
+        self,
+        places: list[Place],
+        scheduler: str,
+        security: Security,
+        failed: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Start the workers.
+
+        Parameters
+        ----------
+        places
+            One for each worker.
+        scheduler, security
+            Its address, and what opens connections to it.
+        failed
+            Is told which one did not start, and why; one that ends later is told to the user.
+            Without it, the caller gets the error, and sees to their ends.
+        """
+        self.nannies = [
+            make_nanny(
+                self._spec,
+                place,
+                scheduler=scheduler,
+                security=security,
+                scratch=self._scratch,
+                tells=self._tells,
+            )
+            for place in places
+        ]
+        if len(places) == 1:
+            self.nannies[0].early = self.probe
+        elif self.probe is not None and self.probe.uuid is not None:
+            await asyncio.to_thread(self.dismiss_probe)  # before its context is in their way
+
+        async def start(nanny: BoundNanny) -> None:
+            try:
+                await nanny
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(str(nanny.name), root_cause(error))
+            else:
+                if failed is not None:
+                    self._watchers.append(asyncio.create_task(self._tell_end(nanny)))
+
+        try:
+            await asyncio.gather(*map(start, self.nannies))
+        finally:
+            await asyncio.to_thread(self.dismiss_probe)
+
+    async def _tell_end(self, nanny: BoundNanny) -> None:
+        await nanny.finished()  # type: ignore[no-untyped-call]
+        if not self._ending:
+            await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
+            if not self._ending:
+                say(f"worker {nanny.name} on {self._host} has ended")
+
+    async def close(self) -> None:
+        """Close the workers, by force after `CLOSE_DEADLINE_S`."""
+        self._ending = True
+        quiet("CRITICAL")
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CLOSE_DEADLINE_S + 0.5):
+                await asyncio.gather(
+                    *(
+                        nanny.close(timeout=CLOSE_DEADLINE_S, reason=RUN_IS_OVER)
+                        for nanny in self.nannies
+                    ),
+                    return_exceptions=True,
+                )
+        forkserver.stop()

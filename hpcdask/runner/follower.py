@@ -27,7 +27,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
     int
         This rank's exit code.
     """
-    member.watch_launcher(partial(member.leave, 128 + signal.SIGTERM))
+    member.signals.watch_launcher(partial(member.leave, 128 + signal.SIGTERM))
     try:
         note, channel = await _find_leader(member, rendezvous)
     except LaunchError as error:
@@ -41,7 +41,7 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
         if number != signal.SIGINT:  # a program may take its time after Ctrl-C
             asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
 
-    member.handle_signals(on_signal)
+    member.signals.handle(on_signal)
     channel.send(**await asyncio.to_thread(member.hello))
     work: list[asyncio.Task[None]] = []
     while (order := await channel.receive()) is not None:

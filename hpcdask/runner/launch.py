@@ -160,8 +160,7 @@ def _launch(
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
-    member = Member(spec, rank, janitor, scratch, program, scout)
-    member.problem = problem
+    member = Member(spec, rank, janitor, scratch, program, scout, problem)
     if rank.index == 0:
         assert scheduler_child is not None
         attached = None

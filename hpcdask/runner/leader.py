@@ -20,7 +20,7 @@ from hpcdask.bootstrap import resources
 from hpcdask.client import scheduler_file
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.topology import Seat
-from hpcdask.comm.transport import Choice, choose, choose_interface
+from hpcdask.comm.transport import AUTO, Choice, choose, choose_interface
 from hpcdask.comm.warmup import Link, judge
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.gpu import memory_plan
@@ -34,7 +34,7 @@ from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials, to_security
 
 from . import assignment
-from .agent import AUTO, TERM_DEADLINE_S, Member
+from .agent import TERM_DEADLINE_S, Member
 from .assignment import plan
 from .control import Hub
 from .events import Event, _Interrupted
@@ -107,7 +107,7 @@ class Leader:
     async def lead(self) -> int:
         """Run everything and return the exit code of the run."""
         attached = self.attached is not None
-        self.member.handle_signals(
+        self.member.signals.handle(
             lambda number: self._happened("signal", number),
             repeated={signal.SIGINT} if attached else set(),
         )

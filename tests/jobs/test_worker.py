@@ -23,7 +23,7 @@ from distributed.comm import CommClosedError
 from clock import clock
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.node import job_agent, job_options, nanny, signals
+from hpcdask.node import device_worker, job_agent, job_options, signals
 from hpcdask.node.device_worker import BoundWorker
 from hpcdask.queues import environment
 from hpcdask.security import private
@@ -37,7 +37,7 @@ from launching import wait_for
 from running import Running, Site, no_launcher
 
 FAKES = Path(__file__).parents[1] / "fakes"
-SCHEDULER = """from hpcdask.security.credentials.credentials import load_credentials
+SCHEDULER = """from hpcdask.security.credentials import load_credentials
 from hpcdask.security.credentials import to_security
 
 import sys
@@ -636,7 +636,7 @@ def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
         raise CommClosedError
 
     monkeypatch.setattr(PeerWorker, "close", close)
-    monkeypatch.setattr(nanny, "quiet", lambda level: None)
+    monkeypatch.setattr(device_worker, "quiet", lambda level: None)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     asyncio.run(BoundWorker.close(object.__new__(BoundWorker)))
@@ -690,7 +690,8 @@ def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
         part = object.__new__(job_agent.JobPart)
         part.signalled = asyncio.get_running_loop().create_future()
         part.gone = asyncio.ensure_future(lose())
-        part.nannies, part.asked = [], SimpleNamespace(scheduler="tls://127.0.0.1:1")
+        part.workers = SimpleNamespace(nannies=[])
+        part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1")
         with pytest.raises(ClusterError, match="is gone"):
             await part._alive(start())
         go_on.set()

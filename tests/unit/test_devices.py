@@ -17,6 +17,7 @@ from unittest import mock
 
 import psutil
 import pytest
+from distributed import Security
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,8 +31,8 @@ from hpcdask.node import gpu_probe
 from hpcdask.node.inventory import View
 from hpcdask.node.placement import worker_cores
 from hpcdask.node.scratch import purge, scratch_folder
+from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.runner import assignment
-from hpcdask.runner.agent import Member
 from hpcdask.runner.assignment import assign, plan
 from hpcdask.spec.specs import RunSpec
 from launching import needs
@@ -795,12 +796,11 @@ gpu_probe.Scout.report = wait_until_held
 
 
 def test_the_driver_is_let_go_when_the_workers_are_there():
-    rank = Rank(0, 1, 0, 1, "n1", "none", "launch")
     found = mock.Mock(uuid=None)
-    one = Member(RunSpec(), rank, mock.Mock(), "", None, found)
-    asyncio.run(one.start_workers([], "tcp://127.0.0.1:1"))
+    group = WorkerGroup(RunSpec(), "n1", "", found)
+    asyncio.run(group.start([], "tcp://127.0.0.1:1", Security()))
     found.dismiss.assert_called_once_with()
-    assert one.scout is None
+    assert group.probe is None
 
 
 @needs("cuda")

@@ -13,15 +13,15 @@ from unittest import mock
 
 import dask
 import pytest
+from distributed import Security
 from distributed.core import Status
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
-from hpcdask.node import gpu_probe, nanny
+from hpcdask.node import gpu_probe, inventory, nanny, worker_group
 from hpcdask.node.nanny import BoundNanny
-from hpcdask.runner import agent
 from hpcdask.runner.agent import Member
 from hpcdask.runner.leader import Leader
 from hpcdask.spec.specs import RunSpec
@@ -457,7 +457,7 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
     """From the report of a scout to the view that the plan is made of."""
     gpus = [Gpu(uuid, "H200", 141 << 30, (0, 1)) for uuid in (A, B)]
     left = [Gpu(uuid, "", 0) for uuid in (A, B)]
-    monkeypatch.setattr(agent, "check_extras", mock.Mock())
+    monkeypatch.setattr(inventory, "check_extras", mock.Mock())
 
     def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> Member:
         found = mock.Mock()
@@ -502,15 +502,14 @@ def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tupl
         return Early("tcp://127.0.0.1:1", env=own, dashboard=False)
 
     monkeypatch.setattr(nanny.Nanny, "instantiate", instantiate)
-    monkeypatch.setattr(agent, "make_nanny", make)
-    one = Member(RunSpec(), rank(), mock.Mock(), "", None, scout)
-    one.ending = True
+    monkeypatch.setattr(worker_group, "make_nanny", make)
+    group = worker_group.WorkerGroup(RunSpec(), "n1", "", scout)
 
     async def start():
-        await one.start_workers([mock.Mock()] * count, "tcp://127.0.0.1:1")
+        await group.start([mock.Mock()] * count, "tcp://127.0.0.1:1", Security())
 
     asyncio.run(start())
-    assert one.scout is None
+    assert group.probe is None
     assert scout.dismiss.called
     return offers
 
