@@ -18,7 +18,7 @@ def complain(error: BaseException | str) -> None:
     say(f"error: {error}")
 
 
-def quiet(level: str = "WARNING") -> None:
+def set_log_level(level: str = "WARNING") -> None:
     """Have distributed log from this level on, unless the user configured logging."""
     import dask.config
 

@@ -14,23 +14,23 @@ if __name__ == "__main__":
     ranks.note_launcher()
     resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
     ranks.leave_mpi_alone()
-    from .node.gpu_probe import Scout
+    from .node.gpu_probe import GpuProbe
     from .node.prestart import prestart
 
-    _scout = Scout.start(_janitor.release_in_child, prestart)
+    _scout = GpuProbe.start(_janitor.release_in_child, prestart)
 
 import contextlib
 import io
 import sys
 
 from .errors import UsageError
-from .node.gpu_probe import Scout
+from .node.gpu_probe import GpuProbe
 from .runner.launch import launch
 from .runner.options import parse
 from .runner.program import Program
 
 
-def main(janitor: Janitor, scout: Scout | None) -> Program:
+def main(janitor: Janitor, scout: GpuProbe | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
     from .bootstrap import ranks
 

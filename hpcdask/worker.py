@@ -11,10 +11,10 @@ if __name__ == "__main__":
     _janitor = Janitor.start()
 
     resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
-    from .node.gpu_probe import Scout
+    from .node.gpu_probe import GpuProbe
     from .node.prestart import prestart
 
-    _scout = Scout.start(_janitor.release_in_child, prestart)
+    _scout = GpuProbe.start(_janitor.release_in_child, prestart)
 
 import os
 import sys
@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import process
 from .errors import HpcdaskError, UsageError
-from .node.gpu_probe import Scout
+from .node.gpu_probe import GpuProbe
 from .node.job_options import parse
-from .queues.environment import is_the_queues, listed_nodes
+from .queues.environment import is_job_of_queue, listed_nodes
 from .security.credentials import check_configuration
 
 if TYPE_CHECKING:
-    from .node.job_agent import JobPart
-    from .spec.job import Asked
+    from .node.job_agent import JobAgent
+    from .spec.job import JobSpec
 
 
-def spread(asked: Asked, janitor: Janitor) -> None:
+def spread(asked: JobSpec, janitor: Janitor) -> None:
     """In a job of several nodes, become an srun that starts this command on each of them.
 
     Raises
@@ -41,7 +41,7 @@ def spread(asked: Asked, janitor: Janitor) -> None:
     UsageError
         Another queueing system gave several nodes, or srun does not start.
     """
-    if not is_the_queues(asked.job) or "SLURM_STEP_ID" in os.environ:
+    if not is_job_of_queue(asked.job) or "SLURM_STEP_ID" in os.environ:
         return
     if "SLURM_JOB_ID" not in os.environ:
         if (nodes := listed_nodes()) > 1:
@@ -71,7 +71,7 @@ def spread(asked: Asked, janitor: Janitor) -> None:
         ) from None
 
 
-def main(janitor: Janitor, scout: Scout | None) -> NoReturn:
+def main(janitor: Janitor, scout: GpuProbe | None) -> NoReturn:
     """From the command line to the exit code."""
     try:
         asked = parse(sys.argv[1:])
@@ -98,16 +98,16 @@ def main(janitor: Janitor, scout: Scout | None) -> NoReturn:
     raise AssertionError("run() does not return")
 
 
-def start(asked: Asked, janitor: Janitor, scout: Scout | None) -> JobPart:
+def start(asked: JobSpec, janitor: Janitor, scout: GpuProbe | None) -> JobAgent:
     """Fork what the workers are forked from, before the first thread."""
     process.mark("options read")
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from .logs import quiet
+    from .logs import set_log_level
     from .node import forking, forkserver
     from .node.forkserver import start_template
-    from .node.job_agent import JobPart
+    from .node.job_agent import JobAgent
     from .node.preflight import check_preloads
     from .node.scratch import new_scratch
 
@@ -117,10 +117,10 @@ def start(asked: Asked, janitor: Janitor, scout: Scout | None) -> JobPart:
     check_preloads(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
-    quiet()
-    start_template(asked.spec, scratch, forking.Nursery(janitor, scout))
+    set_log_level()
+    start_template(asked.spec, scratch, forking.Forker(janitor, scout))
     process.mark("processes forked")
-    return JobPart(asked, scratch, scout)
+    return JobAgent(asked, scratch, scout)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdask.clusters.options import import_jobqueue
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from launching import wait_for
 
 TAG = "hpcdask:ab12cd34"
@@ -45,19 +45,19 @@ def write_script(
     return str(path)
 
 
-def ask(queue: Queue, job: str) -> Seen | None:
+def ask(queue: Queue, job: str) -> QueueStatus | None:
     """What the queue says of a job, or its accounting of one that has left."""
 
-    async def both() -> dict[str, Seen]:
+    async def both() -> dict[str, QueueStatus]:
         return await queue.query([job]) or await queue.departed([job])
 
     return asyncio.run(both()).get(job)
 
 
-def wait_for_state(queue: Queue, job: str, *states: State, timeout: float = 30) -> Seen:
+def wait_for_state(queue: Queue, job: str, *states: QueueState, timeout: float = 30) -> QueueStatus:
     """Wait until the queue shows a job in one of these states."""
 
-    def reached() -> Seen | None:
+    def reached() -> QueueStatus | None:
         seen = ask(queue, job)
         return seen if seen and seen.state in states else None
 

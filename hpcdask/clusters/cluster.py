@@ -1,7 +1,7 @@
 """A Dask cluster whose workers are jobs of a queueing system.
 
 It inherits from `distributed.deploy.Cluster`, which brings adaptive scaling, the widget and the
-link to the dashboard, and leaves the jobs to a `Keeper`.
+link to the dashboard, and leaves the jobs to a `JobController`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from hpcdask.security.credentials import (
 from hpcdask.security.tls import ClusterSecurity
 
 from . import options
-from .controller import Keeper
+from .controller import JobController
 from .display import JobTable, html
 from .job import Job, Policy
 from .options import NO_ADDRESS
 from .scaling import Scaling
-from .state import Ledger
+from .state import ClusterState
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
@@ -138,7 +138,7 @@ class JobCluster(Scaling):
         if silence_logs:
             self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
         self.scheduler: Scheduler | None = None
-        self.keeper: Keeper | None = None
+        self.keeper: JobController | None = None
         self._folder: ClusterFolder | None = None
         self._address = NO_ADDRESS
         self._warden: Any = None
@@ -197,17 +197,17 @@ class JobCluster(Scaling):
                 f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
                 f"tag in its place"
             )
-        self._warden = await asyncio.to_thread(watchdog.start_warden, folder)
+        self._warden = await asyncio.to_thread(watchdog.start_watchdog, folder)
         await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
-        ledger = Ledger(
+        ledger = ClusterState(
             self.scheduler,
             self.id,
             size=self.options.workers,
             policy=self._policy,
             say=self._say,
         )
-        self.keeper = Keeper(
+        self.keeper = JobController(
             ledger,
             self.queue,
             folder,

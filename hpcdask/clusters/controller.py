@@ -19,15 +19,15 @@ from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, Seen, State
+from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 
 from . import retire
 from .job import Job
 from .observe import observe
 from .reconcile import Failure, History, plan, record
-from .state import Ledger
+from .state import ClusterState
 from .submitter import Submitter
-from .termination import Departures
+from .termination import JobTerminator
 
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
@@ -40,7 +40,7 @@ SHUT_DOWN = (
 )
 
 
-class Arrivals(SchedulerPlugin):
+class WorkerEvents(SchedulerPlugin):
     """Tells of every worker that comes or goes, and of the scheduler's end."""
 
     name = "hpcdask-arrivals"
@@ -63,7 +63,7 @@ class Arrivals(SchedulerPlugin):
         self._over()
 
 
-class Keeper:
+class JobController:
     """The jobs of one cluster, kept at the number that is wanted.
 
     Parameters
@@ -87,7 +87,7 @@ class Keeper:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: ClusterState,
         queue: Queue,
         folder: ClusterFolder,
         *,
@@ -104,13 +104,13 @@ class Keeper:
         self._waiting_users = 0
         tag = f"hpcdask:{ledger.cluster}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
-        self._departures = Departures(ledger, queue, self.poke)
+        self._departures = JobTerminator(ledger, queue, self.poke)
         self._changed = asyncio.Event()
         self._settled = asyncio.Condition()
         self._next_query = 0.0
         self._queries_failed = 0
         self._queried: set[str] = set()
-        self._query: asyncio.Task[dict[str, Seen]] | None = None
+        self._query: asyncio.Task[dict[str, QueueStatus]] | None = None
         self._submission: asyncio.Task[None] | None = None
         self._submitted = 0.0
         self._loop: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class Keeper:
     def start(self) -> None:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
         retire.ignore_removed(self.ledger.scheduler)
-        self.ledger.scheduler.add_plugin(Arrivals(self.poke, self._scheduler_closes))
+        self.ledger.scheduler.add_plugin(WorkerEvents(self.poke, self._scheduler_closes))
         self._loop = asyncio.create_task(self._watch())
 
     def poke(self) -> None:
@@ -252,7 +252,7 @@ class Keeper:
 
     def _step(self) -> None:
         asked: set[str] = set()
-        seen: dict[str, Seen] = {}
+        seen: dict[str, QueueStatus] = {}
         if self._query is not None and self._query.done():
             query, self._query = self._query, None
             asked, seen = self._hear(query)
@@ -266,7 +266,9 @@ class Keeper:
             self._query.add_done_callback(lambda _: self.poke())
             self._queried = set(ids)
 
-    def _hear(self, query: asyncio.Task[dict[str, Seen]]) -> tuple[set[str], dict[str, Seen]]:
+    def _hear(
+        self, query: asyncio.Task[dict[str, QueueStatus]]
+    ) -> tuple[set[str], dict[str, QueueStatus]]:
         """The ids that were asked for and the answer: none, if there was no answer."""
         error = query.exception()
         self._queries_failed = 0 if error is None else self._queries_failed + 1
@@ -280,7 +282,7 @@ class Keeper:
         self.ledger.warn("query", text)
         return set(), {}
 
-    async def _ask(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def _ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """One query, and one more for the jobs that have left the queue."""
         seen = await self.queue.query(ids)
         gone = [job_id for job_id in ids if job_id not in seen]
@@ -293,7 +295,7 @@ class Keeper:
                 self.ledger.warn("accounting", text)
         return seen
 
-    def _observe(self, asked: set[str], seen: dict[str, Seen]) -> None:
+    def _observe(self, asked: set[str], seen: dict[str, QueueStatus]) -> None:
         ledger, now = self.ledger, time.time()
         workers = ledger.connected()
         if late := set(workers) - set(ledger.jobs):  # of a submission that got no answer
@@ -324,7 +326,7 @@ class Keeper:
 
     def _tell_end(self, job: Job) -> None:
         meant = self.ledger.closing or job.cancelled or job.leaving
-        if not meant and job.state != State.COMPLETED:
+        if not meant and job.state != QueueState.COMPLETED:
             code = "" if job.exit_code is None else f", exit code {job.exit_code}"
             reason = f" ({job.reason})" if job.reason else ""
             log = self.folder.log_path(job.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcdask.queues.job_state import PAUSED, State
+from hpcdask.queues.job_state import PAUSED, QueueState
 from hpcdask.spec.job import worker_name
 
 
@@ -57,7 +57,7 @@ class Job:
     id: str
     size: int
     submitted: float
-    state: State = State.PENDING
+    state: QueueState = QueueState.PENDING
     reason: str = ""
     exit_code: int | None = None
     restarts: int = 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from hpcdask.queues.job_state import OVER, PAUSED, WAITING, Seen, State
+from hpcdask.queues.job_state import OVER, PAUSED, WAITING, QueueState, QueueStatus
 
 from .job import DEFAULT_POLICY, Job, Policy
-from .walltime import _expires
+from .walltime import expires
 
 
 def observe(
     job: Job,
-    seen: Seen | None,
+    seen: QueueStatus | None,
     *,
     asked: bool,
     workers: Collection[str],
@@ -49,7 +49,7 @@ def observe(
     lives = {name: _restarts(name) for name in workers}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
     if newest > job.restarts or _put_back(job, seen, job.restarts in lives.values()):
-        job = Job(job.id, job.size, job.submitted, State.REQUEUED, restarts=newest)
+        job = Job(job.id, job.size, job.submitted, QueueState.REQUEUED, restarts=newest)
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
     if job.state in OVER:
         return _changed(job, workers=names, held=held)
@@ -73,19 +73,21 @@ def observe(
 
     said = job.state
     if asked and not seen:
-        said = State.UNKNOWN
+        said = QueueState.UNKNOWN
     elif answer:
-        again = job.restarts > 0 or job.state is State.REQUEUED
-        said = State.REQUEUED if again and answer.state in WAITING else answer.state
-        if answer.state is State.UNKNOWN:  # such as on a dead host: its workers have to show up
-            said = State.STARTING
+        again = job.restarts > 0 or job.state is QueueState.REQUEUED
+        said = QueueState.REQUEUED if again and answer.state in WAITING else answer.state
+        if (
+            answer.state is QueueState.UNKNOWN
+        ):  # such as on a dead host: its workers have to show up
+            said = QueueState.STARTING
     state = _state(job, said, len(names))
     facts |= {"state": state, "reason": _reason(job, state, answer)}
     facts |= _clocks(job, state, answer, now)
     missing = facts["arrived"] and not complete
     facts["incomplete_since"] = _first(job.incomplete_since, now) if missing else None
     job = _changed(job, **facts)
-    return _changed(job, expiring=_expires(job, now, policy), overdue=_is_overdue(job, now, policy))
+    return _changed(job, expiring=expires(job, now, policy), overdue=is_overdue(job, now, policy))
 
 
 def _restarts(name: str) -> int:
@@ -104,40 +106,40 @@ def _first(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
 
 
-def _put_back(job: Job, seen: Seen | None, connected: bool) -> bool:
+def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
     """Whether the queue, which may not count restarts, holds a job again that had started."""
     if seen is None or seen.restarts < job.restarts or seen.state not in WAITING:
         return False
     if job.state in OVER:
-        return seen.state is State.REQUEUED
+        return seen.state is QueueState.REQUEUED
     return job.starting_since is not None and not connected and not job.cancelled
 
 
-def _vanished(job: Job) -> State:
+def _vanished(job: Job) -> QueueState:
     """How a job ended that no query shows any more: as we asked, or badly."""
     if job.cancelled:
-        return State.CANCELLED
-    return State.COMPLETED if job.leaving else State.FAILED
+        return QueueState.CANCELLED
+    return QueueState.COMPLETED if job.leaving else QueueState.FAILED
 
 
-def _state(job: Job, said: State, connected: int) -> State:
+def _state(job: Job, said: QueueState, connected: int) -> QueueState:
     """The state of a job that is not over; `said` is the queue's last word."""
     if connected >= job.size:
-        return State.RUNNING
-    if said is State.UNKNOWN and not connected:
-        return State.UNKNOWN
+        return QueueState.RUNNING
+    if said is QueueState.UNKNOWN and not connected:
+        return QueueState.UNKNOWN
     if job.arrived:
-        return State.RUNNING if job.leaving or job.cancelled else State.LOST
-    return State.STARTING if connected else said
+        return QueueState.RUNNING if job.leaving or job.cancelled else QueueState.LOST
+    return QueueState.STARTING if connected else said
 
 
-def _reason(job: Job, state: State, answer: Seen | None) -> str:
+def _reason(job: Job, state: QueueState, answer: QueueStatus | None) -> str:
     if answer:
         return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
     return job.reason if state is job.state else ""
 
 
-def _times(job: Job, answer: Seen) -> dict[str, Any]:
+def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
     return {
         "started": _first(answer.started, job.started),
         "ends": _first(answer.ends, job.ends),
@@ -145,26 +147,26 @@ def _times(job: Job, answer: Seen) -> dict[str, Any]:
     }
 
 
-def _clocks(job: Job, state: State, answer: Seen | None, now: float) -> dict[str, Any]:
+def _clocks(job: Job, state: QueueState, answer: QueueStatus | None, now: float) -> dict[str, Any]:
     """Times and nodes of a job that is not over. Those of a waiting job are estimates at best."""
     if state in WAITING:
         return {}
     facts: dict[str, Any] = {}
-    if answer and answer.state is State.STARTING:
+    if answer and answer.state is QueueState.STARTING:
         facts = _times(job, answer)
-    if state is not State.UNKNOWN:
+    if state is not QueueState.UNKNOWN:
         facts["started"] = _first(facts.get("started", job.started), now)
         paused = answer is not None and answer.reason.startswith(PAUSED)
         facts["starting_since"] = now if paused else _first(job.starting_since, now)
     return facts
 
 
-def _is_overdue(job: Job, now: float, policy: Policy) -> bool:
+def is_overdue(job: Job, now: float, policy: Policy) -> bool:
     if job.cancelled:
         return job.overdue
-    if job.state is State.LOST or (job.leaving and job.arrived and not job.workers):
+    if job.state is QueueState.LOST or (job.leaving and job.arrived and not job.workers):
         since, patience_s = job.incomplete_since, policy.lost_after_s
-    elif job.state is State.STARTING:
+    elif job.state is QueueState.STARTING:
         since, patience_s = job.starting_since, policy.start_timeout_s
     else:
         return False

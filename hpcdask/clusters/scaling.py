@@ -19,7 +19,7 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
 
-from .controller import SHUT_DOWN, Keeper
+from .controller import SHUT_DOWN, JobController
 from .options import JobOptions, number, seconds
 
 #: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
@@ -92,7 +92,7 @@ class Scaling(Cluster):
 
     queue: Queue
     options: JobOptions
-    keeper: Keeper | None
+    keeper: JobController | None
 
     def scale(
         self,
@@ -143,7 +143,7 @@ class Scaling(Cluster):
         scaling.add_done_callback(_scalings.discard)
         return scaling
 
-    def _wish(self, n: int) -> Keeper:
+    def _wish(self, n: int) -> JobController:
         keeper = self._running_keeper()
         keeper.want(math.ceil(n / self.options.workers))
         return keeper
@@ -155,7 +155,7 @@ class Scaling(Cluster):
     def _scale_down(self, names: Collection[str]) -> None:
         self._running_keeper().dismiss(names)
 
-    def _running_keeper(self) -> Keeper:
+    def _running_keeper(self) -> JobController:
         if self.keeper is None or self.status not in (Status.starting, Status.running):
             failure = self.keeper.failure if self.keeper else None
             shut_down = failure is not None and str(failure) == SHUT_DOWN

@@ -15,7 +15,7 @@ from hpcdask.spec.job import parse_worker_name
 from .job import Job, Policy, worker_names
 
 
-class Ledger:
+class ClusterState:
     """The jobs of one cluster.
 
     Parameters

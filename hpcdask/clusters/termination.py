@@ -14,7 +14,7 @@ from hpcdask.queues.job_state import OVER
 
 from . import retire
 from .job import Job, is_paused
-from .state import Ledger
+from .state import ClusterState
 from .walltime import ends_at, margin_s
 
 #: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
@@ -33,7 +33,7 @@ REPEAT_S = 10.0
 CLOSE_S = 60.0
 
 
-class Departures:
+class JobTerminator:
     """Ends jobs of one cluster.
 
     Parameters
@@ -46,7 +46,7 @@ class Departures:
         Called when something has changed.
     """
 
-    def __init__(self, ledger: Ledger, queue: Queue, poke: Callable[[], None]) -> None:
+    def __init__(self, ledger: ClusterState, queue: Queue, poke: Callable[[], None]) -> None:
         self.ledger = ledger
         self.queue = queue
         self.poke = poke

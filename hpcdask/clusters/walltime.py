@@ -53,7 +53,7 @@ def _share(job_id: str) -> float:
     return sum(map(int, re.findall(r"\d+", job_id))) * GOLDEN % 1
 
 
-def _expires(job: Job, now: float, policy: Policy) -> bool:
+def expires(job: Job, now: float, policy: Policy) -> bool:
     """Whether its replacement is due: one more margin before it retires."""
     end = None if job.expiring else ends_at(job, policy)
     if end is None:

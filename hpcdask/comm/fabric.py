@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcdask.gpu.driver import hidden_gpus
 
-from .ucx_install import Ucx, installed_ucx, read
+from .ucx_install import UcxInstall, installed_ucx, read
 
 Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 
@@ -117,7 +117,7 @@ class Fabric:
     infiniband: tuple[Port, ...] = ()
     nvlink: tuple[tuple[str, str], ...] = ()
     hidden_gpus: int = 0
-    ucx: Ucx = dataclasses.field(default_factory=Ucx)
+    ucx: UcxInstall = dataclasses.field(default_factory=UcxInstall)
     gpus: tuple[str, ...] = ()
     nvlink_unknown: tuple[tuple[str, str], ...] = ()
 
@@ -129,7 +129,7 @@ class Fabric:
             infiniband=tuple(map(Port.from_json, data["infiniband"])),
             nvlink=tuple((a, b) for a, b in data["nvlink"]),
             hidden_gpus=data["hidden_gpus"],
-            ucx=Ucx.from_json(data["ucx"]),
+            ucx=UcxInstall.from_json(data["ucx"]),
             gpus=tuple(data["gpus"]),
             nvlink_unknown=tuple((a, b) for a, b in data["nvlink_unknown"]),
         )

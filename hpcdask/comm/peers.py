@@ -31,7 +31,7 @@ from hpcdask.security import listening, webserver
 
 from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
-from .warmup import Link, choose_peers, judge
+from .warmup import LinkTest, choose_peers, evaluate
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
@@ -302,7 +302,7 @@ class PeerWorker(Worker):
         """Fetch from one peer for the first time, and again to see how fast it is."""
         host = get_address_host
         same = host(source) == host(self.address)
-        link = Link(to=str(self.name), source=name, same_host=same)
+        link = LinkTest(to=str(self.name), source=name, same_host=same)
         try:
             async with asyncio.timeout(WARM_DEADLINE_S):
                 first_s, _ = await self._time_block(source, FIRST_NBYTES)
@@ -352,7 +352,7 @@ class PeerWorker(Worker):
             if self._ucx_address:
                 await self._exchange_blocks(links)
         except Exception as error:
-            links.append(asdict(Link(str(self.name), "", problem=root_cause(error))))
+            links.append(asdict(LinkTest(str(self.name), "", problem=root_cause(error))))
         if self.status not in WORKING:
             return
         mark("warm")
@@ -360,7 +360,7 @@ class PeerWorker(Worker):
         name, address = str(self.name), self.address
         self.log_event(TOPIC, {"worker": address, "name": name, "seconds": seconds, "links": links})
         if self.tells and links:
-            found = judge([Link(**link) for link in links], on_device=self.on_device)
+            found = evaluate([LinkTest(**link) for link in links], on_device=self.on_device)
             for line in (f"worker {name} is warm: {found.line}", *found.warnings):
                 print(f"hpcdask: {line}", file=sys.stderr, flush=True)
 
@@ -380,7 +380,7 @@ class PeerWorker(Worker):
                 me = {"source": self.address, "name": str(self.name)}
                 return dict(await self._ask(peer, op=WARM, **me))
         except Exception as error:
-            return asdict(Link(to=name, source=str(self.name), problem=root_cause(error)))
+            return asdict(LinkTest(to=name, source=str(self.name), problem=root_cause(error)))
 
 
 async def load_aside(modules: Iterable[str]) -> None:

@@ -14,7 +14,15 @@ from hpcdask.gpu.devices import Gpu
 from hpcdask.spec.specs import WorkerSpec
 
 from .fabric import Fabric, Port
-from .ucx_config import Link, allows, closed, given, left_out, settings, ucx_environment
+from .ucx_config import (
+    Link,
+    blocking_settings,
+    excluded_by,
+    explicit_flags,
+    permits,
+    settings,
+    ucx_environment,
+)
 from .ucx_install import PREFER_SYSTEM
 
 #: Why ucx is not the default without fast links.
@@ -33,7 +41,7 @@ USE_SYSTEM = (
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeLinks:
     """What one rank, or one node, brings to the choice.
 
     Attributes
@@ -51,7 +59,7 @@ class Seat:
     fabric: Fabric
 
 
-class Site:
+class Topology:
     """The workers and what joins them.
 
     Parameters
@@ -64,11 +72,13 @@ class Site:
         Whether they are one job of several, which knows neither the other jobs nor their nodes.
     """
 
-    def __init__(self, spec: WorkerSpec, seats: Sequence[Seat], *, alone: bool = False) -> None:
+    def __init__(
+        self, spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool = False
+    ) -> None:
         self.spec = spec
         self.seats = seats
         self.alone = alone
-        self.hosts: dict[str, list[Seat]] = {}
+        self.hosts: dict[str, list[NodeLinks]] = {}
         for seat in seats:
             self.hosts.setdefault(seat.host, []).append(seat)
         self.others = alone or len(self.hosts) > 1
@@ -167,7 +177,7 @@ class Site:
 
     def _left_out(self, link: Link) -> str:
         for seat in self.seats:
-            if setting := left_out(self.spec, seat.fabric.ucx.tls, link):
+            if setting := excluded_by(self.spec, seat.fabric.ucx.tls, link):
                 name = {"nvlink": "NVLink", "infiniband": "InfiniBand"}[link]
                 where = f" on {seat.host}" if seat.fabric.ucx.tls else ""
                 return f"{setting}{where} leaves out {name}"
@@ -228,7 +238,7 @@ class Site:
             yield f"{setting} leaves UCX on {some(hosts)} {NO_WAY}"
         for seat in self.seats:
             ucx = seat.fabric.ucx
-            if seat.gpus and not ucx.problem and not allows(ucx.tls, "copies"):
+            if seat.gpus and not ucx.problem and not permits(ucx.tls, "copies"):
                 yield f"UCX_TLS={ucx.tls} on {seat.host} {NO_COPIES}"
         if spec.rmm_async and any(seat.gpus for seat in self.seats):
             yield ASYNC
@@ -236,10 +246,12 @@ class Site:
     def _shut(self, fabric: Fabric) -> str:
         """Which settings leave UCX no interface; empty where there is one."""
         own = settings(fabric.ucx)
-        if why := closed(fabric, {**ucx_environment(self.spec, own), **own}, far=self.others):
-            return " and ".join(name for name in why if name.partition("=")[0] in own) or given(
-                self.spec
-            )
+        if why := blocking_settings(
+            fabric, {**ucx_environment(self.spec, own), **own}, far=self.others
+        ):
+            return " and ".join(
+                name for name in why if name.partition("=")[0] in own
+            ) or explicit_flags(self.spec)
         return ""
 
     def lacking(self, module: str) -> list[str]:
@@ -282,7 +294,7 @@ class Site:
             if len(set(versions)) > 1:
                 yield f"{what} differs between nodes: {self._table(versions)}"
         own = self.where(lambda fabric: bool(fabric.ucx.tls))
-        if own and (switches := given(self.spec)):
+        if own and (switches := explicit_flags(self.spec)):
             yield f"UCX_TLS is set on {some(own)} and counts more than {switches}"
         if why := self.without_gpus():
             yield f"{why}; {SLOWER}"
@@ -312,11 +324,11 @@ def some(hosts: Iterable[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _uuids(seats: Sequence[Seat]) -> list[str]:
+def _uuids(seats: Sequence[NodeLinks]) -> list[str]:
     return list(dict.fromkeys(gpu.uuid for seat in seats for gpu in seat.gpus))
 
 
-def _confined(seats: Sequence[Seat]) -> bool:
+def _confined(seats: Sequence[NodeLinks]) -> bool:
     """Whether a worker does not see the GPU of another one on its node.
 
     A job that has a part of the node is not: its workers see each other's GPUs.

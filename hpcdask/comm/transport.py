@@ -15,7 +15,7 @@ from hpcdask.spec.specs import WorkerSpec
 
 from . import ucx_config
 from .fabric import Interface
-from .topology import Seat, Site, some
+from .topology import NodeLinks, Topology, some
 
 #: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
@@ -46,7 +46,7 @@ class Choice:
     reach: Reach = "all"
 
 
-def choose(spec: WorkerSpec, nodes: Sequence[Seat]) -> Choice:
+def choose(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> Choice:
     """Choose between tcp and ucx for all workers.
 
     ``auto`` takes ucx where every worker has a GPU, distributed-ucxx is there, and NVLink joins
@@ -66,10 +66,10 @@ def choose(spec: WorkerSpec, nodes: Sequence[Seat]) -> Choice:
     UsageError
         ``--protocol ucx`` that cannot work otherwise, or switches of ucx with ``--protocol tcp``.
     """
-    return _choose(Site(spec, nodes))
+    return _choose(Topology(spec, nodes))
 
 
-def choose_alone(spec: WorkerSpec, seat: Seat) -> Choice:
+def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
     """Choose for the workers of one job, which does not know the others.
 
     Each pair of workers uses ucx if both have chosen it.
@@ -86,16 +86,16 @@ def choose_alone(spec: WorkerSpec, seat: Seat) -> Choice:
     MissingExtra, UsageError
         As `choose`.
     """
-    return _choose(Site(spec, [seat], alone=True))
+    return _choose(Topology(spec, [seat], alone=True))
 
 
-def _choose(site: Site) -> Choice:
+def _choose(site: Topology) -> Choice:
     spec = site.spec
     ucx_config.check(spec)
     if spec.protocol == "auto":
         return _best(site)
     if spec.protocol == "tcp":
-        if asked := ucx_config.given(spec, wanted=True):
+        if asked := ucx_config.explicit_flags(spec, wanted=True):
             raise UsageError(f"{asked} is for ucx, and --protocol tcp is given: leave one out")
         best = _best(site)
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
@@ -107,7 +107,7 @@ def _choose(site: Site) -> Choice:
     return Choice("ucx", "--protocol ucx", tuple(site.cautions()))
 
 
-def _best(site: Site) -> Choice:
+def _best(site: Topology) -> Choice:
     """What ``auto`` takes. Links come first: without them no package need be installed."""
     nvlink = site.without_nvlink()
     infiniband = site.without_infiniband() if site.others else ""
@@ -116,7 +116,7 @@ def _best(site: Site) -> Choice:
         why = f"{infiniband}; {nvlink}" if infiniband else nvlink
     if why := why or next(site.obstacles(), ""):
         warnings = list(site.remedies())
-        if asked := ucx_config.given(site.spec, wanted=True):
+        if asked := ucx_config.explicit_flags(site.spec, wanted=True):
             warnings.append(f"{asked} has no effect on tcp")
         return Choice("tcp", why, tuple(warnings))
     if infiniband:
@@ -128,7 +128,7 @@ def _best(site: Site) -> Choice:
 # Interfaces
 
 
-def choose_interface(spec: WorkerSpec, nodes: Sequence[Seat]) -> dict[str, str]:
+def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, str]:
     """The interface of each node: for ``auto``, the fastest that all of them have.
 
     InfiniBand before Slingshot before Ethernet; among several of a kind, one whose name all nodes
@@ -168,7 +168,7 @@ def choose_interface(spec: WorkerSpec, nodes: Sequence[Seat]) -> dict[str, str]:
     )
 
 
-def _of_kind(seat: Seat, kind: str) -> dict[str, int]:
+def _of_kind(seat: NodeLinks, kind: str) -> dict[str, int]:
     return {one.name: one.speed for one in seat.fabric.interfaces if one.kind == kind}
 
 

@@ -28,7 +28,7 @@ from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
 from .ucx_auth import SECRET_NBYTES, authenticate, introduce
-from .ucx_listener import Untold
+from .ucx_listener import SilentConnections
 from .ucx_progress import Endpoint, progress
 
 logger = logging.getLogger("distributed.hpcdask.ucx")
@@ -274,7 +274,7 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
             deliver_endpoint=True,
         )
         self._port = self.ucxx_server.port
-        self._untold = Untold(self._port, AUTHENTICATION_DEADLINE_S)
+        self._untold = SilentConnections(self._port, AUTHENTICATION_DEADLINE_S)
 
     @property
     def port(self) -> int:

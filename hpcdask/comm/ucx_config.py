@@ -14,7 +14,7 @@ from hpcdask.spec.specs import WorkerSpec
 
 from . import fabric
 from .fabric import Fabric, Interface, Port
-from .ucx_install import Ucx, installed_ucx
+from .ucx_install import UcxInstall, installed_ucx
 
 Link = Literal["nvlink", "infiniband", "tcp"]
 #: What a `UCX_TLS` may leave out: a link, or the copies without which UCX sends no GPU memory.
@@ -31,7 +31,7 @@ NAMES: dict[Part, re.Pattern[str]] = {
 WHOLE = ({"ib"}, {"rc", "dc", "ud"}, {"cuda"}, {"cuda_copy"}, {"cuda_ipc"}, {"tcp"})
 
 
-def given(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
+def explicit_flags(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
     """The switches that are given, as options; with `wanted`, only those to enable or disable."""
     found = [
         option_name(name) if value else negative(option_name(name))
@@ -63,7 +63,7 @@ def check(spec: WorkerSpec) -> None:
         )
 
 
-def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
+def excluded_by(spec: WorkerSpec, tls: str, link: Link) -> str:
     """Which setting keeps UCX from a link; empty where none does.
 
     Parameters
@@ -76,7 +76,7 @@ def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
         The link.
     """
     if tls:
-        return "" if allows(tls, link) else f"UCX_TLS={tls}"
+        return "" if permits(tls, link) else f"UCX_TLS={tls}"
     switch = f"enable_{link}"
     other = "enable_infiniband" if link == "nvlink" else "enable_nvlink"
     if getattr(spec, switch) is False:
@@ -86,7 +86,7 @@ def left_out(spec: WorkerSpec, tls: str, link: Link) -> str:
     return ""
 
 
-def allows(tls: str, part: Part) -> bool:
+def permits(tls: str, part: Part) -> bool:
     """Whether a value of ``UCX_TLS``, empty for none, leaves UCX a transport of a part."""
     if not tls:
         return True
@@ -149,7 +149,7 @@ LOOPBACK = "lo"
 KINDS = ("infiniband", "slingshot", "ethernet", "other")
 
 
-def ways(
+def reachable_interfaces(
     interfaces: Iterable[Interface],
     ports: Iterable[Port],
     transports: Iterable[str],
@@ -171,24 +171,24 @@ def ways(
     tls, devices, managers = (settings.get(name, "") for name in VARIABLES)
     by_kind = {one.name: one.kind for one in interfaces}
     found: set[str] = set()
-    if allows(tls, "tcp") and _manages(managers, "tcp"):
-        found |= {name for name in (LOOPBACK, *by_kind) if named(devices, name)}
-    if "ib" in transports and allows(tls, "infiniband") and _manages(managers, "rdmacm"):
+    if permits(tls, "tcp") and _manages(managers, "tcp"):
+        found |= {name for name in (LOOPBACK, *by_kind) if device_allowed(devices, name)}
+    if "ib" in transports and permits(tls, "infiniband") and _manages(managers, "rdmacm"):
         for port in ports:
-            if port.usable and named(devices, port.name):
+            if port.usable and device_allowed(devices, port.name):
                 # bonds, bridges and the like are on top of a port's own
                 ip = {name for name, kind in by_kind.items() if kind == "infiniband"}
                 found |= (set(port.interfaces) & set(by_kind)) or ip or set(by_kind)
     return found
 
 
-def settings(ucx: Ucx) -> dict[str, str]:
+def settings(ucx: UcxInstall) -> dict[str, str]:
     """Those of `VARIABLES` that the user has set."""
     values = (ucx.tls, ucx.devices, ucx.managers)
     return {name: value for name, value in zip(VARIABLES, values, strict=True) if value}
 
 
-def closed(node: Fabric, given: Mapping[str, str], *, far: bool) -> list[str]:
+def blocking_settings(node: Fabric, given: Mapping[str, str], *, far: bool) -> list[str]:
     """Which settings leave UCX no interface; empty where it has one.
 
     Parameters
@@ -208,7 +208,7 @@ def closed(node: Fabric, given: Mapping[str, str], *, far: bool) -> list[str]:
     loopback = {LOOPBACK} if far else set()
 
     def shut(some: Mapping[str, str]) -> bool:
-        there = ways(node.interfaces, node.infiniband, node.ucx.transports, some)
+        there = reachable_interfaces(node.interfaces, node.infiniband, node.ucx.transports, some)
         return not there - loopback
 
     if not given or not shut(given):
@@ -217,7 +217,7 @@ def closed(node: Fabric, given: Mapping[str, str], *, far: bool) -> list[str]:
     return [f"{name}={given[name]}" for name in alone or given]
 
 
-def named(devices: str, name: str) -> bool:
+def device_allowed(devices: str, name: str) -> bool:
     """Whether the user's ``UCX_NET_DEVICES`` lets UCX use an interface or a port.
 
     Parameters
@@ -257,7 +257,7 @@ def host(address: str, environ: Mapping[str, str] | None = None) -> str:
         return address
     known = fabric.interfaces(every=True)
     transports = installed_ucx("/", environ).transports
-    usable = ways(known, fabric.infiniband(), transports, settings)
+    usable = reachable_interfaces(known, fabric.infiniband(), transports, settings)
     here = {one.name for one in known if one.address == address}
     others = [one for one in fabric.interfaces() if one.name in usable]
     others = others or [one for one in known if one.name == LOOPBACK and one.name in usable]

@@ -24,7 +24,7 @@ LDCONFIG_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Ucx:
+class UcxInstall:
     """The UCX that a worker would load.
 
     Attributes
@@ -58,7 +58,7 @@ class Ucx:
         return bool(self.problem) and not self.distributed_ucxx
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Ucx:
+    def from_json(cls, data: Mapping[str, Any]) -> UcxInstall:
         """Read what ``dataclasses.asdict`` and JSON made of it."""
         return cls(**{**data, "transports": tuple(data["transports"])})
 
@@ -72,7 +72,7 @@ def read(path: str) -> str:
         return ""
 
 
-def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> Ucx:
+def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> UcxInstall:
     """Find the UCX that distributed-ucxx would load, without loading it.
 
     The rules are those of libucx's ``load_library`` and of UCX's module loader.
@@ -87,7 +87,7 @@ def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> 
     if missing:
         what = " and ".join(name.replace("_", "-") for name in missing)
         verb = "is" if len(missing) == 1 else "are"
-        return Ucx(problem=f"{what} {verb} not installed: {_install()}", **settings)
+        return UcxInstall(problem=f"{what} {verb} not installed: {_install()}", **settings)
     package = find_spec("libucx")
     wheel = (
         os.path.join(os.path.dirname(package.origin), "lib") if package and package.origin else ""
@@ -100,7 +100,7 @@ def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> 
         system = _find_library("libucp.so" if wheel else "libucp.so.0", root, environ)
     folder = os.path.dirname(system) if system else wheel
     version = _ucx_version(folder)
-    return Ucx(
+    return UcxInstall(
         distributed_ucxx=_version("distributed-ucxx"),
         ucx=version,
         source="system" if system else "package",

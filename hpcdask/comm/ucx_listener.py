@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 
 from hpcdask.security.listening import DESCRIPTORS_PART, logger, unproven_limit
 
-#: Seconds from tick to tick of `Untold`, which looks on every so manyth, or as soon as something
-#: is odd; and those after which a connection may be closed where there are too many.
+#: Seconds from tick to tick of `SilentConnections`, which looks on every so manyth, or as soon as
+#: something is odd; and ticks after which a connection may be closed where there are too many.
 TICK_S = 0.1
 LOOK_TICKS = 10
 GRACE_TICKS = 5
@@ -31,7 +31,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
 
 
-class Untold:
+class SilentConnections:
     """The connections to a port that UCX has accepted, and tells nobody of.
 
     It tells of one when it has read a whole request, for which it waits without end; and of one

@@ -16,7 +16,7 @@ NO_IPC_CAUSES = (
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkTest:
     """What one worker found when it first fetched from another.
 
     Attributes
@@ -48,7 +48,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Warmth:
+class WarmupReport:
     """What all links together say.
 
     Attributes
@@ -63,7 +63,7 @@ class Warmth:
     warnings: tuple[str, ...]
 
 
-def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
+def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
     """Say which transport workers use and whether it is the fast one.
 
     Parameters
@@ -93,13 +93,13 @@ def judge(links: Sequence[Link], *, on_device: bool) -> Warmth:
         for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
     ]
     if not ucx:
-        return Warmth("no data over ucx", tuple(warnings))
+        return WarmupReport("no data over ucx", tuple(warnings))
     pairs = len({frozenset((link.to, link.source)) for link in ucx})
     least = min(link.rate for link in ucx) / 1e9
     what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
     if on_device and near and all(link.cuda_ipc for link in near):
         what += ", CUDA IPC is active"
-    return Warmth(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
+    return WarmupReport(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
 
 
 def choose_peers(me: str, addresses: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.topology import Seat
+from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import choose
 from hpcdask.errors import HpcdaskError
 from hpcdask.spec.specs import WorkerSpec
@@ -163,9 +163,9 @@ def check_transport(nodes: Sequence[Node]) -> list[Finding]:
     return found
 
 
-def _seats(node: Node) -> Iterator[Seat]:
+def _seats(node: Node) -> Iterator[NodeLinks]:
     """What each of a node's ranks brings: the GPUs of its workers, and what joins them."""
     for rank, gpus in assigned(node.facts, node.ranks).items():
         known = node.facts.get("fabrics", {}).get(rank)
         if known is not None:
-            yield Seat(node.host, tuple(gpus), Fabric.from_json(known))
+            yield NodeLinks(node.host, tuple(gpus), Fabric.from_json(known))

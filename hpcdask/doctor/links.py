@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.topology import USE_SYSTEM
-from hpcdask.comm.ucx_config import allows, left_out
+from hpcdask.comm.ucx_config import excluded_by, permits
 from hpcdask.comm.ucx_install import PREFER_SYSTEM
 from hpcdask.spec.specs import WorkerSpec
 
@@ -140,7 +140,9 @@ def _shut(environ: Mapping[str, str], known: fabric.Fabric) -> set[str]:
     if known.ucx.problem:
         return set()
     given = {name: value for name in ucx_config.VARIABLES if (value := environ.get(name))}
-    return {entry.partition("=")[0] for entry in ucx_config.closed(known, given, far=False)}
+    return {
+        entry.partition("=")[0] for entry in ucx_config.blocking_settings(known, given, far=False)
+    }
 
 
 def _tls(
@@ -155,12 +157,14 @@ def _tls(
     if known is None or not tls:
         return
     lost = []
-    if gpus and left_out(WorkerSpec(), tls, "nvlink"):
+    if gpus and excluded_by(WorkerSpec(), tls, "nvlink"):
         what = "NVLink is not used" if known.nvlink else "GPUs of a node do not reach one another"
         lost.append(f"{what} (no cuda_ipc)")
-    if any(port.usable for port in known.infiniband) and left_out(WorkerSpec(), tls, "infiniband"):
+    if any(port.usable for port in known.infiniband) and excluded_by(
+        WorkerSpec(), tls, "infiniband"
+    ):
         lost.append("InfiniBand is not used (no rc)")
-    if gpus and not allows(tls, "copies"):
+    if gpus and not permits(tls, "copies"):
         lost.append("GPU memory is not sent by UCX (no cuda_copy)")
     if "UCX_TLS" in shut:
         lost.append(UNREACHABLE)

@@ -19,9 +19,9 @@ from typing import Any
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError, LaunchError
-from hpcdask.node.channel import Channel
+from hpcdask.node.channel import MessageStream
 from hpcdask.runner import rendezvous
-from hpcdask.runner.control import Hub, dial
+from hpcdask.runner.control import ControlServer, connect_to_leader
 from hpcdask.runner.rendezvous import Note, Rendezvous
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
@@ -93,7 +93,7 @@ class _Leader:
         self.meeting = meeting
         self.timeout = timeout
         self.launch = Launch(rank, timeout)
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, MessageStream] = {}
         self.changed = asyncio.Event()
 
     async def lead(self, show: Show) -> int:
@@ -128,11 +128,11 @@ class _Leader:
         readings = self.launch.clocks.get(rank, ())
         return rank in self.launch.reports and len(readings) == CLOCK_READINGS
 
-    async def _listen(self) -> Hub:
+    async def _listen(self) -> ControlServer:
         credentials = create_credentials()
         address = own_address()
         nonce = secrets.token_hex(16)
-        hub = Hub(nonce, self._arrived)
+        hub = ControlServer(nonce, self._arrived)
         everywhere = "::" if ":" in address else "0.0.0.0"
         port = await hub.listen(everywhere, _context(credentials, "scheduler"))
         others = [one.address for one in fabric.interfaces() if one.address != address]
@@ -148,7 +148,7 @@ class _Leader:
         self.meeting.publish(note)
         return hub
 
-    async def _arrived(self, hello: dict[str, Any], channel: Channel) -> None:
+    async def _arrived(self, hello: dict[str, Any], channel: MessageStream) -> None:
         rank = int(hello["rank"])
         launch = self.launch
         launch.hosts[rank] = hello["host"]
@@ -218,17 +218,17 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
     return 2
 
 
-async def _report(gathering: Gathering, channel: Channel) -> None:
+async def _report(gathering: Gathering, channel: MessageStream) -> None:
     channel.send(op="facts", facts=await asyncio.to_thread(gathering.results))
 
 
-async def _prove(channel: Channel) -> None:
+async def _prove(channel: MessageStream) -> None:
     channel.send(op="stack", facts=await stack.run())
 
 
 async def _find(
     rank: Rank, meeting: Rendezvous, timeout: float
-) -> tuple[Note, Channel, dict[str, str], str]:
+) -> tuple[Note, MessageStream, dict[str, str], str]:
     """Dial rank 0: where the scheduler would be, else at its other addresses.
 
     Returns the note, the line, by address why it could not be reached, and the address that was.
@@ -244,7 +244,9 @@ async def _find(
             for address in [note["address"], *note["others"]]:
                 try:
                     async with asyncio.timeout(DIAL_DEADLINE_S):
-                        channel = await dial(address, note["port"], context, note["nonce"])
+                        channel = await connect_to_leader(
+                            address, note["port"], context, note["nonce"]
+                        )
                         return note, channel, failed, address
                 except TimeoutError:
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"

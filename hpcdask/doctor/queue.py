@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
-from hpcdask.node.inventory import View
+from hpcdask.node.inventory import Inventory
 from hpcdask.queues.environment import QUEUE_JOBS, job_id
 from hpcdask.runner import assignment
 
@@ -139,14 +139,14 @@ def _plugins(say: Reporter, facts: Facts) -> list[Finding]:
     ]
 
 
-def _views(facts: Facts, ranks: Sequence[int]) -> list[View]:
+def _views(facts: Facts, ranks: Sequence[int]) -> list[Inventory]:
     """What the ranks of one node see, for the choice of devices."""
     by_uuid = {
         gpu["uuid"]: Gpu(gpu["uuid"], gpu["name"], gpu["memory"], tuple(gpu["cores"]))
         for gpu in facts["gpus"]["gpus"]
     }
     return [
-        View(rank, "this node", place, tuple(map(by_uuid.__getitem__, seen)), (), 0)
+        Inventory(rank, "this node", place, tuple(map(by_uuid.__getitem__, seen)), (), 0)
         for place, (rank, seen) in enumerate(zip(ranks, facts["gpus"]["seen"], strict=True))
     ]
 
@@ -159,7 +159,7 @@ def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
     if len(ranks) == 1 or not facts["gpus"]["gpus"]:
         return {view.rank: list(view.gpus) for view in views}
     try:
-        given = assignment.assign(views, device="cuda", oversubscribe=False, job=None)
+        given = assignment.assign_gpus(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError:
         return {view.rank: list(view.gpus) for view in views}
     return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
@@ -173,7 +173,7 @@ def check_ranks(facts: Facts, ranks: Sequence[int]) -> list[Finding]:
         return []
     views = _views(facts, ranks)
     try:
-        assignment.assign(views, device="cuda", oversubscribe=False, job=None)
+        assignment.assign_gpus(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError as error:
         value, _, advice = str(error).partition(": ")
         return [say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")]

@@ -26,7 +26,7 @@ class _Taken(Exception):
     """Another process holds the GPU; the text says which."""
 
 
-def take(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = None) -> list[Gpu]:
+def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = None) -> list[Gpu]:
     """Take `count` GPUs that no other job of this user on this node holds.
 
     A GPU is held by a lock on a file of its UUID, until this process ends, however it does.

@@ -14,7 +14,7 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.registry import queue_class
 
 from .cancel import end_jobs, find_jobs, may_bring_more
-from .discovery import Found, choose, survey
+from .discovery import ClusterRecord, choose, survey
 from .folder import BATCH, prune
 
 #: Columns of a table that goes to a file or pipe.
@@ -81,13 +81,13 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     _complain(complaints)
 
 
-async def _end_all(clusters: list[Found]) -> list[str]:
+async def _end_all(clusters: list[ClusterRecord]) -> list[str]:
     """End these clusters; what went wrong."""
     answers = await asyncio.gather(*map(_end, clusters))
     return [problem for problem in answers if problem]
 
 
-async def _end(cluster: Found) -> str | None:
+async def _end(cluster: ClusterRecord) -> str | None:
     if cluster.elsewhere:
         return f"{cluster.name}: {_ask_there(cluster, f'cleanup {cluster.name}')}"
 
@@ -134,7 +134,7 @@ def _complain(problems: list[str]) -> None:
         sys.exit(1)
 
 
-def _where(cluster: Found) -> str:
+def _where(cluster: ClusterRecord) -> str:
     """The notebook, in words."""
     if cluster.folder is None:
         return "a notebook whose folder is not here"
@@ -146,7 +146,7 @@ def _is_batch(name: str) -> bool:
     return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
 
 
-def _why_not(cluster: Found) -> str:
+def _why_not(cluster: ClusterRecord) -> str:
     count = f"{len(cluster.jobs)} jobs stay"
     if _is_batch(cluster.name):
         return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
@@ -158,11 +158,11 @@ def _why_not(cluster: Found) -> str:
     )
 
 
-def _ask_there(cluster: Found, command: str) -> str:
+def _ask_there(cluster: ClusterRecord, command: str) -> str:
     return f"its jobs are processes of {cluster.elsewhere}. There: hpcdask {command}"
 
 
-def _rows(cluster: Found) -> list[dict[str, Any]]:
+def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
     """One JSON object per job."""
     since = cluster.since()
     owner = cluster.folder.owner if cluster.folder else None

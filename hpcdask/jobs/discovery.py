@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, Seen
+from hpcdask.queues.job_state import OVER, QueueStatus
 from hpcdask.queues.registry import NAMES, queue_class
 
 from .cancel import find_jobs
@@ -19,7 +19,7 @@ GUESS_TIMEOUT_S = 10.0
 
 
 @dataclass
-class Found:
+class ClusterRecord:
     """A cluster of this user that is not over, or has jobs.
 
     Attributes
@@ -37,7 +37,7 @@ class Found:
     name: str
     queue: str
     folder: ClusterFolder | None
-    jobs: dict[str, Seen] = field(default_factory=dict)
+    jobs: dict[str, QueueStatus] = field(default_factory=dict)
 
     @property
     def tag(self) -> str:
@@ -66,7 +66,7 @@ class Found:
         return {job_id: time for job_id, time in times.items() if time is not None}
 
 
-async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
+async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
     """Find all clusters of this user that are not over or have jobs.
 
     Every queueing system that a cluster's folder in `base` names is asked, and those whose commands
@@ -84,7 +84,7 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
         if folder.ended is None or folder.submissions()  # else it has nothing there
     }
     clusters = {
-        folder.name: Found(folder.name, folder.queue, folder)
+        folder.name: ClusterRecord(folder.name, folder.queue, folder)
         for folder in folders.values()
         if folder.ended is None
     }
@@ -102,7 +102,7 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
         for job_id, (tag, seen) in answer.items():
             name = tag.removeprefix("hpcdask:")
             folder = folders.get(name)
-            found = clusters.setdefault(name, Found(name, system, folder))
+            found = clusters.setdefault(name, ClusterRecord(name, system, folder))
             if found.queue == system:
                 found.jobs[job_id] = seen
     return list(clusters.values()), problems
@@ -110,7 +110,7 @@ async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
 
 async def _ask(
     name: str, named: bool, folders: list[ClusterFolder]
-) -> dict[str, tuple[str, Seen]] | HpcdaskError:
+) -> dict[str, tuple[str, QueueStatus]] | HpcdaskError:
     """The jobs with a tag of hpcdask that are not over, by id."""
     try:
         queue: Queue = queue_class(name)()
@@ -129,7 +129,9 @@ async def _ask(
     }
 
 
-def choose(clusters: list[Found], names: tuple[str, ...], every: bool) -> list[Found]:
+def choose(
+    clusters: list[ClusterRecord], names: tuple[str, ...], every: bool
+) -> list[ClusterRecord]:
     """The clusters whose jobs `hpcdask cleanup` cancels.
 
     Parameters

@@ -36,7 +36,7 @@ watchdog.main()
 """
 
 
-class Warden:
+class Watchdog:
     """Handle on a cluster's warden."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
@@ -63,7 +63,7 @@ class Warden:
             self._process.wait()
 
 
-def start_warden(folder: ClusterFolder) -> Warden:
+def start_watchdog(folder: ClusterFolder) -> Watchdog:
     """Start the warden of a cluster, and wait until it watches.
 
     Raises
@@ -95,7 +95,7 @@ def start_warden(folder: ClusterFolder) -> Warden:
                 f"the cluster's warden, which would cancel its jobs after the death of this "
                 f"process, has not started within {START_S:g} s or has failed. See {path}"
             )
-    return Warden(process, folder)
+    return Watchdog(process, folder)
 
 
 def main() -> None:

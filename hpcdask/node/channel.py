@@ -11,7 +11,7 @@ Message = dict[str, Any]
 LINE_LIMIT = 4 * 2**20
 
 
-class Channel:
+class MessageStream:
     """Messages over one stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -19,7 +19,7 @@ class Channel:
         self._writer = writer
 
     @classmethod
-    async def over(cls, sock: socket.socket) -> Channel:
+    async def over(cls, sock: socket.socket) -> MessageStream:
         """A channel over a connected socket, such as one end of a socketpair."""
         return cls(*await asyncio.open_connection(sock=sock, limit=LINE_LIMIT))
 

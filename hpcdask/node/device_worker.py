@@ -20,7 +20,7 @@ from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, make_context
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
-from hpcdask.logs import quiet, say
+from hpcdask.logs import say, set_log_level
 from hpcdask.process import mark, marks
 
 from . import forkserver
@@ -29,7 +29,7 @@ from . import forkserver
 TOLD_DEADLINE_S = 1.0
 
 
-class BoundWorker(PeerWorker):
+class DeviceWorker(PeerWorker):
     """distributed's worker, bound to a place first.
 
     Parameters
@@ -54,7 +54,7 @@ class BoundWorker(PeerWorker):
         **kwargs: Any,
     ) -> None:
         forkserver.leave_signals_to_the_rank()
-        quiet()
+        set_log_level()
         mark("worker forked")
         if bind_cores:
             resources.widen_threads(bind_cores)
@@ -69,7 +69,7 @@ class BoundWorker(PeerWorker):
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)
             except HpcdaskError:
-                quiet("CRITICAL")  # the nanny says it, in one line
+                set_log_level("CRITICAL")  # the nanny says it, in one line
                 raise
             mark("device memory set up")
         self.device_memory = device_memory
@@ -109,12 +109,12 @@ class BoundWorker(PeerWorker):
 
     def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
         """Being retired is no reason to complain that the scheduler does not know it any more."""
-        quiet("ERROR" if status == Status.closing_gracefully.name else "WARNING")
+        set_log_level("ERROR" if status == Status.closing_gracefully.name else "WARNING")
         super().handle_worker_status_change(status, stimulus_id)
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
-        quiet("CRITICAL")
+        set_log_level("CRITICAL")
         try:
             return await super().close(*args, **kwargs)
         except CommClosedError:

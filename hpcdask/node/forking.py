@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.process import detach_standard_streams
 
-from .channel import Channel
-from .gpu_probe import Scout
+from .channel import MessageStream
+from .gpu_probe import GpuProbe
 
 
 @dataclass
-class Child:
+class ForkedProcess:
     """A forked process and the rank's end of its socket.
 
     Attributes
@@ -39,10 +39,10 @@ class Child:
     sock: socket.socket
     ended: bool = False
 
-    async def channel(self) -> Channel:
+    async def channel(self) -> MessageStream:
         """The socket as a channel. Call it once."""
         self.sock.setblocking(False)
-        return await Channel.over(self.sock)
+        return await MessageStream.over(self.sock)
 
     async def wait(self) -> int:
         """Wait for its end, in a thread, and return the exit code: 128 + n after signal n."""
@@ -60,7 +60,7 @@ class Child:
 
 
 @dataclass
-class Nursery:
+class Forker:
     """Forks children that hold nothing of the rank but their own socket.
 
     Attributes
@@ -70,7 +70,7 @@ class Nursery:
     """
 
     janitor: Janitor
-    scout: Scout | None = None
+    scout: GpuProbe | None = None
     _socks: list[socket.socket] = field(default_factory=list)
 
     def close_in_child(self) -> None:
@@ -81,10 +81,10 @@ class Nursery:
         for sock in self._socks:
             sock.close()
 
-    def fork(self, body: Callable[[socket.socket], None]) -> Child:
+    def fork(self, body: Callable[[socket.socket], None]) -> ForkedProcess:
         """Fork a child that runs `body` and ends. Returns in the rank only."""
         child = self.fork_into()
-        if isinstance(child, Child):
+        if isinstance(child, ForkedProcess):
             return child
         code = 1
         try:
@@ -96,8 +96,8 @@ class Nursery:
         finally:
             os._exit(code)
 
-    def fork_into(self) -> Child | socket.socket:
-        """Fork. Returns a `Child` in the rank, and the child's own end in the child."""
+    def fork_into(self) -> ForkedProcess | socket.socket:
+        """Fork. Returns a `ForkedProcess` in the rank, and the child's own end in the child."""
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -106,4 +106,4 @@ class Nursery:
             return theirs
         theirs.close()
         self._socks.append(ours)
-        return Child(pid, ours)
+        return ForkedProcess(pid, ours)

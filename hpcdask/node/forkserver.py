@@ -31,7 +31,7 @@ from hpcdask.gpu import devices, driver
 from hpcdask.process import FILES, detach_standard_streams, process_start
 from hpcdask.spec.specs import WorkerSpec
 
-from .forking import Nursery
+from .forking import Forker
 from .gpu_probe import has_peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -105,8 +105,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     server._forkserver_pid = pid
 
 
-def offer(pid: int, line: socket.socket) -> None:
-    """Have the next process that is started be this one, which waits in `await_order`.
+def adopt(pid: int, line: socket.socket) -> None:
+    """Have the next process that is started be this one, which waits in `wait_for_worker`.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def offer(pid: int, line: socket.socket) -> None:
     _offered.append((pid, line))
 
 
-def await_order(line: socket.socket) -> NoReturn:
+def wait_for_worker(line: socket.socket) -> NoReturn:
     """Become what the parent starts next; end where the parent does, or gives the line up."""
     server: Any = mp_forkserver
     code = 0
@@ -278,7 +278,7 @@ def _drop_idle_hook() -> None:
         ]
 
 
-def start_template(spec: WorkerSpec, scratch: str, nursery: Nursery) -> None:
+def start_template(spec: WorkerSpec, scratch: str, nursery: Forker) -> None:
     """Fork the template of this rank's workers. This is the last fork of a rank."""
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())

@@ -46,7 +46,7 @@ SWITCH = "HPCDASK_PRESTART"
 Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
-class Sighting(NamedTuple):
+class ProbeResult(NamedTuple):
     """What the scout saw.
 
     Attributes
@@ -64,7 +64,7 @@ class Sighting(NamedTuple):
     fabric: Fabric
 
 
-class Scout:
+class GpuProbe:
     """Looks for GPUs, and becomes the worker or holds the driver open.
 
     Parameters
@@ -91,7 +91,9 @@ class Scout:
         self.uuid: str | None = None
 
     @classmethod
-    def start(cls, in_child: Callable[[], None], prestart: Prestart | None = None) -> Scout | None:
+    def start(
+        cls, in_child: Callable[[], None], prestart: Prestart | None = None
+    ) -> GpuProbe | None:
         """Fork the scout, where there is a driver to ask.
 
         Parameters
@@ -123,7 +125,7 @@ class Scout:
         os.close(self._pipe)
         self._line.close()
 
-    def report(self) -> Sighting:
+    def report(self) -> ProbeResult:
         """What it saw. Call it once, and `dismiss` when the workers are there.
 
         Raises
@@ -139,7 +141,7 @@ class Scout:
             raise DeviceError(found["error"])
         self.uuid = found.get("prestarts")
         gpus, shown = found["gpus"], found["shown"]
-        return Sighting(
+        return ProbeResult(
             list(map(Gpu.from_json, gpus)),
             None if shown is None else list(map(Gpu.from_json, shown)),
             Fabric.from_json(found["fabric"]),
@@ -235,7 +237,7 @@ def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
 
 
 def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """The same without NVML, for `hpcdask.runner.assignment.complete`."""
+    """The same without NVML, for `hpcdask.runner.assignment.fill_from_first_rank`."""
     try:
         seen = fabric.look(environ=environ, gpus=False)
     except Exception as error:

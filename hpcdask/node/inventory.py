@@ -13,12 +13,12 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.spec.specs import WorkerSpec
 
-from .gpu_probe import Scout
+from .gpu_probe import GpuProbe
 from .preflight import check_extras
 
 
 @dataclass(frozen=True)
-class View:
+class Inventory:
     """What one rank reports of itself, for the choice of devices and cores.
 
     Attributes
@@ -52,14 +52,14 @@ class View:
         return min(len(self.cores), self.quota or len(self.cores))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> View:
+    def from_json(cls, data: Mapping[str, Any]) -> Inventory:
         """Read what ``dataclasses.asdict`` and JSON made of a view."""
         gpus = tuple(map(Gpu.from_json, data["gpus"]))
         shown = None if data["shown"] is None else tuple(map(Gpu.from_json, data["shown"]))
         return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
 
 
-def look(spec: WorkerSpec, rank: Rank, probe: Scout | None) -> tuple[View, Fabric]:
+def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:
     """What a rank or a job's part sees here, checked, and what joins its devices.
 
     Parameters
@@ -86,7 +86,7 @@ def look(spec: WorkerSpec, rank: Rank, probe: Scout | None) -> tuple[View, Fabri
     if spec.interface and spec.interface != transport.AUTO:
         transport.check_interface(spec.interface, fabric.interfaces(every=True), rank.host)
     check_extras(cuda=bool(gpus))
-    view = View(
+    view = Inventory(
         rank.index,
         rank.host,
         rank.local_index,

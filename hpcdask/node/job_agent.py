@@ -14,7 +14,7 @@ from distributed.comm import connect, parse_host_port
 from distributed.core import rpc
 
 from hpcdask.bootstrap.ranks import Rank, detect
-from hpcdask.comm.topology import Seat
+from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import choose_alone, choose_interface
 from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from hpcdask.gpu import locks, memory_plan
@@ -25,11 +25,11 @@ from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
-from hpcdask.spec.job import Asked
+from hpcdask.spec.job import JobSpec
 
-from .gpu_probe import Scout
-from .inventory import View, look
-from .placement import Place, settle, share
+from .gpu_probe import GpuProbe
+from .inventory import Inventory, look
+from .placement import WorkerPlacement, split_node, with_transport
 from .signals import Signals
 from .worker_group import WorkerGroup
 
@@ -69,7 +69,7 @@ class _Closed(Exception):
     """The scheduler has closed in good order."""
 
 
-class JobPart:
+class JobAgent:
     """The workers of a job on this node.
 
     Parameters
@@ -82,7 +82,7 @@ class JobPart:
         Knows which GPUs are seen here; None where there is no driver.
     """
 
-    def __init__(self, asked: Asked, scratch: str, probe: Scout | None) -> None:
+    def __init__(self, asked: JobSpec, scratch: str, probe: GpuProbe | None) -> None:
         host = socket.gethostname()
         found = detect()
         node, nodes = (found.index, found.size) if found and found.launcher == "srun" else (0, 1)
@@ -142,14 +142,14 @@ class JobPart:
 
     # Bringing up
 
-    async def _start(self, places: list[Place]) -> None:
+    async def _start(self, places: list[WorkerPlacement]) -> None:
         try:
             await self.workers.start(places, self.asked.scheduler, self.access)
         except Exception as error:
             await self._check_scheduler()
             raise ClusterError(f"a worker did not start: {root_cause(error)}") from error
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[WorkerPlacement]:
         if self.spec.device == "cpu":
             self.workers.dismiss_probe()
         view, fabric = look(self.spec, self.rank, self.workers.probe)
@@ -160,7 +160,7 @@ class JobPart:
         if kinds:
             uuids = ", ".join(gpu.uuid for gpu in given if gpu)
             what = f"{_count(count, 'GPU')} ({', '.join(kinds)} {uuids})"
-        seat = Seat(view.host, tuple(gpu for gpu in given if gpu), fabric)
+        seat = NodeLinks(view.host, tuple(gpu for gpu in given if gpu), fabric)
         choice = choose_alone(self.spec, seat)
         why = f" ({choice.reason})" if self.spec.protocol == "auto" and kinds else ""
         say(
@@ -172,7 +172,7 @@ class JobPart:
         if kinds and (lacks := memory_plan.missing(self.spec)):
             say(f"warning: {lacks}")
         names = self.asked.names(self.rank.index)
-        places = share(
+        places = split_node(
             *(self.spec, given, names),
             cores=view.cores,
             cpus=view.cpus,
@@ -180,9 +180,9 @@ class JobPart:
             count=count,
         )
         interfaces = choose_interface(self.spec, [seat])
-        return settle(self.spec, {0: places}, {0: seat}, choice, interfaces)[0]
+        return with_transport(self.spec, {0: places}, {0: seat}, choice, interfaces)[0]
 
-    def _devices(self, view: View) -> list[Gpu | None]:
+    def _devices(self, view: Inventory) -> list[Gpu | None]:
         """A device for each worker: as many distinct GPUs, or the CPU."""
         wanted, job = self.asked.workers, job_id()
         if self.spec.device == "cpu":
@@ -198,7 +198,7 @@ class JobPart:
             )
         if locks.shared_on_purpose():
             return list(view.gpus[:wanted])
-        taken = locks.take(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
+        taken = locks.lock_gpus(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
         if len(view.gpus) > wanted:
             say(
                 f"{len(view.gpus)} GPUs are visible to job {self.asked.job}, which needs {wanted}: "

@@ -16,7 +16,7 @@ from hpcdask.spec.argv import options
 from hpcdask.spec.specs import WorkerSpec
 
 if TYPE_CHECKING:
-    from hpcdask.spec.job import Asked
+    from hpcdask.spec.job import JobSpec
 
 
 HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
@@ -50,7 +50,7 @@ def command() -> click.Command:
     )
 
 
-def parse(argv: Sequence[str]) -> Asked:
+def parse(argv: Sequence[str]) -> JobSpec:
     """Read the command line and the environment.
 
     Raises
@@ -74,10 +74,10 @@ def parse(argv: Sequence[str]) -> Asked:
     job, restarts = identity()
     spec = WorkerSpec(**values)
     from hpcdask.spec.job import (
-        Asked,  # distributed comes with it: bad options do not wait for that
+        JobSpec,  # distributed comes with it: bad options do not wait for that
     )
 
-    return Asked(spec, job=job, restarts=restarts, **own)
+    return JobSpec(spec, job=job, restarts=restarts, **own)
 
 
 def _check_access(scheduler: str, keys: str | None) -> None:

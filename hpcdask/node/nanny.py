@@ -22,9 +22,9 @@ from hpcdask.security import listening
 from hpcdask.spec.specs import WorkerSpec
 
 from . import forkserver
-from .device_worker import BoundWorker
-from .gpu_probe import Scout
-from .placement import Place
+from .device_worker import DeviceWorker
+from .gpu_probe import GpuProbe
+from .placement import WorkerPlacement
 
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
@@ -49,7 +49,7 @@ class BoundNanny(Nanny):
     def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
-        self.early: Scout | None = None
+        self.early: GpuProbe | None = None
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -85,7 +85,7 @@ class BoundNanny(Nanny):
         early, self.early = self.early, None
         if early is not None and early.uuid is not None:
             if self._would_be(early.uuid):
-                forkserver.offer(*early.give())
+                forkserver.adopt(*early.give())
             else:  # before its context is in the way of the worker's
                 await asyncio.to_thread(early.dismiss)
         async with self._starting:
@@ -156,7 +156,7 @@ class BoundNanny(Nanny):
 
 def make_nanny(
     spec: WorkerSpec,
-    place: Place,
+    place: WorkerPlacement,
     *,
     scheduler: str,
     security: Security,
@@ -208,7 +208,7 @@ def make_nanny(
         interface=place.interface,
         death_timeout=spec.death_timeout,
         protocol=tcp,
-        worker_class=BoundWorker,
+        worker_class=DeviceWorker,
         dashboard=False,
         # none where it computes on the CPU: the job may have GPUs all the same
         env={

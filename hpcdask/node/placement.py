@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcdask.comm.topology import Seat
+from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import Choice, Reach
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.spec.specs import WorkerSpec
 
-from .inventory import View
+from .inventory import Inventory
 
 
-def share(
+def split_node(
     spec: WorkerSpec,
     given: Sequence[Gpu | None],
     names: Sequence[str],
@@ -27,7 +27,7 @@ def share(
     cpus: int,
     memory: int,
     count: int,
-) -> list[Place]:
+) -> list[WorkerPlacement]:
     """Places on one node, whose cores and memory its workers share.
 
     Parameters
@@ -42,7 +42,7 @@ def share(
         How many workers that is.
     """
     return [
-        Place(
+        WorkerPlacement(
             name=name,
             gpu=gpu,
             cores=tuple(worker_cores(cores, gpu)),
@@ -53,13 +53,13 @@ def share(
     ]
 
 
-def settle(
+def with_transport(
     spec: WorkerSpec,
-    places: Mapping[int, Sequence[Place]],
-    seats: Mapping[int, Seat],
+    places: Mapping[int, Sequence[WorkerPlacement]],
+    seats: Mapping[int, NodeLinks],
     choice: Choice,
     interfaces: Mapping[str, str],
-) -> dict[int, list[Place]]:
+) -> dict[int, list[WorkerPlacement]]:
     """Complete places with what depends on the transport.
 
     Parameters
@@ -87,7 +87,7 @@ def settle(
         if place.gpu
     )
 
-    def complete(host: str, place: Place) -> Place:
+    def complete(host: str, place: WorkerPlacement) -> WorkerPlacement:
         shared = sharers[host, place.gpu.uuid] if place.gpu else 1
         return dataclasses.replace(
             place,
@@ -105,7 +105,7 @@ def settle(
     }
 
 
-def owned_cores(views: Sequence[View]) -> list[int]:
+def owned_cores(views: Sequence[Inventory]) -> list[int]:
     """The cores that the ranks of one node have together."""
     return sorted({core for view in views for core in view.cores})
 
@@ -117,7 +117,7 @@ def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlacement:
     """Where one worker runs.
 
     Attributes
@@ -153,7 +153,7 @@ class Place:
     device_memory: MemoryPlan = ON_HOST
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Place:
+    def from_json(cls, data: Mapping[str, Any]) -> WorkerPlacement:
         """Read what ``dataclasses.asdict`` and JSON made of a place."""
         read = {
             "gpu": data["gpu"] and Gpu.from_json(data["gpu"]),

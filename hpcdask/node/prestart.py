@@ -37,7 +37,7 @@ def prestart(
     look
         Finds the GPU: its UUID, or None if it is not clear which.
     line
-        Where the rank gives the order, see `hpcdask.node.forkserver.offer`.
+        Where the rank gives the order, see `hpcdask.node.forkserver.adopt`.
     foreseen
         The UUID that `look` will probably find: it finds this one or none.
     """
@@ -56,18 +56,18 @@ def prestart(
         ready = True
     device.join()
     if ready and found:
-        forkserver.await_order(line)
+        forkserver.wait_for_worker(line)
 
 
 def _prepare_imports() -> None:
     importlib.import_module("hpcdask.node.nanny")  # all that a worker needs
     from hpcdask.comm.peers import load
-    from hpcdask.logs import quiet
+    from hpcdask.logs import set_log_level
 
     mark("distributed imported")
     load(PACKAGES)
     forkserver.prepare_forks()
-    quiet()
+    set_log_level()
 
 
 def _prepare_device(look: Callable[[], str | None], foreseen: str | None, found: list[str]) -> None:

@@ -46,7 +46,7 @@ def scratch_folder(local_directory: str | None, announce: Callable[[str], None])
     try:
         private.make_folders(base)
         private.refuse_open(base)
-        purge(base)
+        remove_stale(base)
         folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
         announce(folder)
         os.mkdir(folder, 0o700)
@@ -61,7 +61,7 @@ def scratch_folder(local_directory: str | None, announce: Callable[[str], None])
         ) from None
 
 
-def purge(base: str) -> None:
+def remove_stale(base: str) -> None:
     """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
     here = owner_text().split()[:2]
     for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):

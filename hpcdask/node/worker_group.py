@@ -9,13 +9,13 @@ from collections.abc import Callable
 from distributed import Security
 
 from hpcdask.errors import root_cause
-from hpcdask.logs import quiet, say
+from hpcdask.logs import say, set_log_level
 from hpcdask.spec.specs import WorkerSpec
 
 from . import forkserver
-from .gpu_probe import Scout
+from .gpu_probe import GpuProbe
 from .nanny import RUN_IS_OVER, BoundNanny, make_nanny
-from .placement import Place
+from .placement import WorkerPlacement
 
 #: Seconds a worker gets to close once the run is over.
 CLOSE_DEADLINE_S = 2.0
@@ -46,7 +46,13 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, spec: WorkerSpec, host: str, scratch: str, probe: Scout | None, *, tells: bool = False
+        self,
+        spec: WorkerSpec,
+        host: str,
+        scratch: str,
+        probe: GpuProbe | None,
+        *,
+        tells: bool = False,
     ) -> None:
         self.nannies: list[BoundNanny] = []
         self.probe = probe
@@ -62,7 +68,7 @@ class WorkerGroup:
 
     async def start(
         self,
-        places: list[Place],
+        places: list[WorkerPlacement],
         scheduler: str,
         security: Security,
         failed: Callable[[str, str], None] | None = None,
@@ -121,7 +127,7 @@ class WorkerGroup:
     async def close(self) -> None:
         """Close the workers, by force after `CLOSE_DEADLINE_S`."""
         self._ending = True
-        quiet("CRITICAL")
+        set_log_level("CRITICAL")
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_DEADLINE_S + 0.5):
                 await asyncio.gather(

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, QueueError, UsageError
 
-from .job_state import Seen
+from .job_state import QueueStatus
 
 #: Seconds after which a command of the queueing system counts as hanging.
 COMMAND_TIMEOUT_S = 60.0
@@ -140,13 +140,13 @@ class Queue(ABC):
         """
 
     @abstractmethod
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """The jobs as the queue shows them now, with one command; what it does not show is missing.
 
         Raises QueueError when it does not answer.
         """
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """How jobs ended that `query` does not show any more, as far as accounting knows."""
         return {}
 

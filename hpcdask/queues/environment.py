@@ -40,7 +40,7 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
 NODE_FILES = ("PBS_NODEFILE", "OAR_NODEFILE")
 
 
-def is_the_queues(job: str) -> bool:
+def is_job_of_queue(job: str) -> bool:
     """Whether the queueing system's variables speak of this very job, not of one around it."""
 
     def number(text: str) -> str:

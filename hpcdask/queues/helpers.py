@@ -20,7 +20,7 @@ from hpcdask.errors import Refused, UsageError
 from hpcdask.queues.base import Request
 from hpcdask.queues.script import header_lines, one_line
 
-from .job_state import State
+from .job_state import QueueState
 
 #: Exit code of a job that the queue has started a second time.
 AGAIN = 75
@@ -169,18 +169,18 @@ def parse_clock(text: str, units: str, forms: str) -> timedelta:
     raise UsageError(f"walltime={text!r} is not one of {forms}")
 
 
-def ended(code: int | None) -> tuple[State, str]:
+def ended(code: int | None) -> tuple[QueueState, str]:
     """State and reason of a job that ended by itself with this exit code; 128 + n is signal n."""
     if code is None or code == 0:
-        return State.COMPLETED, ""
+        return QueueState.COMPLETED, ""
     if code == AGAIN:
-        return State.PREEMPTED, "the queue started it a second time"
+        return QueueState.PREEMPTED, "the queue started it a second time"
     if 128 < code < 193:
         try:
-            return State.FAILED, f"ended by {signal.Signals(code - 128).name}"
+            return QueueState.FAILED, f"ended by {signal.Signals(code - 128).name}"
         except ValueError:
             pass
-    return State.FAILED, ""
+    return QueueState.FAILED, ""
 
 
 def unix_time(text: str | None, form: str) -> float | None:

@@ -21,7 +21,7 @@ from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.queues.script import one_line, render
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 PREFIX = "#CONDOR "
 LIMITS = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")
@@ -113,19 +113,19 @@ class HtcondorQueue(Queue):
             )
         return [f"{found[1]}.{number}" for number in range(count)]
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         clusters = dict.fromkeys(job.partition(".")[0] for job in ids)
         jobs = await self._ads("condor_q", *clusters)
         found = {_id(job): _seen(job) for job in jobs}
         found = {job: found[job] for job in ids if job in found}
         stuck = {_id(job) for job in jobs if job.get("JobStatus") == HELD}
         if broken := [
-            job for job in stuck if job in found and found[job].state is not State.PENDING
+            job for job in stuck if job in found and found[job].state is not QueueState.PENDING
         ]:
             await self.cancel(broken)
         return found
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         # Without a limit it reads the history to its beginning
         jobs = await self._ads("condor_history", *ids, "-limit", str(len(ids)))
         return {_id(job): _seen(job) for job in jobs if _id(job) in ids}
@@ -185,24 +185,24 @@ def _id(job: Mapping[str, Any]) -> str:
     return f"{job.get('ClusterId')}.{job.get('ProcId')}"
 
 
-def _seen(job: Mapping[str, Any]) -> Seen:
+def _seen(job: Mapping[str, Any]) -> QueueStatus:
     """One job's ClassAd."""
     status = job.get("JobStatus")
     started = float(job["JobCurrentStartDate"]) if job.get("JobCurrentStartDate") else None
     duration = job.get("AllowedJobDuration")
     ends = started + duration if started and isinstance(duration, int) else None
     host = str(job.get("RemoteHost") or job.get("LastRemoteHost") or "").rpartition("@")[2]
-    state, reason, code = State.STARTING, "", None
+    state, reason, code = QueueState.STARTING, "", None
     if status == IDLE or (status == HELD and job.get("HoldReasonCode") == BY_USER):
-        state = State.REQUEUED if job.get("NumJobStarts") else State.PENDING
+        state = QueueState.REQUEUED if job.get("NumJobStarts") else QueueState.PENDING
         reason = str(job.get("HoldReason", "held")) if status == HELD else ""
         started = ends = None
     elif status == HELD:
         too_long = job.get("HoldReasonCode") in TOO_LONG
-        state = State.TIMEOUT if too_long else State.FAILED
+        state = QueueState.TIMEOUT if too_long else QueueState.FAILED
         reason = str(job.get("HoldReason", "held"))
     elif status == REMOVED:
-        state, reason = State.CANCELLED, str(job.get("RemoveReason", ""))
+        state, reason = QueueState.CANCELLED, str(job.get("RemoveReason", ""))
     elif status == COMPLETED:
         by_signal = job.get("ExitBySignal")
         code = 128 + int(job.get("ExitSignal", 0)) if by_signal else int(job.get("ExitCode", 0))
@@ -210,5 +210,5 @@ def _seen(job: Mapping[str, Any]) -> Seen:
     elif status == SUSPENDED:
         reason = "suspended"
     elif status not in (RUNNING, TRANSFERRING):
-        state, reason = State.UNKNOWN, f"status {status}"
-    return Seen(_id(job), state, reason, code, 0, started, ends, host)
+        state, reason = QueueState.UNKNOWN, f"status {status}"
+    return QueueStatus(_id(job), state, reason, code, 0, started, ends, host)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class QueueState(StrEnum):
     """Where a job is in its life."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
@@ -23,15 +23,23 @@ class State(StrEnum):
 
 
 #: States of jobs that the queue has done with.
-OVER = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED, State.PREEMPTED, State.TIMEOUT})
+OVER = frozenset(
+    {
+        QueueState.COMPLETED,
+        QueueState.FAILED,
+        QueueState.CANCELLED,
+        QueueState.PREEMPTED,
+        QueueState.TIMEOUT,
+    }
+)
 #: States of jobs that have no nodes yet, or nodes that still boot.
-WAITING = frozenset({State.PENDING, State.REQUEUED})
+WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
 #: How the reason of a job begins that runs for the queue, but whose processes are stopped.
 PAUSED = ("suspended", "SUSPENDED", "STOPPED")
 
 
 @dataclass(frozen=True)
-class Seen:
+class QueueStatus:
     """One job as a query of the queue shows it.
 
     Attributes
@@ -54,7 +62,7 @@ class Seen:
     """
 
     id: str
-    state: State
+    state: QueueState
     reason: str = ""
     exit_code: int | None = None
     restarts: int = 0

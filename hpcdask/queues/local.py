@@ -28,7 +28,7 @@ from hpcdask.process import process_start
 from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 
 from . import local_processes
-from .job_state import OVER, Seen, State
+from .job_state import OVER, QueueState, QueueStatus
 
 #: Seconds between SIGTERM and SIGKILL.
 KILL_WAIT_S = 5.0
@@ -55,7 +55,7 @@ class Entry:
     tag: str
     gpus: int
     folder: str
-    state: State = State.PENDING
+    state: QueueState = QueueState.PENDING
     reason: str = ""
     exit_code: int | None = None
     started: float | None = None
@@ -64,7 +64,7 @@ class Entry:
     leader: subprocess.Popen[bytes] | None = None
     held: list[str] = field(default_factory=list)
 
-    def end(self, state: State, reason: str = "", exit_code: int | None = None) -> None:
+    def end(self, state: QueueState, reason: str = "", exit_code: int | None = None) -> None:
         """Note that it is over."""
         self.state, self.reason, self.exit_code = state, reason, exit_code
 
@@ -135,11 +135,11 @@ class LocalQueue(Queue):
         """
         return await asyncio.to_thread(self._submit, script, count)
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
         return await asyncio.to_thread(self._query, ids)
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Jobs of a program that has ended, of which no process is left."""
         return await asyncio.to_thread(self._departed, ids)
 
@@ -176,7 +176,7 @@ class LocalQueue(Queue):
             self._advance()
         return [entry.id for entry in new]
 
-    def _query(self, ids: Collection[str]) -> dict[str, Seen]:
+    def _query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         with self._lock:
             found = self._advance()
             seen = {}
@@ -186,17 +186,21 @@ class LocalQueue(Queue):
                 elif job_id in found:
                     started = min(process.started for process in found[job_id])
                     node = os.uname().nodename
-                    seen[job_id] = Seen(job_id, State.STARTING, started=started, nodes=node)
+                    seen[job_id] = QueueStatus(
+                        job_id, QueueState.STARTING, started=started, nodes=node
+                    )
             return seen
 
-    def _departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    def _departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         with self._lock:
             seen = {}
             for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
                 if job_id in self._cancelled:
-                    seen[job_id] = Seen(job_id, State.CANCELLED, "cancelled")
+                    seen[job_id] = QueueStatus(job_id, QueueState.CANCELLED, "cancelled")
                 elif not _submitter_lives(job_id):
-                    seen[job_id] = Seen(job_id, State.COMPLETED, "how it ended is not known")
+                    seen[job_id] = QueueStatus(
+                        job_id, QueueState.COMPLETED, "how it ended is not known"
+                    )
             return seen
 
     def _cancel(self, ids: Collection[str]) -> None:
@@ -204,8 +208,8 @@ class LocalQueue(Queue):
             found = local_processes.living()
             for job_id in ids:
                 entry = self._entries.get(job_id)
-                if entry and entry.state is State.PENDING:
-                    entry.end(State.CANCELLED, "cancelled")
+                if entry and entry.state is QueueState.PENDING:
+                    entry.end(QueueState.CANCELLED, "cancelled")
                 if not (entry and entry.state in OVER):
                     self._cancelled.setdefault(job_id, time.monotonic())
                     local_processes.terminate(found.get(job_id, ()))
@@ -226,7 +230,7 @@ class LocalQueue(Queue):
         Returns the processes that were found before anything was started.
         """
         now = time.monotonic()
-        running = [entry for entry in self._entries.values() if entry.state is State.STARTING]
+        running = [entry for entry in self._entries.values() if entry.state is QueueState.STARTING]
         for entry in running:
             assert entry.leader is not None
             if entry.ended is None and entry.leader.poll() is not None:
@@ -258,23 +262,23 @@ class LocalQueue(Queue):
         exit_code = code if code >= 0 else 128 - code
         how = "" if code > 0 else f"killed by {_signal_name(-code)}"
         if entry.id in self._cancelled:
-            entry.end(State.CANCELLED, "cancelled", exit_code)
+            entry.end(QueueState.CANCELLED, "cancelled", exit_code)
         elif code == 0:
-            entry.end(State.COMPLETED, exit_code=0)
+            entry.end(QueueState.COMPLETED, exit_code=0)
         elif self.walltime_s and lasted >= self.walltime_s and code in (TIMED_OUT, -signal.SIGKILL):
             code = signal.SIGTERM if code == TIMED_OUT else signal.SIGKILL
-            entry.end(State.TIMEOUT, f"walltime of {self.walltime_s:g} s", 128 + code)
+            entry.end(QueueState.TIMEOUT, f"walltime of {self.walltime_s:g} s", 128 + code)
         else:
-            entry.end(State.FAILED, how, exit_code)
+            entry.end(QueueState.FAILED, how, exit_code)
 
     def _start_pending(self) -> None:
         """First come, first served, but jobs that need no GPU never wait."""
         short = ""
         for entry in self._entries.values():
-            if entry.state is State.PENDING:
+            if entry.state is QueueState.PENDING:
                 if not (short and entry.gpus):
                     short = self._start(entry) or short
-                if entry.state is State.PENDING:
+                if entry.state is QueueState.PENDING:
                     entry.reason = short
 
     def _start(self, entry: Entry) -> str:
@@ -293,9 +297,9 @@ class LocalQueue(Queue):
                     return f"Resources: {free if locked else taken}"
             entry.began = time.monotonic()  # before `timeout` begins to count
             entry.leader = self._run_job(entry, given, locks)
-            entry.state, entry.reason, entry.started = State.STARTING, "", time.time()
+            entry.state, entry.reason, entry.started = QueueState.STARTING, "", time.time()
         except (OSError, QueueError) as error:
-            entry.end(State.FAILED, f"it cannot be started: {error}")
+            entry.end(QueueState.FAILED, f"it cannot be started: {error}")
         finally:
             for lock in locks:
                 os.close(lock)  # the job has its own copy
@@ -333,9 +337,9 @@ class LocalQueue(Queue):
         finally:
             os.close(script)
 
-    def _show(self, entry: Entry) -> Seen:
+    def _show(self, entry: Entry) -> QueueStatus:
         ends = entry.started + self.walltime_s if entry.started and self.walltime_s else None
-        return Seen(
+        return QueueStatus(
             entry.id,
             entry.state,
             entry.reason,

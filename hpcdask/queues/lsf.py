@@ -18,7 +18,7 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import double_quoted, one_line, render
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 #: Not those of a queue's hard limits on time and memory, which do not pass.
 LIMITS = re.compile(
@@ -32,15 +32,15 @@ WAITS = ("PEND", "PSUSP", "WAIT", "PROV")
 GONE = re.compile(r"not found|already finished|no matching|already been|is being")
 #: Why LSF ended a job, by the first word of its reason.
 REASONS = {
-    "TERM_RUNLIMIT": State.TIMEOUT,
-    "TERM_DEADLINE": State.TIMEOUT,
-    "TERM_OWNER": State.CANCELLED,
-    "TERM_FORCE_OWNER": State.CANCELLED,
-    "TERM_ADMIN": State.CANCELLED,
-    "TERM_FORCE_ADMIN": State.CANCELLED,
-    "TERM_PREEMPT": State.PREEMPTED,
-    "TERM_REQUEUE_OWNER": State.PREEMPTED,
-    "TERM_REQUEUE_ADMIN": State.PREEMPTED,
+    "TERM_RUNLIMIT": QueueState.TIMEOUT,
+    "TERM_DEADLINE": QueueState.TIMEOUT,
+    "TERM_OWNER": QueueState.CANCELLED,
+    "TERM_FORCE_OWNER": QueueState.CANCELLED,
+    "TERM_ADMIN": QueueState.CANCELLED,
+    "TERM_FORCE_ADMIN": QueueState.CANCELLED,
+    "TERM_PREEMPT": QueueState.PREEMPTED,
+    "TERM_REQUEUE_OWNER": QueueState.PREEMPTED,
+    "TERM_REQUEUE_ADMIN": QueueState.PREEMPTED,
 }
 
 
@@ -97,7 +97,7 @@ class LsfQueue(Queue):
             raise QueueError(f"bsub answered {helpers.words(done)!r} instead of a job's id")
         return [found[1]] if count == 1 else [f"{found[1]}[{n + 1}]" for n in range(count)]
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         numbers = dict.fromkeys(job.partition("[")[0] for job in ids)
         found = {seen.id: seen for seen in map(_seen, await self._records(FIELDS, "-a", *numbers))}
         return {job: found[job] for job in ids if job in found}
@@ -152,15 +152,15 @@ def _id(record: Mapping[str, str]) -> str:
     return record["JOBID"] if index == "0" else f"{record['JOBID']}[{index}]"
 
 
-def _seen(record: Mapping[str, str]) -> Seen:
+def _seen(record: Mapping[str, str]) -> QueueStatus:
     """One record of ``bjobs -json -o``."""
     stat = record.get("STAT", "")
     started = _time(record.get("START_TIME", ""))
     hosts = re.split(r"[:\s]+", record.get("EXEC_HOST", "").strip("-"))
     nodes = "+".join(dict.fromkeys(re.sub(r"^\d+\*", "", host) for host in hosts if host))
-    state, reason, code = State.STARTING, "", None
+    state, reason, code = QueueState.STARTING, "", None
     if stat in WAITS:
-        state = State.PENDING
+        state = QueueState.PENDING
         reason = record.get("PEND_REASON", "").strip().rstrip(";")
         started = None
     elif stat in ("DONE", "EXIT"):
@@ -168,14 +168,14 @@ def _seen(record: Mapping[str, str]) -> Seen:
         code = int(text) if text.isdigit() else 0 if stat == "DONE" else None
         why = record.get("EXIT_REASON", "").strip("- ")
         state, reason = helpers.ended(code)
-        if stat == "EXIT" and state is State.COMPLETED:
-            state = State.FAILED
+        if stat == "EXIT" and state is QueueState.COMPLETED:
+            state = QueueState.FAILED
         state, reason = REASONS.get(why.partition(":")[0], state), why or reason
     elif stat in ("USUSP", "SSUSP"):
         reason = "suspended"
     elif stat != "RUN":
-        state, reason = State.UNKNOWN, stat
-    return Seen(_id(record), state, reason, code, 0, started, None, nodes)
+        state, reason = QueueState.UNKNOWN, stat
+    return QueueStatus(_id(record), state, reason, code, 0, started, None, nodes)
 
 
 def _time(text: str) -> float | None:

@@ -16,7 +16,7 @@ from hpcdask.queues.base import Request
 from hpcdask.queues.pbs import PbsQueue
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 #: Not those on the time and memory of one job, which do not pass.
 LIMITS = re.compile(
@@ -72,10 +72,10 @@ class MoabQueue(PbsQueue):
             raise QueueError(f"msub answered {helpers.words(done)!r} instead of a job's id")
         return lines
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return _pick(ids, await self._show())
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return _pick(ids, await self._show("-c"))
 
     async def _show(self, *options: str) -> list[ElementTree.Element]:
@@ -121,33 +121,33 @@ def _names(job: ElementTree.Element) -> Iterator[str]:
             yield value.split(".")[0] if value[0].isdigit() else value
 
 
-def _pick(ids: Collection[str], jobs: Collection[ElementTree.Element]) -> dict[str, Seen]:
+def _pick(ids: Collection[str], jobs: Collection[ElementTree.Element]) -> dict[str, QueueStatus]:
     found = {name: job for job in jobs for name in _names(job)}
     return {job: _seen(job, found[job]) for job in ids if job in found}
 
 
-def _seen(name: str, job: ElementTree.Element) -> Seen:
+def _seen(name: str, job: ElementTree.Element) -> QueueStatus:
     """One job of ``showq --xml``; times are unix times."""
     word = job.get("State", "")
     started = float(job.get("StartTime") or 0) or None
     walltime = float(job.get("ReqAWDuration") or 0)
     ends = started + walltime if started and walltime else None
-    state, reason, code = State.STARTING, "", None
+    state, reason, code = QueueState.STARTING, "", None
     if word in WAITS:
-        state, reason = State.PENDING, "" if word == "Idle" else word
+        state, reason = QueueState.PENDING, "" if word == "Idle" else word
         started = ends = None
     elif word in OVER or job.get("CompletionCode") is not None:
         state, reason, code = _end(job, started, walltime)
     elif word not in RUNS:
-        state, reason = State.UNKNOWN, word
+        state, reason = QueueState.UNKNOWN, word
     elif word == "Suspended":
         reason = "suspended"
-    return Seen(name, state, reason, code, 0, started, ends, job.get("MasterHost", ""))
+    return QueueStatus(name, state, reason, code, 0, started, ends, job.get("MasterHost", ""))
 
 
 def _end(
     job: ElementTree.Element, started: float | None, walltime: float
-) -> tuple[State, str, int | None]:
+) -> tuple[QueueState, str, int | None]:
     """How a job ended; the code of a cancelled one reads ``CNCLD(271)``."""
     text = job.get("CompletionCode", "")
     number = re.search(r"-?\d+", text)
@@ -156,8 +156,8 @@ def _end(
         code -= 128
     over = float(job.get("CompletionTime") or 0)
     if code and started and walltime and over - started >= walltime:
-        return State.TIMEOUT, "", code
+        return QueueState.TIMEOUT, "", code
     if text.startswith("CNCLD") or job.get("State") == "Removed":
-        return State.CANCELLED, "", code
+        return QueueState.CANCELLED, "", code
     state, reason = helpers.ended(code)
     return state, reason, code

@@ -20,7 +20,7 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import one_line, render
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 #: Not those on the time of one job, which do not pass.
 LIMITS = re.compile(r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I)
@@ -83,7 +83,7 @@ class OarQueue(Queue):
             raise QueueError(f"oarsub answered {helpers.words(done)!r} instead of {count} job ids")
         return ids
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
         found = await self._stat(*arguments)
         return {job: _seen(job, found[job]) for job in ids if job in found}
@@ -164,28 +164,28 @@ def _add(spec: str, request: Request) -> str:
 # What oarstat says
 
 
-def _seen(job: str, facts: Mapping[str, Any]) -> Seen:
+def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
     """One job of ``oarstat -f -J``."""
     word = facts.get("state", "")
     started = float(facts.get("startTime") or 0) or None
     walltime = float(facts.get("walltime") or 0)
     ends = started + walltime if started and walltime else None
     nodes = "+".join(dict.fromkeys(facts.get("assigned_network_address") or ()))
-    state, reason, code = State.STARTING, "", None
+    state, reason, code = QueueState.STARTING, "", None
     if word in WAITS:
-        state = State.PENDING
+        state = QueueState.PENDING
         reason = str(facts.get("message") or "") if word == "Waiting" else word
         started = ends = None
     elif word in ("Terminated", "Error"):
         state, reason, code = _end(facts, word)
     elif word not in RUNS:
-        state, reason = State.UNKNOWN, word
+        state, reason = QueueState.UNKNOWN, word
     elif word == "Suspended":
         reason = "suspended"
-    return Seen(job, state, reason, code, 0, started, ends, nodes)
+    return QueueStatus(job, state, reason, code, 0, started, ends, nodes)
 
 
-def _end(facts: Mapping[str, Any], word: str) -> tuple[State, str, int | None]:
+def _end(facts: Mapping[str, Any], word: str) -> tuple[QueueState, str, int | None]:
     status = facts.get("exit_code")  # as of wait(2)
     code = None
     if status not in (None, ""):
@@ -193,13 +193,13 @@ def _end(facts: Mapping[str, Any], word: str) -> tuple[State, str, int | None]:
     events = {event.get("type") for event in facts.get("events") or ()}
     message = str(facts.get("message") or "")
     for event, state in (
-        ("WALLTIME", State.TIMEOUT),
-        ("BESTEFFORT_KILL", State.PREEMPTED),
-        ("FRAG_JOB_REQUEST", State.CANCELLED),
+        ("WALLTIME", QueueState.TIMEOUT),
+        ("BESTEFFORT_KILL", QueueState.PREEMPTED),
+        ("FRAG_JOB_REQUEST", QueueState.CANCELLED),
     ):
         if event in events:
             return state, message, code
     state, reason = helpers.ended(code)
-    if word == "Error" and state is State.COMPLETED:
-        state = State.FAILED
+    if word == "Error" and state is QueueState.COMPLETED:
+        state = QueueState.FAILED
     return state, reason or (message if word == "Error" else ""), code

@@ -18,7 +18,7 @@ from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 from hpcdask.queues.script import one_line, render
 
 from . import helpers
-from .job_state import Seen
+from .job_state import QueueStatus
 from .pbs_output import Flavour, parse_qstat, seen
 
 #: Of a job that is gone: unknown, or over.
@@ -134,7 +134,7 @@ class PbsQueue(Queue):
         number, _, server = found.groups("")
         return [f"{number}[{index}]{server}" for index in range(count)]
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         flavour = await self.flavour()
         # An array shows its elements when asked for the whole
         asked = dict.fromkeys(re.sub(r"\[\d+\]", "[]", job) for job in ids)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 #: Whose qstat it is: SLURM has a wrapper of that name.
 Flavour = Literal["pbs", "torque", "slurm"]
@@ -46,24 +46,26 @@ def parse_qstat(text: str) -> dict[str, dict[str, str]]:
     return jobs
 
 
-def seen(job: str, facts: Mapping[str, str], flavour: Flavour) -> Seen:
+def seen(job: str, facts: Mapping[str, str], flavour: Flavour) -> QueueStatus:
     """One job of ``qstat -f``."""
     letter = facts.get("job_state", "")
     started = _started(facts, letter, flavour)
     walltime = _seconds(facts.get("Resource_List.walltime"))
     ends = started + walltime if started and walltime else None
     nodes = "+".join(dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))))
-    state, reason, code = State.STARTING, "", None
+    state, reason, code = QueueState.STARTING, "", None
     if letter in WAITS:
         again = int(facts.get("run_count", 0)) > 0
-        state = State.REQUEUED if again else State.PENDING
+        state = QueueState.REQUEUED if again else QueueState.PENDING
         reason = facts.get("comment", "") or WAITS[letter]
         started = ends = None
     elif letter in ("C", "F", "X"):
         state, reason, code = _end(facts, started, ends, flavour)
     elif letter not in ("R", "E", "B"):
-        state, reason = (State.STARTING, "suspended") if letter in "SU" else (State.UNKNOWN, letter)
-    return Seen(job, state, reason, code, 0, started, ends, nodes)
+        state, reason = (
+            (QueueState.STARTING, "suspended") if letter in "SU" else (QueueState.UNKNOWN, letter)
+        )
+    return QueueStatus(job, state, reason, code, 0, started, ends, nodes)
 
 
 def _started(facts: Mapping[str, str], letter: str, flavour: Flavour) -> float | None:
@@ -73,7 +75,7 @@ def _started(facts: Mapping[str, str], letter: str, flavour: Flavour) -> float |
 
 def _end(
     facts: Mapping[str, str], started: float | None, ends: float | None, flavour: Flavour
-) -> tuple[State, str, int | None]:
+) -> tuple[QueueState, str, int | None]:
     """How a job ended: state, reason and exit code."""
     text = facts.get("Exit_status", facts.get("exit_status"))
     code = int(text) if text and re.fullmatch(r"-?\d+", text) else None
@@ -84,16 +86,16 @@ def _end(
     if flavour == "slurm":
         over = helpers.unix_time(facts.get("ctime"), TIME)
         if over and ends and over >= ends:
-            return State.TIMEOUT, "", None
-        return State.COMPLETED, "ended, and its exit code is not shown", None
+            return QueueState.TIMEOUT, "", None
+        return QueueState.COMPLETED, "ended, and its exit code is not shown", None
     comment = facts.get("comment", "")
     if code == KILLED_BY_WALLTIME or (code and code > 128 and used and limit and used >= limit):
-        return State.TIMEOUT, comment, code
+        return QueueState.TIMEOUT, comment, code
     # Nothing but qdel ends a job by SIGTERM
     if facts.get("substate") == SUBSTATE_TERMINATED or code == 128 + signal.SIGTERM:
-        return State.CANCELLED, comment, code
+        return QueueState.CANCELLED, comment, code
     if code is not None and code < 0:
-        return State.FAILED, comment or "PBS could not start it", code
+        return QueueState.FAILED, comment or "PBS could not start it", code
     state, reason = helpers.ended(code)
     return state, reason or comment, code
 

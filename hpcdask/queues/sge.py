@@ -18,7 +18,7 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.script import double_quoted, one_line, render
 
 from . import helpers
-from .job_state import Seen, State
+from .job_state import QueueState, QueueStatus
 
 LIMITS = re.compile(
     r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib|can't get resp"
@@ -80,22 +80,22 @@ class SgeQueue(Queue):
             raise QueueError(f"qsub answered {helpers.words(done)!r} instead of a job's id")
         return [found[1]] if count == 1 else [f"{found[1]}.{task + 1}" for task in range(count)]
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         found = {job.id: job for job in await self._list()}
         jobs = {job: found[job] for job in ids if job in found}
-        if stuck := [job.id for job in jobs.values() if job.state is State.FAILED]:
+        if stuck := [job.id for job in jobs.values() if job.state is QueueState.FAILED]:
             await self.cancel(stuck)
         return jobs
 
-    async def _list(self) -> list[Seen]:
+    async def _list(self) -> list[QueueStatus]:
         """All jobs of this user."""
         done = await self.run("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
         if done.returncode:
             raise QueueError(f"qstat failed: {helpers.words(done)}")
         return parse_qstat(done.stdout)
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
-        found: dict[str, Seen] = {}
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        found: dict[str, QueueStatus] = {}
         for number in dict.fromkeys(job.split(".")[0] for job in ids):
             done = await self.run("qacct", "-j", number)  # fails until the job is accounted for
             found |= parse_qacct(done.stdout)
@@ -156,7 +156,7 @@ def _xml(text: str) -> ElementTree.Element:
         raise QueueError(f"the XML of qstat is broken: {error}") from None
 
 
-def parse_qstat(text: str) -> list[Seen]:
+def parse_qstat(text: str) -> list[QueueStatus]:
     """Read the answer of ``qstat -xml -r -g d``."""
     jobs = []
     for element in _xml(text).iter("job_list"):
@@ -173,7 +173,7 @@ def parse_qstat(text: str) -> list[Seen]:
         state, reason = _state(letters, number)
         nodes = element.findtext("queue_name", "").partition("@")[2]
         jobs += [
-            Seen(job, state, reason, None, 0, started, ends, nodes)
+            QueueStatus(job, state, reason, None, 0, started, ends, nodes)
             for job in _elements(number, element.findtext("tasks", ""))
         ]
     return jobs
@@ -194,20 +194,20 @@ def _elements(number: str, tasks: str) -> list[str]:
     return ids
 
 
-def _state(letters: str, number: str) -> tuple[State, str]:
+def _state(letters: str, number: str) -> tuple[QueueState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return State.FAILED, f"error state {letters}, why: qacct -j {number}"
+            return QueueState.FAILED, f"error state {letters}, why: qacct -j {number}"
         held = "held" if "h" in letters else ""
-        return (State.REQUEUED if "R" in letters else State.PENDING), held
+        return (QueueState.REQUEUED if "R" in letters else QueueState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:
-        return State.STARTING, ""
+        return QueueState.STARTING, ""
     if set(letters) & set("sST"):
-        return State.STARTING, "suspended"
-    return State.UNKNOWN, letters
+        return QueueState.STARTING, "suspended"
+    return QueueState.UNKNOWN, letters
 
 
-def parse_qacct(text: str) -> dict[str, Seen]:
+def parse_qacct(text: str) -> dict[str, QueueStatus]:
     """Read the answer of ``qacct -j``; the last record of a job counts."""
     found = {}
     for block in re.split(r"^=+$", text, flags=re.M):
@@ -220,7 +220,7 @@ def parse_qacct(text: str) -> dict[str, Seen]:
     return found
 
 
-def _ended(job: str, facts: dict[str, str]) -> Seen:
+def _ended(job: str, facts: dict[str, str]) -> QueueStatus:
     code = int(facts.get("exit_status", "0").split()[0])
     number, _, text = facts.get("failed", "0").partition(":")
     failure = int(number)
@@ -229,8 +229,8 @@ def _ended(job: str, facts: dict[str, str]) -> Seen:
     used = re.match(r"[\d.]+", facts.get("ru_wallclock", ""))
     state, reason = helpers.ended(code)
     if failure == OVER_LIMIT or (failure and limit and used and float(used[0]) >= float(limit[1])):
-        state, reason = State.TIMEOUT, ""
+        state, reason = QueueState.TIMEOUT, ""
     elif failure and failure != KILLED:
-        state, reason = State.FAILED, text.strip() or f"failed {failure}"
+        state, reason = QueueState.FAILED, text.strip() or f"failed {failure}"
     nodes = facts.get("hostname", "")
-    return Seen(job, state, reason, code, 0, started, None, nodes)
+    return QueueStatus(job, state, reason, code, 0, started, None, nodes)

@@ -22,7 +22,7 @@ from hpcdask.queues.script import double_quoted, header_lines, one_line, render
 
 from . import slurm_errors, slurm_output
 from .helpers import with_header
-from .job_state import OVER, Seen, State
+from .job_state import OVER, QueueState, QueueStatus
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -205,20 +205,20 @@ class SlurmQueue(Queue):
         except QueueError:  # the job's id must be told all the same
             return True
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
             return {}
         text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
         seen = slurm_output.parse_squeue(text, time.time())
         self._shown = set(seen)
         wanted = ((job_id, seen[job_id]) for job_id in ids if job_id in seen)
-        return {job_id: job for job_id, job in wanted if job.state is not State.UNKNOWN}
+        return {job_id: job for job_id, job in wanted if job.state is not QueueState.UNKNOWN}
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         seen = await self._accounting(ids) if ids else {}
         return slurm_output.left(ids, self._shown) | seen
 
-    async def _accounting(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def _accounting(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         # Without it nobody knows: squeue has shown all that the controller remembers
         kind = (await self._configuration()).get("AccountingStorageType", "")
         if kind in ("", "(null)", "accounting_storage/none"):

@@ -1,4 +1,4 @@
-"""What ``squeue`` and ``sacct`` print, read into `Seen`.
+"""What ``squeue`` and ``sacct`` print, read into `QueueStatus`.
 
 States: "JOB STATE CODES" of squeue(1) and sacct(1).
 """
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from hpcdask.errors import QueueError
 
-from .job_state import OVER, Seen, State
+from .job_state import OVER, QueueState, QueueStatus
 
 #: After each column of squeue; the last one may contain it.
 DELIMITER = ";"
@@ -24,36 +24,36 @@ SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
 STATES = {
-    "PENDING": State.PENDING,
-    "RESV_DEL_HOLD": State.PENDING,  # held, as its reservation is gone
-    "REQUEUED": State.REQUEUED,
-    "REQUEUE_FED": State.REQUEUED,
-    "REQUEUE_HOLD": State.REQUEUED,
-    "SPECIAL_EXIT": State.REQUEUED,
-    "CONFIGURING": State.PENDING,  # its nodes boot
-    "POWER_UP_NODE": State.PENDING,
-    "COMPLETING": State.STARTING,  # still on its nodes
-    "EXPEDITING": State.STARTING,
-    "RESIZING": State.STARTING,
-    "RUNNING": State.STARTING,
-    "SIGNALING": State.STARTING,
-    "STAGE_OUT": State.STARTING,
-    "STOPPED": State.STARTING,
-    "SUSPENDED": State.STARTING,
-    "BOOT_FAIL": State.FAILED,
-    "CANCELLED": State.CANCELLED,
-    "COMPLETED": State.COMPLETED,
-    "DEADLINE": State.TIMEOUT,
-    "FAILED": State.FAILED,
-    "LAUNCH_FAILED": State.FAILED,
-    "NODE_FAIL": State.FAILED,
-    "OUT_OF_MEMORY": State.FAILED,
-    "PREEMPTED": State.PREEMPTED,
-    "RECONFIG_FAIL": State.FAILED,
-    "REVOKED": State.CANCELLED,
-    "TIMEOUT": State.TIMEOUT,
+    "PENDING": QueueState.PENDING,
+    "RESV_DEL_HOLD": QueueState.PENDING,  # held, as its reservation is gone
+    "REQUEUED": QueueState.REQUEUED,
+    "REQUEUE_FED": QueueState.REQUEUED,
+    "REQUEUE_HOLD": QueueState.REQUEUED,
+    "SPECIAL_EXIT": QueueState.REQUEUED,
+    "CONFIGURING": QueueState.PENDING,  # its nodes boot
+    "POWER_UP_NODE": QueueState.PENDING,
+    "COMPLETING": QueueState.STARTING,  # still on its nodes
+    "EXPEDITING": QueueState.STARTING,
+    "RESIZING": QueueState.STARTING,
+    "RUNNING": QueueState.STARTING,
+    "SIGNALING": QueueState.STARTING,
+    "STAGE_OUT": QueueState.STARTING,
+    "STOPPED": QueueState.STARTING,
+    "SUSPENDED": QueueState.STARTING,
+    "BOOT_FAIL": QueueState.FAILED,
+    "CANCELLED": QueueState.CANCELLED,
+    "COMPLETED": QueueState.COMPLETED,
+    "DEADLINE": QueueState.TIMEOUT,
+    "FAILED": QueueState.FAILED,
+    "LAUNCH_FAILED": QueueState.FAILED,
+    "NODE_FAIL": QueueState.FAILED,
+    "OUT_OF_MEMORY": QueueState.FAILED,
+    "PREEMPTED": QueueState.PREEMPTED,
+    "RECONFIG_FAIL": QueueState.FAILED,
+    "REVOKED": QueueState.CANCELLED,
+    "TIMEOUT": QueueState.TIMEOUT,
 }
-#: States that `State` says as well, so that the reason need not.
+#: States that `QueueState` says as well, so that the reason need not.
 PLAIN = {"PENDING", "RUNNING", "REQUEUED", "COMPLETED", "FAILED", "CANCELLED", "PREEMPTED"}
 #: Ends that are not the job's doing: the code is SLURM's own.
 NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
@@ -108,7 +108,7 @@ def expand(job: str) -> list[str]:
     return found
 
 
-def parse_squeue(text: str, now: float) -> dict[str, Seen]:
+def parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
 
     A state that is not known here is `State.UNKNOWN`.
@@ -116,14 +116,14 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
     seen = {}
     for row in rows(text, len(COLUMNS) + 1):
         job, word, restarts, status, started, ends, nodes, reason = row
-        state = STATES.get(word, State.UNKNOWN)
+        state = STATES.get(word, QueueState.UNKNOWN)
         end = _time(ends)
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
-            state = State.REQUEUED  # its end is that of its next life
-        if state is State.PENDING and int(restarts):
-            state = State.REQUEUED
-        running = state is State.STARTING
-        seen[job] = Seen(
+            state = QueueState.REQUEUED  # its end is that of its next life
+        if state is QueueState.PENDING and int(restarts):
+            state = QueueState.REQUEUED
+        running = state is QueueState.STARTING
+        seen[job] = QueueStatus(
             job,
             state,
             reason=_reason(word, reason),
@@ -137,7 +137,7 @@ def parse_squeue(text: str, now: float) -> dict[str, Seen]:
     return seen
 
 
-def parse_sacct(text: str) -> dict[str, Seen]:
+def parse_sacct(text: str) -> dict[str, QueueStatus]:
     """Read the jobs that are over of what sacct printed with `SACCT_COLUMNS`.
 
     A site's greetings may stand before them.
@@ -151,7 +151,7 @@ def parse_sacct(text: str) -> dict[str, Seen]:
         word, _, by = words.partition(" by ")  # CANCELLED by 1000
         if (state := STATES.get(word)) in OVER:
             for job_id in expand(job):
-                seen[job_id] = Seen(
+                seen[job_id] = QueueStatus(
                     job_id,
                     state,
                     reason=_reason(word, f"by {_user(by)}" if by else ""),
@@ -162,7 +162,7 @@ def parse_sacct(text: str) -> dict[str, Seen]:
     return seen
 
 
-def left(ids: Collection[str], shown: Collection[str]) -> dict[str, Seen]:
+def left(ids: Collection[str], shown: Collection[str]) -> dict[str, QueueStatus]:
     """Elements that are over because their array is shown without them.
 
     An element that is cancelled while it waits leaves the array without a record of its own, in the
@@ -170,7 +170,7 @@ def left(ids: Collection[str], shown: Collection[str]) -> dict[str, Seen]:
     """
     arrays = {job_id.partition("_")[0] for job_id in shown}
     return {
-        job_id: Seen(job_id, State.CANCELLED, "before it started")
+        job_id: QueueStatus(job_id, QueueState.CANCELLED, "before it started")
         for job_id in ids
         if "_" in job_id and job_id not in shown and job_id.partition("_")[0] in arrays
     }

@@ -15,10 +15,10 @@ from hpcdask.client import scheduler_file
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.node import inventory
-from hpcdask.node.forking import Child
-from hpcdask.node.gpu_probe import Scout
-from hpcdask.node.inventory import View
-from hpcdask.node.placement import Place
+from hpcdask.node.forking import ForkedProcess
+from hpcdask.node.gpu_probe import GpuProbe
+from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import WorkerPlacement
 from hpcdask.node.signals import Signals
 from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.process import leave, owner_text
@@ -32,7 +32,7 @@ from . import rendezvous
 TERM_DEADLINE_S = 25.0
 
 
-class Member:
+class RankAgent:
     """A rank's own part of the cluster.
 
     Attributes
@@ -68,8 +68,8 @@ class Member:
         rank: Rank,
         janitor: Janitor,
         scratch: str,
-        program: Child | None,
-        probe: Scout | None,
+        program: ForkedProcess | None,
+        probe: GpuProbe | None,
         problem: HpcdaskError | None = None,
     ) -> None:
         self.spec = spec
@@ -82,7 +82,7 @@ class Member:
         self.signals = Signals(self.leave, self.pass_on)
         self._problem = problem
 
-    def view(self) -> tuple[View, Fabric]:
+    def view(self) -> tuple[Inventory, Fabric]:
         """What this rank sees, checked.
 
         Raises
@@ -112,7 +112,7 @@ class Member:
         }
 
     async def start_workers(
-        self, places: list[Place], scheduler: str, failed: Callable[[str, str], None]
+        self, places: list[WorkerPlacement], scheduler: str, failed: Callable[[str, str], None]
     ) -> None:
         """Start this rank's workers; `failed` is told which one did not start, and why."""
         await self.workers.start(places, scheduler, to_security(self.credentials), failed)

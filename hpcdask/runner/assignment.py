@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
-from hpcdask.node.inventory import View
-from hpcdask.node.placement import Place, owned_cores, share
+from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node
 from hpcdask.queues.environment import how_to_request
 from hpcdask.spec.specs import RunSpec
 
 
-def complete(views: Sequence[View]) -> list[View]:
+def fill_from_first_rank(views: Sequence[Inventory]) -> list[Inventory]:
     """Fill in what ranks left to the first of their node, which asked NVML for them too.
 
     Raises
@@ -38,8 +38,8 @@ def complete(views: Sequence[View]) -> list[View]:
     return whole
 
 
-def assign(
-    views: Sequence[View],
+def assign_gpus(
+    views: Sequence[Inventory],
     *,
     device: str,
     oversubscribe: bool,
@@ -112,7 +112,7 @@ def assign(
     return taken
 
 
-def _match(ranks: Sequence[View]) -> list[Gpu]:
+def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
     """One GPU per rank of a node: all different where possible, fewest sharers else.
 
     A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
@@ -149,9 +149,9 @@ def first_worker_rank(spec: RunSpec) -> int:
     return 2 if spec.layout == "dedicated" else 0
 
 
-def plan(
-    spec: RunSpec, rank: Rank, views: Mapping[int, View], *, job: str | None
-) -> dict[int, list[Place]]:
+def place_workers(
+    spec: RunSpec, rank: Rank, views: Mapping[int, Inventory], *, job: str | None
+) -> dict[int, list[WorkerPlacement]]:
     """Give every rank its workers, each with a device, cores, threads and memory.
 
     Parameters
@@ -173,11 +173,11 @@ def plan(
     Raises
     ------
     DeviceError
-        See `hpcdask.runner.assignment.assign`.
+        See `hpcdask.runner.assignment.assign_gpus`.
     """
     working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
     by_hand = rank.launcher == "none"
-    given = assign(
+    given = assign_gpus(
         working,
         device=spec.device,
         oversubscribe=spec.oversubscribe,
@@ -191,7 +191,7 @@ def plan(
         processes, per_process = nprocesses_nthreads(views[0].cpus)
         given[0] = [None] * processes
         threads = threads or per_process
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[WorkerPlacement]] = {}
     for view in working:
         mates = [mate for mate in working if mate.host == view.host]
         cores = owned_cores(mates)
@@ -199,7 +199,7 @@ def plan(
             f"{spec.name or view.host}-{number}"
             for number in range(view.rank, view.rank + len(given[view.rank]))
         ]
-        places[view.rank] = share(
+        places[view.rank] = split_node(
             dataclasses.replace(spec, nthreads=threads),
             given[view.rank],
             names,

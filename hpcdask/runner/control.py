@@ -15,11 +15,11 @@ from typing import Any
 
 from tornado.netutil import bind_sockets
 
-from hpcdask.node.channel import LINE_LIMIT, Channel, Message
+from hpcdask.node.channel import LINE_LIMIT, Message, MessageStream
 from hpcdask.security.listening import Acceptor, Unproven, prepare
 
 
-class Hub:
+class ControlServer:
     """Rank 0's side: listens, and hands over each rank that knows the nonce.
 
     Parameters
@@ -31,7 +31,7 @@ class Hub:
     """
 
     def __init__(
-        self, nonce: str, arrived: Callable[[Message, Channel], Coroutine[Any, Any, None]]
+        self, nonce: str, arrived: Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
     ) -> None:
         prepare()
         self._nonce = nonce
@@ -65,7 +65,7 @@ class Hub:
                     lambda: protocol, sock, ssl=context
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-                channel = Channel(reader, writer)
+                channel = MessageStream(reader, writer)
                 shown = await channel.receive()
         except (OSError, asyncio.CancelledError):
             (transport or sock).close()
@@ -88,11 +88,13 @@ class Hub:
         self._acceptors, self._sockets = [], []
 
 
-async def dial(host: str, port: int, context: ssl.SSLContext | None, nonce: str) -> Channel:
+async def connect_to_leader(
+    host: str, port: int, context: ssl.SSLContext | None, nonce: str
+) -> MessageStream:
     """Connect to rank 0. Raises OSError (ssl.SSLError included) when that fails."""
     reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=LINE_LIMIT)
     _notice_dead_peers(writer)
-    channel = Channel(reader, writer)
+    channel = MessageStream(reader, writer)
     channel.send(nonce=nonce)
     return channel
 

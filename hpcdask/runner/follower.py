@@ -10,16 +10,16 @@ from typing import Any
 
 from hpcdask.errors import ClusterError, LaunchError
 from hpcdask.logs import complain
-from hpcdask.node.channel import Channel
-from hpcdask.node.placement import Place
+from hpcdask.node.channel import MessageStream
+from hpcdask.node.placement import WorkerPlacement
 from hpcdask.security.credentials import to_security
 
-from .agent import TERM_DEADLINE_S, Member
-from .control import dial
+from .agent import TERM_DEADLINE_S, RankAgent
+from .control import connect_to_leader
 from .rendezvous import Note, Rendezvous
 
 
-async def follow(member: Member, rendezvous: Rendezvous) -> int:
+async def follow(member: RankAgent, rendezvous: Rendezvous) -> int:
     """Take part until rank 0 says that the run is over.
 
     Returns
@@ -64,18 +64,18 @@ async def follow(member: Member, rendezvous: Rendezvous) -> int:
     return 1
 
 
-async def _work(member: Member, channel: Channel, order: dict[str, Any]) -> None:
+async def _work(member: RankAgent, channel: MessageStream, order: dict[str, Any]) -> None:
     def failed(name: str | None, text: str) -> None:
         channel.send(op="failed", name=name, error=text)
 
     try:
-        places = [Place.from_json(place) for place in order["places"]]
+        places = [WorkerPlacement.from_json(place) for place in order["places"]]
         await member.start_workers(places, order["scheduler"], failed)
     except Exception as error:
         failed(None, f"{type(error).__name__}: {error}")
 
 
-async def _run_program(member: Member, channel: Channel, address: str) -> None:
+async def _run_program(member: RankAgent, channel: MessageStream, address: str) -> None:
     assert member.program is not None
     try:
         member.start_program(address)
@@ -86,7 +86,7 @@ async def _run_program(member: Member, channel: Channel, address: str) -> None:
     channel.send(op="program-ended", code=code)
 
 
-async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Channel]:
+async def _find_leader(member: RankAgent, rendezvous: Rendezvous) -> tuple[Note, MessageStream]:
     """Read notes until one leads to rank 0: a note may be left over from an earlier life."""
     deadline = time.monotonic() + member.spec.timeout
     heard: Note | None = None
@@ -120,10 +120,10 @@ async def _find_leader(member: Member, rendezvous: Rendezvous) -> tuple[Note, Ch
     )
 
 
-async def _dial(note: Note) -> Channel:
+async def _dial(note: Note) -> MessageStream:
     context = None
     if note["credentials"]:
         arguments = to_security(note["credentials"]).get_connection_args("worker")
         context = arguments["ssl_context"]
     async with asyncio.timeout(5):
-        return await dial(note["address"], note["port"], context, note["nonce"])
+        return await connect_to_leader(note["address"], note["port"], context, note["nonce"])

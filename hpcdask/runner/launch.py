@@ -21,18 +21,18 @@ from hpcdask import process
 from hpcdask.bootstrap import ranks, reexec
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.node.gpu_probe import Scout
+from hpcdask.node.gpu_probe import GpuProbe
 from hpcdask.spec.specs import RunSpec
 
-from .options import Launch
-from .preflight import _early_error
+from .options import RunRequest
+from .preflight import early_error
 from .program import Program, await_start
 
 if TYPE_CHECKING:
-    from .agent import Member
+    from .agent import RankAgent
 
 
-def launch(launch: Launch, janitor: Janitor, scout: Scout | None) -> Program:
+def launch(launch: RunRequest, janitor: Janitor, scout: GpuProbe | None) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
     Returns
@@ -62,7 +62,7 @@ def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
     leave(0)  # mpirun would kill rank 0 before it has said so
 
 
-async def end_with(work: Awaitable[int], member: Member) -> NoReturn:
+async def end_with(work: Awaitable[int], member: RankAgent) -> NoReturn:
     """End this rank with the exit code of its work, whatever its threads still wait for.
 
     A loop that ends by itself waits for them, such as for that of a program which hangs in a file
@@ -95,7 +95,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 
 
 def _launch(
-    launch: Launch, janitor: Janitor, scout: Scout | None, rank: ranks.Rank | None
+    launch: RunRequest, janitor: Janitor, scout: GpuProbe | None, rank: ranks.Rank | None
 ) -> Program:
     process.mark("options read")
     _check_configuration(rank)
@@ -103,7 +103,7 @@ def _launch(
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    from hpcdask.logs import complain, quiet
+    from hpcdask.logs import complain, set_log_level
     from hpcdask.node import forking, forkserver
     from hpcdask.node.forkserver import start_template
     from hpcdask.node.preflight import check_preloads
@@ -111,7 +111,7 @@ def _launch(
     from hpcdask.process import leave
 
     from . import rendezvous, scheduler
-    from .agent import Member
+    from .agent import RankAgent
     from .follower import follow
     from .leader import Leader
 
@@ -140,7 +140,7 @@ def _launch(
     except UsageError as error:
         problem = problem or error
 
-    nursery = forking.Nursery(janitor, scout)
+    nursery = forking.Forker(janitor, scout)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
     if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
@@ -149,7 +149,7 @@ def _launch(
             await_start(forked)
             return launch.program
         program = forked
-    quiet()  # not in the program, whose logging is the user's
+    set_log_level()  # not in the program, whose logging is the user's
     scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
     start_template(spec, scratch, nursery)
 
@@ -160,19 +160,19 @@ def _launch(
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
-    member = Member(spec, rank, janitor, scratch, program, scout, problem)
+    member = RankAgent(spec, rank, janitor, scratch, program, scout, problem)
     if rank.index == 0:
         assert scheduler_child is not None
         attached = None
         if launch.attached is not None:
-            attached = forking.Child(0, socket.socket(fileno=launch.attached))
+            attached = forking.ForkedProcess(0, socket.socket(fileno=launch.attached))
         leader = Leader(
             member,
             meeting,
             scheduler_child,
             attached=attached,
             has_program=launch.program is not None or attached is not None,
-            early_error=_early_error(launch, rank),
+            early_error=early_error(launch, rank),
         )
         if isinstance(meeting, rendezvous.FileRendezvous):
             for folder in meeting.folders:

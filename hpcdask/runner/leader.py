@@ -19,24 +19,24 @@ from typing import Any
 from hpcdask.bootstrap import resources
 from hpcdask.client import scheduler_file
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.topology import Seat
+from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import AUTO, Choice, choose, choose_interface
-from hpcdask.comm.warmup import Link, judge
+from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.gpu import memory_plan
 from hpcdask.logs import complain, say
-from hpcdask.node.channel import Channel
-from hpcdask.node.forking import Child
-from hpcdask.node.inventory import View
-from hpcdask.node.placement import Place, owned_cores, settle
+from hpcdask.node.channel import MessageStream
+from hpcdask.node.forking import ForkedProcess
+from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import WorkerPlacement, owned_cores, with_transport
 from hpcdask.process import mark, seconds_since_start
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials, to_security
 
 from . import assignment
-from .agent import TERM_DEADLINE_S, Member
-from .assignment import plan
-from .control import Hub
+from .agent import TERM_DEADLINE_S, RankAgent
+from .assignment import place_workers
+from .control import ControlServer
 from .events import Event, _Interrupted
 from .rendezvous import Rendezvous
 
@@ -70,12 +70,12 @@ class Leader:
 
     def __init__(
         self,
-        member: Member,
+        member: RankAgent,
         rendezvous: Rendezvous | None,
-        scheduler: Child,
+        scheduler: ForkedProcess,
         *,
         has_program: bool,
-        attached: Child | None = None,
+        attached: ForkedProcess | None = None,
         early_error: HpcdaskError | None = None,
     ) -> None:
         self.member = member
@@ -88,15 +88,15 @@ class Leader:
         self.early_error = early_error
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.hellos: dict[int, dict[str, Any]] = {}
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, MessageStream] = {}
         self.names: dict[int, set[str]] = {}
         self.wanted: set[str] = set()
         self.registered: set[str] = set()
         self.choice = Choice("tcp", "")
-        self.warm: dict[str, list[Link]] = {}
+        self.warm: dict[str, list[LinkTest]] = {}
         self.told_warm = False
         self.on_device = False
-        self.orders: Channel | None = None
+        self.orders: MessageStream | None = None
         self.address = ""
         self.written = ""
         self.dashboard_host, self.dashboard = "", 0
@@ -193,9 +193,9 @@ class Leader:
             scratch=self.member.scratch,
         )
 
-    def _plan(self, views: dict[int, View]) -> dict[int, list[Place]]:
+    def _plan(self, views: dict[int, Inventory]) -> dict[int, list[WorkerPlacement]]:
         """Who computes on what, how they exchange data, and where the scheduler listens."""
-        places = plan(self.spec, self.rank, views, job=job_id())
+        places = place_workers(self.spec, self.rank, views, job=job_id())
         planned = sum(map(len, places.values()))
         if (self.spec.workers_min or 0) > planned:
             raise UsageError(
@@ -203,7 +203,7 @@ class Leader:
                 f"Ask for no more"
             )
         seats = {
-            index: Seat(
+            index: NodeLinks(
                 view.host,
                 tuple(place.gpu for place in places.get(index, ()) if place.gpu),
                 Fabric.from_json(self.hellos[index]["fabric"]),
@@ -220,7 +220,7 @@ class Leader:
             lacks := memory_plan.missing(self.spec)
         ):
             say(f"warning: {lacks}")
-        places = settle(self.spec, places, working, self.choice, interfaces)
+        places = with_transport(self.spec, places, working, self.choice, interfaces)
         if self.spec.interface == AUTO:
             self._start_scheduler(interfaces[self.rank.host])
         return places
@@ -236,7 +236,7 @@ class Leader:
             return LOOPBACK
         return str(get_ip())
 
-    async def _meet(self) -> dict[int, View]:
+    async def _meet(self) -> dict[int, Inventory]:
         """Have every rank say what it sees."""
         nonce = secrets.token_hex(16)
         self.hellos[0] = await asyncio.to_thread(self.member.hello)
@@ -245,7 +245,7 @@ class Leader:
             if self.member.credentials:
                 access = to_security(self.member.credentials)
                 context = access.get_listen_args("scheduler")["ssl_context"]
-            hub = Hub(nonce, self._arrived)
+            hub = ControlServer(nonce, self._arrived)
             port = await hub.listen(host, context)
             self.rendezvous.publish(
                 {
@@ -264,8 +264,8 @@ class Leader:
             if "error" in hello:
                 where = f" (rank {index} on {hello['host']})" if self.rank.size > 1 else ""
                 raise UsageError(f"{hello['error']}{where}")
-        views = [View.from_json(hello["view"]) for hello in self.hellos.values()]
-        return {view.rank: view for view in assignment.complete(views)}
+        views = [Inventory.from_json(hello["view"]) for hello in self.hellos.values()]
+        return {view.rank: view for view in assignment.fill_from_first_rank(views)}
 
     async def _gather_to_dismiss(self) -> None:
         """After an early error: let the others arrive, so that they can be told to end."""
@@ -283,7 +283,7 @@ class Leader:
             f"ranks printed and whether they reach {self.rank.host}, or allow more with --timeout"
         )
 
-    async def _arrived(self, hello: dict[str, Any], channel: Channel) -> None:
+    async def _arrived(self, hello: dict[str, Any], channel: MessageStream) -> None:
         index = int(hello["rank"])
         self.hellos[index] = hello
         self.channels[index] = channel
@@ -298,12 +298,12 @@ class Leader:
                     self._happened("program", message["code"])
         self._happened("lost", index)
 
-    def _widen_scheduler(self, views: dict[int, View]) -> None:
+    def _widen_scheduler(self, views: dict[int, Inventory]) -> None:
         """A launcher that pins ranks left the scheduler on rank 0's core: give it the node's."""
         here = [view for view in views.values() if view.host == self.rank.host]
         resources.widen(owned_cores(here), self.scheduler.pid)
 
-    def _start_workers(self, places: dict[int, list[Place]]) -> None:
+    def _start_workers(self, places: dict[int, list[WorkerPlacement]]) -> None:
         self.names = {index: {place.name for place in group} for index, group in places.items()}
         self.on_device = any(place.gpu for group in places.values() for place in group)
         self.wanted = set().union(*self.names.values())
@@ -314,7 +314,7 @@ class Leader:
         if 0 in places:
             self._start(self._own_workers(places[0]))
 
-    async def _own_workers(self, places: list[Place]) -> None:
+    async def _own_workers(self, places: list[WorkerPlacement]) -> None:
         try:
             await self.member.start_workers(
                 places,
@@ -332,7 +332,7 @@ class Leader:
             f"by --workers-min"
         )
 
-    def _announce(self, places: dict[int, list[Place]]) -> None:
+    def _announce(self, places: dict[int, list[WorkerPlacement]]) -> None:
         group = [place for part in places.values() for place in part]
         hosts = {self.hellos[index]["host"] for index in places}
         kinds = Counter(place.gpu.name if place.gpu else "CPU" for place in group)
@@ -377,14 +377,14 @@ class Leader:
 
     def _note_warm(self, message: dict[str, Any]) -> None:
         """Once all workers have exchanged data, say how that went."""
-        self.warm[message["name"]] = [Link(**link) for link in message["links"]]
+        self.warm[message["name"]] = [LinkTest(**link) for link in message["links"]]
         if self.told_warm or not self.wanted <= set(self.warm):
             return
         self.told_warm = True
         links = [link for found in self.warm.values() for link in found]
         if not links:
             return
-        found = judge(links, on_device=self.on_device)
+        found = evaluate(links, on_device=self.on_device)
         say(f"warm in {seconds_since_start():.2f} s: {found.line}")
         for warning in found.warnings:
             say(f"warning: {warning}")
@@ -534,10 +534,10 @@ class Leader:
         elif self.has_program:
             self.channels[1].send(op="program", address=self.address)
 
-    async def _await_program(self, program: Child) -> None:
+    async def _await_program(self, program: ForkedProcess) -> None:
         self._happened("program", await program.wait())
 
-    async def _attend(self, line: Child) -> None:
+    async def _attend(self, line: ForkedProcess) -> None:
         """Tell the program that started this rank where the cluster is, and wait for its end."""
         channel = await line.channel()
         file = os.path.join(self.member.scratch, "scheduler.json")

@@ -60,7 +60,7 @@ def command() -> click.Command:
     )
 
 
-def parse(argv: Sequence[str]) -> Launch:
+def parse(argv: Sequence[str]) -> RunRequest:
     """Read the command line.
 
     Raises
@@ -89,11 +89,11 @@ def parse(argv: Sequence[str]) -> Launch:
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
     program = Program(target[0], list(target[1:]), module) if target else None
-    return Launch(RunSpec(**values), program, attached)
+    return RunRequest(RunSpec(**values), program, attached)
 
 
 @dataclass
-class Launch:
+class RunRequest:
     """What this rank was asked to do.
 
     Attributes

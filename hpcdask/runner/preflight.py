@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 
-from .options import Launch
+from .options import RunRequest
 
 if TYPE_CHECKING:
     pass
 
 
-def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
+def _check_layout(launch: RunRequest, rank: ranks.Rank) -> None:
     if launch.spec.layout == "dedicated" and rank.size < 3:
         raise UsageError(
             f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
@@ -24,7 +24,7 @@ def _check_layout(launch: Launch, rank: ranks.Rank) -> None:
         )
 
 
-def _early_error(launch: Launch, rank: ranks.Rank) -> HpcdaskError | None:
+def early_error(launch: RunRequest, rank: ranks.Rank) -> HpcdaskError | None:
     """Bad input that only rank 0 can see."""
     from hpcdask.client import scheduler_file
 

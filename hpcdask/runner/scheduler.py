@@ -14,19 +14,19 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.comm.peers import TOPIC
 from hpcdask.gpu.devices import start_nvml
-from hpcdask.logs import quiet
-from hpcdask.node.channel import Channel
+from hpcdask.logs import set_log_level
+from hpcdask.node.channel import MessageStream
 from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.security import listening, webserver
 from hpcdask.security.credentials import to_security
 
 
-class _Census(SchedulerPlugin):
+class _WorkerReporter(SchedulerPlugin):
     """Tells the rank how many workers there are, whenever that changes, and which are warm."""
 
     name = "hpcdask-census"
 
-    def __init__(self, scheduler: Scheduler, channel: Channel) -> None:
+    def __init__(self, scheduler: Scheduler, channel: MessageStream) -> None:
         self._scheduler = scheduler
         self._channel = channel
 
@@ -48,7 +48,9 @@ class _Census(SchedulerPlugin):
         )
 
     async def before_close(self) -> None:
-        quiet("ERROR")  # a client may close it, while workers that are told so still say something
+        set_log_level(
+            "ERROR"
+        )  # a client may close it, while workers that are told so still say something
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic == TOPIC:
@@ -71,7 +73,7 @@ def main(sock: socket.socket) -> None:
 
 
 async def _main(sock: socket.socket) -> None:
-    channel = await Channel.over(sock)
+    channel = await MessageStream.over(sock)
     order = await channel.receive()
     if order is None:
         return
@@ -89,7 +91,7 @@ async def _main(sock: socket.socket) -> None:
             )
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
-        scheduler.add_plugin(_Census(scheduler, channel))
+        scheduler.add_plugin(_WorkerReporter(scheduler, channel))
         await scheduler
         listening.guard(scheduler)
     except Exception as error:
@@ -106,11 +108,11 @@ async def _main(sock: socket.socket) -> None:
     await channel.flush()
 
 
-async def _obey(scheduler: Scheduler, channel: Channel) -> None:
+async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
     while (order := await channel.receive()) is not None:
         if order.get("op") == "quiet":
-            quiet("CRITICAL")
+            set_log_level("CRITICAL")
         elif order.get("op") == "close":
             break
-    quiet("CRITICAL")
+    set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")

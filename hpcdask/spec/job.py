@@ -8,7 +8,7 @@ from .specs import WorkerSpec
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobSpec:
     """What the command line and the environment ask for.
 
     Attributes

@@ -22,7 +22,7 @@ from hpcdask.security.private import make_folders, write_private
 
 from . import header
 from .launch_lines import COUNTED, launch_lines
-from .request import Asked
+from .request import BatchRequest
 
 #: In the order in which they are looked for: SLURM, Grid Engine and Moab may have a qsub too.
 SYSTEMS = ("slurm", "lsf", "sge", "moab", "pbs", "oar", "htcondor")
@@ -139,7 +139,7 @@ class Batch:
         return job_id
 
 
-async def prepare(system: str, asked: Asked) -> Batch:
+async def prepare(system: str, asked: BatchRequest) -> Batch:
     """Write the script of a batch job; nothing is submitted.
 
     Parameters
@@ -180,7 +180,7 @@ async def prepare(system: str, asked: Asked) -> Batch:
     return batch
 
 
-def _preamble(batch: Batch, asked: Asked) -> list[str]:
+def _preamble(batch: Batch, asked: BatchRequest) -> list[str]:
     mask = os.umask(0o077)
     os.umask(mask)
     lines = [f"cd {shlex.quote(asked.folder)} || exit"]

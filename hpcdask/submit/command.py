@@ -164,7 +164,7 @@ for _system in SYSTEMS:
 def _read(job: dict[str, Any]) -> Any:
     from . import request
 
-    read = request.Asked(
+    read = request.BatchRequest(
         memory=request.read_memory(job.pop("mem")), run=request.read_run(job.pop("run")), **job
     )
     request.check(read)

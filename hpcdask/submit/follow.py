@@ -13,7 +13,7 @@ from typing import Any
 from hpcdask.errors import QueueError
 from hpcdask.jobs.cancel import end_jobs
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, WAITING, Seen, State
+from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
 
 from .batch import Batch
 
@@ -95,7 +95,7 @@ def tell(batch: Batch, job_id: str, say: Say) -> None:
     say(f"log {batch.log(job_id)}")
 
 
-async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> Seen:
+async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
     """Wait for the end of a job, and copy its log meanwhile.
 
     Raises
@@ -138,30 +138,30 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> Seen:
         pause = min(SLOWER * pause, POLL_S[1])
 
 
-async def _ask(queue: Queue, job_id: str) -> Seen | None:
+async def _ask(queue: Queue, job_id: str) -> QueueStatus | None:
     found = await queue.query([job_id]) or await queue.departed([job_id])
     return found.get(job_id)
 
 
-def _state(job_id: str, seen: Seen) -> str:
+def _state(job_id: str, seen: QueueStatus) -> str:
     if seen.state in WAITING:
         return f"job {job_id} is {seen.state}{f' ({seen.reason})' if seen.reason else ''}"
-    if seen.state is State.UNKNOWN:
+    if seen.state is QueueState.UNKNOWN:
         return f"job {job_id}: its state is not known{f' ({seen.reason})' if seen.reason else ''}"
     return f"job {job_id} runs{f' on {seen.nodes}' if seen.nodes else ''}"
 
 
-def result(batch: Batch, job_id: str, seen: Seen, say: Say) -> int:
+def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
     """Exit code for a job that is over; what is wrong is said, and where to read more."""
     code, reason = seen.exit_code, f": {seen.reason}" if seen.reason else ""
-    if seen.state is State.COMPLETED and code == 0:
+    if seen.state is QueueState.COMPLETED and code == 0:
         return 0
-    if seen.state in (State.COMPLETED, State.FAILED):
+    if seen.state in (QueueState.COMPLETED, QueueState.FAILED):
         words = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
         say(f"job {job_id} {seen.state}, {words}")
         code = code if code and 0 < code < 256 else 1
     else:
-        ended = "ran out of time" if seen.state is State.TIMEOUT else f"was {seen.state}"
+        ended = "ran out of time" if seen.state is QueueState.TIMEOUT else f"was {seen.state}"
         say(f"job {job_id} {ended}{reason}")
         code = 1
     if not batch.log(job_id).exists():

@@ -21,7 +21,7 @@ from hpcdask.queues.gpu_directives import requested_gpus
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import header_lines
 
-from .request import Asked
+from .request import BatchRequest
 
 #: Systems whose word for an account is a project.
 PROJECTS = ("lsf", "sge", "oar")
@@ -37,7 +37,7 @@ def prefix(system: str) -> str:
     return PREFIXES.get(system, "#PBS")
 
 
-def read(system: str, queue: Queue, asked: Asked, *, torque: bool) -> JobOptions:
+def read(system: str, queue: Queue, asked: BatchRequest, *, torque: bool) -> JobOptions:
     """Return the job with dask-jobqueue's header, made one of a whole allocation.
 
     Parameters
@@ -87,7 +87,7 @@ def read(system: str, queue: Queue, asked: Asked, *, torque: bool) -> JobOptions
     return options
 
 
-def _refuse(system: str, asked: Asked) -> None:
+def _refuse(system: str, asked: BatchRequest) -> None:
     """What a system does not have."""
     directives = " ".join(asked.directives)
     if system == "htcondor":
@@ -140,7 +140,7 @@ def _configured_directives(system: str, queue: Queue) -> list[str]:
 
 
 def _keywords(
-    system: str, queue: Queue, asked: Asked, directives: list[str], *, torque: bool
+    system: str, queue: Queue, asked: BatchRequest, directives: list[str], *, torque: bool
 ) -> dict[str, Any]:
     """Keywords of dask-jobqueue's Job class."""
     extra: Any = directives
@@ -194,13 +194,13 @@ def _configured_prologue(system: str) -> list[str]:
     return list(dask.config.get(f"jobqueue.{system}.job-script-prologue", None) or [])
 
 
-def _select(asked: Asked) -> str:
+def _select(asked: BatchRequest) -> str:
     """PBS Professional's form; mpiprocs is how often an MPI finds a node in its list."""
     memory = f":mem={_megabytes(asked.memory)}" if asked.memory else ""
     return f"select={asked.nodes}:ncpus={asked.cores}:mpiprocs={asked.ranks}{memory}"
 
 
-def _torque_nodes(asked: Asked) -> str:
+def _torque_nodes(asked: BatchRequest) -> str:
     """Torque's form, where memory is that of all nodes together."""
     memory = f",mem={_megabytes(asked.nodes * asked.memory)}" if asked.memory else ""
     return f"nodes={asked.nodes}:ppn={asked.cores}{memory}"
@@ -222,7 +222,7 @@ def _description(directives: Collection[str]) -> dict[str, str]:
 
 
 def _edited(
-    system: str, lines: Collection[str], asked: Asked, directives: Collection[str]
+    system: str, lines: Collection[str], asked: BatchRequest, directives: Collection[str]
 ) -> list[str]:
     """dask-jobqueue's lines, with nodes and ranks, and without what the user leaves to the site."""
     start = prefix(system)
@@ -252,7 +252,7 @@ def _edited(
     return out
 
 
-def _edit_description(job: Any, asked: Asked) -> None:
+def _edit_description(job: Any, asked: BatchRequest) -> None:
     """HTCondor's form of the same."""
     description = job.job_header_dict
     if not asked.memory:

@@ -6,14 +6,14 @@ import shlex
 
 from hpcdask.errors import UsageError
 
-from .request import Asked
+from .request import BatchRequest
 
 #: Systems that tell an MPI how many ranks a node gets: their slots are ranks, not cores.
 COUNTED = ("slurm", "pbs")
 OAR_AGENT = "export OMPI_MCA_plm_rsh_agent=oarsh PRTE_MCA_plm_ssh_agent=oarsh"
 
 
-def launch_lines(system: str, asked: Asked, python: str, *, counted: bool) -> list[str]:
+def launch_lines(system: str, asked: BatchRequest, python: str, *, counted: bool) -> list[str]:
     """Return shell lines that start the runner, one rank per GPU.
 
     Parameters
@@ -52,6 +52,6 @@ def launch_lines(system: str, asked: Asked, python: str, *, counted: bool) -> li
     return [*lines, f"exec mpirun {total} {hosts}$per_node {program}"]
 
 
-def _cpus(asked: Asked) -> list[str]:
+def _cpus(asked: BatchRequest) -> list[str]:
     """sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02."""
     return [f"export SRUN_CPUS_PER_TASK={asked.cpus_per_gpu}"] if asked.cpus_per_gpu else []

@@ -18,7 +18,7 @@ NO_PROGRAM = "dask-cluster"
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchRequest:
     """A batch job, in the words of the command line.
 
     Attributes
@@ -126,7 +126,7 @@ def read_run(text: str) -> tuple[str, ...]:
         raise UsageError(f"--run: {text!r}: {str(error).lower()}. Check its quotes") from None
 
 
-def check(asked: Asked) -> None:
+def check(asked: BatchRequest) -> None:
     """Refuse what could not run.
 
     Raises

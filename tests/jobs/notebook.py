@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.watchdog import start_warden
+from hpcdask.jobs.watchdog import start_watchdog
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
 from hpcdask.security.credentials import save_credentials
@@ -24,7 +24,7 @@ request = Request(name="x", tag=folder.tag, folder=str(folder.path / "logs"), gp
 job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=[])
 folder.write_script(queue.script(job, request, [], "exec sleep 1000"))
 os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-warden = None if "--no-warden" in options else start_warden(folder)
+warden = None if "--no-warden" in options else start_watchdog(folder)
 submission = folder.new_submission()
 ids = asyncio.run(queue.submit(str(submission.script), int(count)))
 if "--unrecorded" not in options:

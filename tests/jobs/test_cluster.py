@@ -29,7 +29,7 @@ from hpcdask.clusters import retire, scaling, submitter, termination
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, State
+from hpcdask.queues.job_state import OVER, QueueState
 from hpcdask.queues.local import LocalQueue
 from launching import (
     clean_environment,
@@ -69,7 +69,7 @@ def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
     return hpcdask.LocalCUDAJobCluster(**{**ONE, "shared_temp_directory": str(folder), **keywords})
 
 
-def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[State]:
+def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[QueueState]:
     return [job.state for job in cluster.jobs()]
 
 
@@ -97,7 +97,7 @@ def test_scale_up_and_down(folder: Path):
 
         client.wait_for_workers(2, timeout=180)
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-        wait_for(lambda: states(cluster) == [State.RUNNING] * 2, 10, "both to run")
+        wait_for(lambda: states(cluster) == [QueueState.RUNNING] * 2, 10, "both to run")
         assert "2 running" in repr(cluster)
         assert "2 running" in cluster._repr_html_()
         ids = {job.id for job in cluster.jobs()}
@@ -122,7 +122,9 @@ def test_scale_up_and_down(folder: Path):
         counted = client.map(lambda number: (number, os.urandom(4)), range(20), pure=False)
         before = client.gather(counted)
         cluster.scale(1)
-        wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 20, "one")
+        wait_for(
+            lambda: sorted(states(cluster)) == [QueueState.COMPLETED, QueueState.RUNNING], 20, "one"
+        )
         assert len(client.nthreads()) == 1
         assert client.gather(counted) == before  # moved, not computed again
         cluster.scale(jobs=2)
@@ -150,7 +152,7 @@ def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):
         assert sum(client.gather(futures)) == sum(range(20))
         assert len(cluster.jobs()) == 2
         del futures
-        wait_for(lambda: set(states(cluster)) == {State.COMPLETED}, 30, "all jobs to end")
+        wait_for(lambda: set(states(cluster)) == {QueueState.COMPLETED}, 30, "all jobs to end")
         assert not any(job.cancelled for job in cluster.jobs())
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3  # and up again
 
@@ -165,7 +167,7 @@ def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
             job = job.parent()
         os.killpg(job.pid, signal.SIGKILL)
         assert sum(client.gather(futures)) == sum(range(60))
-        wait_for(lambda: states(cluster).count(State.RUNNING) == 2, 30, "a replacement")
+        wait_for(lambda: states(cluster).count(QueueState.RUNNING) == 2, 30, "a replacement")
         assert len(cluster.jobs()) == 3
         assert victim not in pids(client)
 
@@ -245,7 +247,9 @@ def test_a_handover_that_fails_is_tried_again(
         client.wait_for_workers(2, timeout=180)
         monkeypatch.setattr(retire, "retire", failing)
         cluster.scale(1)
-        wait_for(lambda: sorted(states(cluster)) == [State.COMPLETED, State.RUNNING], 30, "one")
+        wait_for(
+            lambda: sorted(states(cluster)) == [QueueState.COMPLETED, QueueState.RUNNING], 30, "one"
+        )
         assert len(tried) == 3
     assert capsys.readouterr().err.count("dictionary changed size") == 1
 
@@ -300,7 +304,7 @@ def test_close_stops_a_submission_under_way(folder: Path):
             queue.let_all()
             await closing
             assert queue.commands <= 4
-            assert set(states(cluster)) == {State.CANCELLED}
+            assert set(states(cluster)) == {QueueState.CANCELLED}
 
     asyncio.run(work())
 
@@ -535,7 +539,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         let_go.set()
         cluster.close()
         assert cluster.status == Status.closed
-        assert states(cluster) == [State.CANCELLED]
+        assert states(cluster) == [QueueState.CANCELLED]
         assert not keys(folder)
 
     async def work() -> None:
@@ -547,7 +551,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
             let_go.set()
             await cluster.close()
             assert cluster.status == Status.closed
-            assert states(cluster) == [State.CANCELLED]
+            assert states(cluster) == [QueueState.CANCELLED]
 
     asyncio.run(work())
 

@@ -22,7 +22,7 @@ from clock import stretched
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.queues import local, local_processes
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, Seen, State
+from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from launching import end, leftovers, wait_for
 
@@ -79,12 +79,12 @@ def entries(queue: LocalQueue) -> list:
     return list(queue._entries.values())
 
 
-def query(queue: LocalQueue, *ids: str) -> list[Seen | None]:
+def query(queue: LocalQueue, *ids: str) -> list[QueueStatus | None]:
     seen = asyncio.run(queue.query(ids))
     return [seen.get(job_id) for job_id in ids]
 
 
-def wait_over(queue: LocalQueue, *ids: str, timeout: float = 30) -> list[Seen]:
+def wait_over(queue: LocalQueue, *ids: str, timeout: float = 30) -> list[QueueStatus]:
     wait_for(lambda: all(seen.state in OVER for seen in query(queue, *ids)), timeout, "the end")
     return query(queue, *ids)
 
@@ -99,7 +99,7 @@ def test_a_job_runs_with_prologue_and_ends(site):
     assert len(set(ids)) == 3
     for job_id, seen in zip(ids, wait_over(queue, *ids), strict=True):
         assert seen.id == job_id
-        assert (seen.state, seen.exit_code) == (State.COMPLETED, 0)
+        assert (seen.state, seen.exit_code) == (QueueState.COMPLETED, 0)
         assert seen.nodes == os.uname().nodename
         assert abs(seen.started - time.time()) < 600
         assert site.output(job_id).splitlines() == ["from-prologue from-preamble", f"id {job_id}"]
@@ -115,7 +115,7 @@ def test_a_job_fails_with_its_exit_code(site, command, code, reason):
     queue = site.queue()
     (job_id,) = site.submit(queue, command)
     (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code, seen.reason) == (State.FAILED, code, reason)
+    assert (seen.state, seen.exit_code, seen.reason) == (QueueState.FAILED, code, reason)
 
 
 def test_a_job_that_cannot_be_started_has_failed(site):
@@ -124,7 +124,7 @@ def test_a_job_that_cannot_be_started_has_failed(site):
     script.write_text(script.read_text().replace(str(site.folder), str(site.folder / "missing")))
     (job_id,) = asyncio.run(queue.submit(str(script), 1))
     (seen,) = query(queue, job_id)
-    assert seen.state is State.FAILED
+    assert seen.state is QueueState.FAILED
     assert "No such file or directory" in seen.reason
 
 
@@ -140,7 +140,7 @@ def test_a_job_runs_though_its_script_moves_before_it_is_read(site, monkeypatch)
     script.rename(site.folder / "elsewhere")
     (site.folder / "go").touch()
     (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (State.FAILED, 3), site.output(job_id)
+    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 3), site.output(job_id)
     assert site.output(job_id) == f"{script} 0\n"
 
 
@@ -155,11 +155,11 @@ def test_cancelling_ends_all_of_a_job(site):
     queue = site.queue()
     (job_id,) = site.submit(queue, "sleep 1000 & (setsid sleep 1000) & exec sleep 1000")
     wait_for(lambda: len([p for p in site.processes() if p.name() == "sleep"]) == 3)
-    assert query(queue, job_id)[0].state is State.STARTING
+    assert query(queue, job_id)[0].state is QueueState.STARTING
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     cancel(queue, job_id)
     (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code, seen.reason) == (State.CANCELLED, 143, "cancelled")
+    assert (seen.state, seen.exit_code, seen.reason) == (QueueState.CANCELLED, 143, "cancelled")
     assert not site.processes()
 
 
@@ -169,7 +169,7 @@ def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
     wait_for(lambda: site.output(job_id))
     cancel(queue, job_id)
     wait_for(lambda: not site.processes(), 30, "the job's end, though nobody asks")
-    assert query(queue, job_id)[0].state is State.CANCELLED
+    assert query(queue, job_id)[0].state is QueueState.CANCELLED
 
 
 def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
@@ -180,8 +180,8 @@ def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypat
     wait_over(queue, done)
     wait_for(lambda: site.output(job_id))
     cancel(queue, job_id, done, "1.2.3", "not-an-id")
-    assert query(queue, done)[0].state is State.FAILED
-    assert query(queue, job_id)[0].state is State.STARTING
+    assert query(queue, done)[0].state is QueueState.FAILED
+    assert query(queue, job_id)[0].state is QueueState.STARTING
     wait_over(queue, job_id)
 
 
@@ -194,14 +194,14 @@ def test_the_walltime_ends_a_job(site):
     seen = query(queue, polite)[0]
     assert seen.ends - seen.started == pytest.approx(1)
     last = [(seen.state, seen.exit_code) for seen in wait_over(queue, polite, stubborn)]
-    assert last == [(State.TIMEOUT, 143), (State.TIMEOUT, 137)]
+    assert last == [(QueueState.TIMEOUT, 143), (QueueState.TIMEOUT, 137)]
 
 
 def test_before_the_walltime_124_is_an_exit_code(site):
     queue = site.queue(walltime_s=1000)
     (job_id,) = site.submit(queue, "exit 124")
     (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (State.FAILED, 124)
+    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 124)
 
 
 def test_every_job_has_gpus_of_its_own(site):
@@ -211,23 +211,23 @@ def test_every_job_has_gpus_of_its_own(site):
     hold = f'echo "$CUDA_VISIBLE_DEVICES"; while [ ! -e "{mark}" ]; do sleep 0.05; done'
     ids = site.submit(queue, hold, count=5, gpus=1)
     states = [seen.state for seen in query(queue, *ids)]
-    assert states == [State.STARTING] * 3 + [State.PENDING] * 2
+    assert states == [QueueState.STARTING] * 3 + [QueueState.PENDING] * 2
     assert {seen.reason for seen in query(queue, *ids[3:])} == {"Resources: all 3 GPUs are taken"}
     wait_for(lambda: all(site.output(job_id) for job_id in ids[:3]))
     assert sorted(site.output(job_id).strip() for job_id in ids[:3]) == sorted(gpus)
 
     (site.folder / ids[1]).touch()
     wait_over(queue, ids[1])
-    wait_for(lambda: query(queue, ids[3])[0].state is State.STARTING)
+    wait_for(lambda: query(queue, ids[3])[0].state is QueueState.STARTING)
     wait_for(lambda: site.output(ids[3]))
     assert site.output(ids[3]) == site.output(ids[1])
-    assert query(queue, ids[4])[0].state is State.PENDING
+    assert query(queue, ids[4])[0].state is QueueState.PENDING
 
     (cpu,) = site.submit(queue, 'echo "has [$CUDA_VISIBLE_DEVICES]"', gpus=0)
     wait_over(queue, cpu)
     assert site.output(cpu) == "has []\n"
     cancel(queue, *ids)
-    assert query(queue, ids[4])[0].state is State.CANCELLED
+    assert query(queue, ids[4])[0].state is QueueState.CANCELLED
     wait_over(queue, *ids)
 
 
@@ -250,7 +250,7 @@ def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site):
     job_id = submit_elsewhere(site, "exec sleep 1000", gpus=1, uuids=[gpu])
     queue = site.queue([gpu])
     (waiting,) = site.submit(queue, "true", gpus=1)
-    assert query(queue, waiting)[0].state is State.PENDING
+    assert query(queue, waiting)[0].state is QueueState.PENDING
     cancel(queue, job_id)
     wait_over(queue, waiting)
 
@@ -274,7 +274,7 @@ def test_without_a_folder_for_locks_a_job_fails(site):
     queue = site.queue(["GPU-1"])
     (job_id,) = site.submit(queue, "true", gpus=1)
     (seen,) = query(queue, job_id)
-    assert seen.state is State.FAILED
+    assert seen.state is QueueState.FAILED
     assert "the folder in which GPUs in use are noted cannot be made" in seen.reason
 
 
@@ -302,12 +302,12 @@ def test_another_process_finds_and_cancels_a_job(site):
     wait_for(lambda: site.output(job_id))
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     (seen,) = query(queue, job_id)
-    assert seen.state is State.STARTING
+    assert seen.state is QueueState.STARTING
     assert abs(seen.started - time.time()) < 600
     assert not asyncio.run(queue.departed([job_id]))
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
-    assert asyncio.run(queue.departed([job_id]))[job_id].state is State.CANCELLED
+    assert asyncio.run(queue.departed([job_id]))[job_id].state is QueueState.CANCELLED
 
 
 def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
@@ -336,7 +336,7 @@ def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     (leader,) = (process for process in site.processes() if process.name() == "timeout")
     leader.kill()
     wait_for(lambda: leader not in site.processes())
-    assert query(queue, job_id)[0].state is State.STARTING
+    assert query(queue, job_id)[0].state is QueueState.STARTING
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
     assert {"ready", *told} <= set(site.output(job_id).splitlines())
@@ -348,9 +348,9 @@ def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):
     wait_for(lambda: site.output(job_id))
     os.kill(queue._entries[job_id].leader.pid, signal.SIGKILL)
     wait_for(lambda: query(queue, job_id)[0].reason, what="its leader's end to be seen")
-    assert query(queue, job_id)[0].state is State.STARTING
+    assert query(queue, job_id)[0].state is QueueState.STARTING
     (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (State.FAILED, 137)
+    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
 
 
 def test_a_job_that_ended_unseen_has_departed(site):
@@ -358,7 +358,7 @@ def test_a_job_that_ended_unseen_has_departed(site):
     queue = site.queue()
     wait_for(lambda: query(queue, job_id) == [None])
     seen = asyncio.run(queue.departed([job_id, f"{os.getpid()}.0.1"]))
-    assert {job.state for job in seen.values()} == {State.COMPLETED}
+    assert {job.state for job in seen.values()} == {QueueState.COMPLETED}
     assert len(seen) == 2
 
 

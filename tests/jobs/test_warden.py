@@ -18,7 +18,7 @@ import pytest
 from hpcdask.errors import QueueError
 from hpcdask.jobs import cancel, watchdog
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.registry import NAMES
 from launching import end, leftovers, wait_for
 
@@ -202,7 +202,7 @@ def test_a_warden_that_does_not_start_is_an_error(tmp_path):
     (folder.path / "cluster.json").unlink()
     before = set(psutil.Process().children())  # multiprocessing's resource tracker may live
     with pytest.raises(QueueError, match=r"warden, .* has failed. See .*warden\.log"):
-        watchdog.start_warden(folder)
+        watchdog.start_watchdog(folder)
     assert "is not the folder of a cluster" in (folder.path / "warden.log").read_text()
     assert not [child for child in set(psutil.Process().children()) - before if alive(child)]
 
@@ -271,8 +271,8 @@ class Untold(Jobs):
             raise QueueError("these commands show no tags")
         return self.unrecorded
 
-    async def query(self, ids) -> dict[str, Seen]:
-        return {job: Seen(job, State.PENDING) for job in self.ids if job in ids}
+    async def query(self, ids) -> dict[str, QueueStatus]:
+        return {job: QueueStatus(job, QueueState.PENDING) for job in self.ids if job in ids}
 
     async def cancel(self, ids: list[str]) -> None:
         await super().cancel(ids)

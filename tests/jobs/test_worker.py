@@ -24,7 +24,7 @@ from clock import clock
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.node import device_worker, job_agent, job_options, signals
-from hpcdask.node.device_worker import BoundWorker
+from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.queues import environment
 from hpcdask.security import private
 from hpcdask.security.credentials import (
@@ -240,7 +240,7 @@ def test_no_scheduler_at_the_start(site):
 )
 def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told: str):
     """A line says so: a port of something else gave a traceback."""
-    part = object.__new__(job_agent.JobPart)
+    part = object.__new__(job_agent.JobAgent)
     part.connection_args = {}
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -619,7 +619,7 @@ def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert environment.is_the_queues(job) is expected
+    assert environment.is_job_of_queue(job) is expected
 
 
 def test_a_scheduler_that_has_ended_is_told_from_one_that_is_slow():
@@ -636,10 +636,10 @@ def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
         raise CommClosedError
 
     monkeypatch.setattr(PeerWorker, "close", close)
-    monkeypatch.setattr(device_worker, "quiet", lambda level: None)
+    monkeypatch.setattr(device_worker, "set_log_level", lambda level: None)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    asyncio.run(BoundWorker.close(object.__new__(BoundWorker)))
+    asyncio.run(DeviceWorker.close(object.__new__(DeviceWorker)))
     assert codes == [1]
 
 
@@ -665,7 +665,7 @@ def test_a_scheduler_that_hangs_is_not_waited_for(monkeypatch, capsys):
 
     monkeypatch.setattr(job_agent, "rpc", Hanging)
     monkeypatch.setattr(job_agent, "ANSWER_DEADLINE_S", 0.1)
-    part = object.__new__(job_agent.JobPart)
+    part = object.__new__(job_agent.JobAgent)
     part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1", names=lambda first, nodes: ["a"])
     part.rank, part.connection_args = SimpleNamespace(size=1), {}
     assert asyncio.run(run()) == set()
@@ -687,7 +687,7 @@ def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
         async def lose() -> None:
             await begun.wait()
 
-        part = object.__new__(job_agent.JobPart)
+        part = object.__new__(job_agent.JobAgent)
         part.signalled = asyncio.get_running_loop().create_future()
         part.gone = asyncio.ensure_future(lose())
         part.workers = SimpleNamespace(nannies=[])

@@ -292,7 +292,7 @@ def test_options_arrive_at_the_workers(site: Site):
         assert abs(worker["lifetime"] - 3600) <= 1
         assert worker["threads"] == 3
         assert worker["memory"] == 512 * 2**20
-        assert worker["preloaded"] == "BoundWorker"
+        assert worker["preloaded"] == "DeviceWorker"
         assert worker["OMP_NUM_THREADS"] == "4"  # as Dask's configuration asks
     assert found["nannies"] == [None, None]
     assert found["OMP_NUM_THREADS"] is None

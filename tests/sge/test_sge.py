@@ -12,7 +12,7 @@ from distributed import Client
 from doors import TAG, ask, cancel, make_job, submit, wait_for_state, write_script
 from hpcdask import SGECUDACluster
 from hpcdask.errors import Refused
-from hpcdask.queues.job_state import State
+from hpcdask.queues.job_state import QueueState
 from hpcdask.queues.sge import SgeQueue
 from launching import wait_for
 from sge_site import SgeSite
@@ -44,11 +44,11 @@ def test_a_job_runs_and_ends(queue: SgeQueue, tmp_path: Path):
     folder = tmp_path / "logs of; all"
     script = write_script(queue, make_job("SGE"), folder, f"{SAY}; sleep 1; exit 3", gpus=1)
     (job,) = submit(queue, script)
-    seen = wait_for_state(queue, job, State.STARTING)
+    seen = wait_for_state(queue, job, QueueState.STARTING)
     assert seen.nodes == "localhost"
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
-    seen = wait_for_state(queue, job, State.FAILED)
+    seen = wait_for_state(queue, job, QueueState.FAILED)
     assert seen.exit_code == 3
     assert (tmp_path / f"said-{job}").read_text() == f"{job}\n"
     assert (folder / f"queue-{job}.0.log").exists()
@@ -56,7 +56,7 @@ def test_a_job_runs_and_ends(queue: SgeQueue, tmp_path: Path):
 
 def test_success_is_completed(queue: SgeQueue, tmp_path: Path):
     (job,) = submit(queue, write_script(queue, make_job("SGE"), tmp_path, "true"))
-    seen = wait_for_state(queue, job, State.COMPLETED)
+    seen = wait_for_state(queue, job, QueueState.COMPLETED)
     assert seen.exit_code == 0
 
 
@@ -65,12 +65,12 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
     jobs = submit(queue, write_script(queue, make_job("SGE"), tmp_path, command), 3)
     assert [job.partition(".")[2] for job in jobs] == ["1", "2", "3"]
     for job in jobs:
-        wait_for_state(queue, job, State.STARTING)
+        wait_for_state(queue, job, QueueState.STARTING)
     wait_for(lambda: len(list(tmp_path.glob("said-*"))) == 3, 10, "the jobs' files")
     assert {path.name for path in tmp_path.glob("said-*")} == {f"said-{job}" for job in jobs}
     assert asyncio.run(queue.tagged()) == dict.fromkeys(jobs, TAG)
     cancel(queue, jobs[1:2])
-    seen = wait_for_state(queue, jobs[1], State.FAILED)
+    seen = wait_for_state(queue, jobs[1], QueueState.FAILED)
     assert (seen.exit_code, seen.reason) == (137, "ended by SIGKILL")
     assert set(asyncio.run(queue.query(jobs))) == {jobs[0], jobs[2]}
     cancel(queue, jobs)  # the one that is over does not matter
@@ -79,8 +79,8 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
 def test_a_job_waits_for_gpus_and_is_cancelled(queue: SgeQueue, tmp_path: Path):
     script = write_script(queue, make_job("SGE"), tmp_path, "exec sleep 600", gpus=3)
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, State.STARTING)
-    assert ask(queue, second).state is State.PENDING
+    wait_for_state(queue, first, QueueState.STARTING)
+    assert ask(queue, second).state is QueueState.PENDING
     cancel(queue, [second])
     wait_for(lambda: second not in asyncio.run(queue.query([second])), 10, "the job to be gone")
 
@@ -88,7 +88,10 @@ def test_a_job_waits_for_gpus_and_is_cancelled(queue: SgeQueue, tmp_path: Path):
 def test_the_walltime_ends_a_job(queue: SgeQueue, tmp_path: Path):
     job = make_job("SGE", walltime="0:0:2")
     (job,) = submit(queue, write_script(queue, job, tmp_path, "exec sleep 600"))
-    assert wait_for_state(queue, job, State.TIMEOUT, State.FAILED).state is State.TIMEOUT
+    assert (
+        wait_for_state(queue, job, QueueState.TIMEOUT, QueueState.FAILED).state
+        is QueueState.TIMEOUT
+    )
 
 
 def test_a_job_in_error_state_has_failed_and_goes(queue: SgeQueue, tmp_path: Path):
@@ -97,7 +100,7 @@ def test_a_job_in_error_state_has_failed_and_goes(queue: SgeQueue, tmp_path: Pat
     kept = Path(script).rename(tmp_path / "script.sh")
     folder.rmdir()  # its output cannot be opened
     (job,) = submit(queue, str(kept))
-    seen = wait_for_state(queue, job, State.FAILED)
+    seen = wait_for_state(queue, job, QueueState.FAILED)
     assert "error state Eqw" in seen.reason
     wait_for(lambda: job not in asyncio.run(queue.query([job])), 10, "the job to be gone")
     wait_for(lambda: "output file" in ask(queue, job).reason, 10, "the reason in the accounts")
@@ -124,7 +127,7 @@ def test_a_limit_of_the_site_is_for_now(queue: SgeQueue, tmp_path: Path):
 def test_a_folder_that_directives_cannot_name(queue: SgeQueue, tmp_path: Path):
     folder = tmp_path / """it's "odd" """
     (job,) = submit(queue, write_script(queue, make_job("SGE"), folder, "true"))
-    wait_for_state(queue, job, State.COMPLETED)
+    wait_for_state(queue, job, QueueState.COMPLETED)
 
 
 def test_there_is_no_tagged_job_at_the_end(queue: SgeQueue):

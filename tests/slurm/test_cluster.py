@@ -15,7 +15,7 @@ import pytest
 import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.queues import base
-from hpcdask.queues.job_state import OVER, State
+from hpcdask.queues.job_state import OVER, QueueState
 from hpcdask.spec.job import parse_worker_name
 from launching import decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
@@ -51,7 +51,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
         wait_for(lambda: sorted(states(cluster)) == ["pending"] * 2 + ["running"] * 2, 20, "two")
 
         reason = wait_for(
-            lambda: next(job.reason for job in cluster.jobs() if job.state == State.PENDING),
+            lambda: next(job.reason for job in cluster.jobs() if job.state == QueueState.PENDING),
             20,
             "the queue's reason",
         )
@@ -85,7 +85,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     assert not user.queued()  # when `close` returns
     assert not user.key_files()
     assert set(states(cluster)) <= OVER
-    assert {job.state for job in cluster.jobs() if not job.nodes} == {State.CANCELLED}
+    assert {job.state for job in cluster.jobs() if not job.nodes} == {QueueState.CANCELLED}
 
 
 def test_a_suspended_job_is_told_and_goes_first(user: Login):
@@ -117,7 +117,7 @@ def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
         assert sum(client.gather(futures)) == sum(range(40))
         assert len(cluster.jobs()) == 3
         del futures
-        wait_for(lambda: set(states(cluster)) == {State.COMPLETED}, 40, "all jobs to end")
+        wait_for(lambda: set(states(cluster)) == {QueueState.COMPLETED}, 40, "all jobs to end")
         assert not user.queued()
         assert not scancel.calls()
         assert len(sbatch.calls()) <= 3
@@ -168,7 +168,7 @@ def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
         new = pids(client)
         assert not set(new) & set(before)
         assert len(new) == 2
-        assert cluster.jobs()[0].state == State.FAILED
+        assert cluster.jobs()[0].state == QueueState.FAILED
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
 
 
@@ -227,8 +227,8 @@ def test_64_jobs_with_one_sbatch(user: Login):
         cluster.scale(64)
         assert len(user.queued()) == 64
         client.wait_for_workers(running, timeout=180)
-        wait_for(lambda: states(cluster).count(State.RUNNING) == running, 20, "all to run")
-        assert states(cluster).count(State.PENDING) == 64 - running
+        wait_for(lambda: states(cluster).count(QueueState.RUNNING) == running, 20, "all to run")
+        assert states(cluster).count(QueueState.PENDING) == 64 - running
         assert len(sbatch.calls()) == 1
         assert "--array=0-63" in sbatch.calls()[0]
         times = wait_for(lambda: (found := squeue.times())[2:] and found, 10, "three looks")

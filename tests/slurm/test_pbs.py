@@ -20,7 +20,7 @@ from hpcdask.cli import main
 from hpcdask.errors import QueueError, Refused
 from hpcdask.jobs.cancel import end_cluster
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.queues.job_state import State
+from hpcdask.queues.job_state import QueueState
 from hpcdask.queues.pbs import PbsQueue
 from launching import wait_for
 from slurm_site import SlurmSite
@@ -46,11 +46,11 @@ def test_a_job_runs_and_ends(queue: PbsQueue, tmp_path: Path):
     job = make_job("PBS", resource_spec="nodes=1:ppn=1,mem=100MB", job_name="my job")
     command = SAY + "sleep 2; exit 3"
     (job,) = submit(queue, write_script(queue, job, folder, command, name="my job", gpus=1))
-    seen = wait_for_state(queue, job, State.STARTING)
+    seen = wait_for_state(queue, job, QueueState.STARTING)
     assert seen.nodes.startswith("node")
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
-    seen = wait_for_state(queue, job, State.COMPLETED)
+    seen = wait_for_state(queue, job, QueueState.COMPLETED)
     assert "exit code is not shown" in seen.reason
     assert Path("said").read_text() == f"{job} 0\n"
     log = folder / f"queue-{job}.log"
@@ -61,7 +61,7 @@ def test_a_job_runs_and_ends(queue: PbsQueue, tmp_path: Path):
 def test_dask_jobqueues_own_resources_are_understood(queue: PbsQueue, tmp_path: Path):
     job = make_job("PBS", cores=2, memory="100MB")
     (job,) = submit(queue, write_script(queue, job, tmp_path, SAY, gpus=1))
-    wait_for_state(queue, job, State.COMPLETED)
+    wait_for_state(queue, job, QueueState.COMPLETED)
     assert Path("said").read_text() == f"{job} none\n"  # SLURM does not know ngpus
 
 
@@ -71,11 +71,11 @@ def test_a_pending_and_a_running_job_are_cancelled(
     job = make_job("PBS", resource_spec="nodes=3:ppn=8")
     script = write_script(queue, job, tmp_path, "exec sleep 600")
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, State.STARTING)
-    assert ask(queue, second).state is State.PENDING
+    wait_for_state(queue, first, QueueState.STARTING)
+    assert ask(queue, second).state is QueueState.PENDING
     cancel(queue, [first, second])
     for job in (first, second):
-        wait_for_state(queue, job, State.COMPLETED)
+        wait_for_state(queue, job, QueueState.COMPLETED)
     cancel(queue, [first, "999"])  # those that are over, or unknown, do not matter
 
 
@@ -88,8 +88,8 @@ def test_a_job_that_is_started_again_ends_at_once(
     (job,) = submit(queue, write_script(queue, job, tmp_path, command))
     wait_for(lambda: (tmp_path / f"{job}.log").exists(), 20, "the job's first life")
     slurm.run("scontrol", "requeue", job)
-    wait_for_state(queue, job, State.PENDING)
-    wait_for_state(queue, job, State.COMPLETED, timeout=40)
+    wait_for_state(queue, job, QueueState.PENDING)
+    wait_for_state(queue, job, QueueState.COMPLETED, timeout=40)
     assert (tmp_path / f"{job}.log").read_text() == "life\n"
 
 
@@ -123,7 +123,7 @@ def test_jobs_without_tags_are_known_by_what_was_recorded(
     folder.write_script("true")
     script = write_script(queue, make_job("PBS"), tmp_path, "exec sleep 600")
     ids = [submit(queue, script)[0] for _ in range(2)]
-    wait_for_state(queue, ids[0], State.STARTING)
+    wait_for_state(queue, ids[0], QueueState.STARTING)
     told: list[str] = []
     folder.new_submission().record(ids[:1])
     assert asyncio.run(end_cluster(folder, queue, told.append)) == []

@@ -15,7 +15,7 @@ from dask_jobqueue.slurm import SLURMJob
 from clock import clock
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, Seen, State
+from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
 from launching import end, leftovers, wait_for
 from slurm_site import SlurmSite
@@ -50,10 +50,10 @@ class Door:
     def submit(self, command: str = SLEEP, count: int = 1, **keywords) -> list[str]:
         return asyncio.run(self.queue.submit(self.write(command, **keywords), count))
 
-    def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return asyncio.run(self.queue.query(ids))
 
-    def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return asyncio.run(self.queue.departed(ids))
 
     def cancel(self, ids: Collection[str]) -> None:
@@ -63,11 +63,14 @@ class Door:
         return asyncio.run(self.queue.tagged())
 
     def wait(
-        self, ids: Collection[str], *states: State, what: Callable[[Seen], object] = lambda _: True
-    ) -> list[Seen]:
+        self,
+        ids: Collection[str],
+        *states: QueueState,
+        what: Callable[[QueueStatus], object] = lambda _: True,
+    ) -> list[QueueStatus]:
         """Wait until all jobs are in one of these states."""
 
-        def reached() -> list[Seen]:
+        def reached() -> list[QueueStatus]:
             seen = list(self.query(ids).values())
             well = all(job.state in states and what(job) for job in seen)
             return seen if well and len(seen) == len(ids) else []
@@ -125,32 +128,34 @@ esac"""
 
     over = door.wait(ids[:4], *OVER)
     assert [(seen.state, seen.exit_code) for seen in over] == [
-        (State.COMPLETED, 0),
-        (State.FAILED, 3),
-        (State.FAILED, 137),
-        (State.FAILED, 139),
+        (QueueState.COMPLETED, 0),
+        (QueueState.FAILED, 3),
+        (QueueState.FAILED, 137),
+        (QueueState.FAILED, 139),
     ]
     assert over[1].reason == "NonZeroExitCode"
 
-    running = door.wait(ids[4:8], State.STARTING)
+    running = door.wait(ids[4:8], QueueState.STARTING)
     assert sorted(seen.nodes for seen in running) == ["node1", "node2", "node3", "node4"]
     for seen in running:
         assert seen.started is not None
         assert abs(time.time() - seen.started) < 300
         assert seen.ends == seen.started + 30 * 60  # dask-jobqueue's default walltime
-    waiting = door.wait(ids[8:], State.PENDING, what=lambda seen: seen.reason)
+    waiting = door.wait(ids[8:], QueueState.PENDING, what=lambda seen: seen.reason)
     # The last is what SLURM 23.11 says where there is no accounting
     assert {seen.reason for seen in waiting} <= {"Resources", "Priority", "InvalidAccount"}
     assert {(seen.started, seen.ends, seen.nodes) for seen in waiting} == {(None, None, "")}
 
     door.cancel([ids[4], ids[8], ids[0]])  # running, pending, over
-    (ended,) = door.wait([ids[4]], State.CANCELLED)
+    (ended,) = door.wait([ids[4]], QueueState.CANCELLED)
     assert ended.exit_code == 143
     assert door.query([ids[8]]) == {}  # has no record of its own
-    assert door.departed([ids[8]]) == {ids[8]: Seen(ids[8], State.CANCELLED, "before it started")}
+    assert door.departed([ids[8]]) == {
+        ids[8]: QueueStatus(ids[8], QueueState.CANCELLED, "before it started")
+    }
     assert door.query([ids[9]])[ids[9]].state not in OVER
-    assert door.query([ids[0]])[ids[0]].state is State.COMPLETED
-    assert door.query([ids[5]])[ids[5]].state is State.STARTING
+    assert door.query([ids[0]])[ids[0]].state is QueueState.COMPLETED
+    assert door.query([ids[5]])[ids[5]].state is QueueState.STARTING
 
 
 def test_what_a_job_learns_of_itself(door, monkeypatch):
@@ -163,7 +168,7 @@ def test_what_a_job_learns_of_itself(door, monkeypatch):
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     command = 'echo "$ID $RESTARTS $SLURM_JOB_NAME $SLURM_MEM_PER_CPU $CUDA_VISIBLE_DEVICES"'
     ids = door.submit(command, 2)
-    door.wait(ids, State.COMPLETED)
+    door.wait(ids, QueueState.COMPLETED)
     for job_id in ids:
         assert door.log(job_id).read_text().split() in (
             [job_id, "0", "train", "0"],
@@ -181,7 +186,7 @@ def test_a_site_without_arrays_that_takes_few_jobs(slurm_programs, tmp_path, mon
         assert asyncio.run(door.queue.limit()) == 1
         (job_id,) = door.submit('echo "$ID"', logs="50% of\"it's")
         assert job_id.isdecimal()
-        door.wait([job_id], State.COMPLETED)
+        door.wait([job_id], QueueState.COMPLETED)
         assert door.log(job_id, "50% of\"it's").read_text() == f"{job_id}\n"
         assert os.listdir(door.log(job_id, "50% of\"it's").parent) == [f"queue-{job_id}.log"]
         door.queue.timeout_s = 6  # sbatch itself waits and tries again, for minutes
@@ -202,7 +207,7 @@ def test_any_name_and_path(door):
         name: door.submit("echo done", request={"name": name}, logs=folders[name])[0]
         for name in names
     }
-    door.wait(ids.values(), State.COMPLETED)
+    door.wait(ids.values(), QueueState.COMPLETED)
     for name, job_id in ids.items():
         assert door.log(job_id, folders[name]).read_text() == "done\n"
         shown = door.site.run("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%j|%k").stdout
@@ -214,7 +219,7 @@ def test_several_nodes(door):
         "echo $SLURM_JOB_NUM_NODES $SLURM_NTASKS $CUDA_VISIBLE_DEVICES",
         request={"nodes": 2, "gpus": 4},
     )
-    (seen,) = door.wait(ids, State.COMPLETED)
+    (seen,) = door.wait(ids, QueueState.COMPLETED)
     assert door.log(ids[0]).read_text() == "2 2 0,1\n"
     assert seen.nodes.startswith("node[")
 
@@ -223,7 +228,7 @@ def test_several_nodes(door):
 def test_other_requests_of_gpus(door, form):
     door.queue.gpu_request = form
     ids = door.submit("echo $CUDA_VISIBLE_DEVICES", request={"gpus": 2})
-    door.wait(ids, State.COMPLETED)
+    door.wait(ids, QueueState.COMPLETED)
     assert door.log(ids[0]).read_text() == "0,1\n"
 
 
@@ -231,15 +236,15 @@ def test_requeued(door):
     # what ignores SIGTERM lives for KillWait, 5 s
     stubborn = """case "$ID $RESTARTS" in *"_0 0") trap '' TERM ;; esac"""
     ids = door.submit(f"{stubborn}; echo $RESTARTS; while :; do sleep 0.5; done", 2)
-    door.wait(ids, State.STARTING, what=lambda seen: seen.reason == "")
+    door.wait(ids, QueueState.STARTING, what=lambda seen: seen.reason == "")
     log = door.log(ids[0])  # which comes a moment after the job starts
     wait_for(lambda: log.exists() and log.read_text() == "0\n", 10, "its trap to be set")
     door.site.run("scontrol", "requeue", ids[0])
     seen = door.query(ids)[ids[0]]  # its first life still ends
-    assert (seen.state, seen.reason, seen.restarts) == (State.REQUEUED, "COMPLETING", 1)
-    (seen,) = door.wait(ids[:1], State.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
+    assert (seen.state, seen.reason, seen.restarts) == (QueueState.REQUEUED, "COMPLETING", 1)
+    (seen,) = door.wait(ids[:1], QueueState.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
     assert (seen.restarts, seen.started, seen.ends) == (1, None, None)
-    (seen,) = door.wait(ids[:1], State.STARTING)
+    (seen,) = door.wait(ids[:1], QueueState.STARTING)
     assert seen.restarts == 1
     wait_for(lambda: "1\n" in log.read_text(), 10, "the second life's log")
     assert door.query(ids)[ids[1]].restarts == 0
@@ -273,7 +278,7 @@ def test_one_sbatch_for_many_jobs(door, monkeypatch):
 def test_tagged_are_only_live_jobs_of_hpcdask(door):
     ids = door.submit(count=2)
     (over,) = door.submit("exit 0")
-    door.wait([over], State.COMPLETED)
+    door.wait([over], QueueState.COMPLETED)
     plain = ["--mem=100", "-o", "/dev/null", "--wrap", SLEEP]
     door.site.submit(*plain)
     door.site.submit("--comment=other:hpcdask:1", *plain)
@@ -364,7 +369,7 @@ def test_an_array_with_many_gaps_is_shown_whole(door, pattern):
     seen = door.query(ids)
     seen |= door.departed([job_id for job_id in ids if job_id not in seen])
     assert set(seen) == set(ids)
-    assert {job.state for job in seen.values()} == {State.CANCELLED}
+    assert {job.state for job in seen.values()} == {QueueState.CANCELLED}
 
 
 def test_without_accounting_nobody_knows_of_departed_jobs(door, monkeypatch):
@@ -380,21 +385,21 @@ def test_departed(accounted, monkeypatch):
     command = "case $ID in *_0) exit 0 ;; *_1) exit 3 ;; *_2) kill -KILL $$ ;; esac; exec sleep 99"
     ids = accounted.submit(command, 5, request={"gpus": 0})
     accounted.wait(ids[:3], *OVER)
-    accounted.wait(ids[3:], State.STARTING)
+    accounted.wait(ids[3:], QueueState.STARTING)
     accounted.cancel([ids[3]])
-    accounted.wait([ids[3]], State.CANCELLED)
+    accounted.wait([ids[3]], QueueState.CANCELLED)
     calls = counting("sacct", accounted.folder, monkeypatch)
 
-    def known() -> dict[str, Seen]:
+    def known() -> dict[str, QueueStatus]:
         seen = accounted.departed([*ids, "999999_1", "999999"])
         return seen if len(seen) == 4 else {}
 
     seen = wait_for(known, 20, "accounting to know them", interval=0.3)
     assert {job_id: (job.state, job.exit_code) for job_id, job in seen.items()} == {
-        ids[0]: (State.COMPLETED, 0),
-        ids[1]: (State.FAILED, 3),
-        ids[2]: (State.FAILED, 137),
-        ids[3]: (State.CANCELLED, None),
+        ids[0]: (QueueState.COMPLETED, 0),
+        ids[1]: (QueueState.FAILED, 3),
+        ids[2]: (QueueState.FAILED, 137),
+        ids[3]: (QueueState.CANCELLED, None),
     }
     assert seen[ids[3]].reason.startswith("by ")
     assert seen[ids[0]].nodes.startswith("node")

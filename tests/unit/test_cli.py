@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from hpcdask import __version__, cli
 from hpcdask.jobs import command as jobs_command
-from hpcdask.jobs.discovery import Found
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.jobs.discovery import ClusterRecord
+from hpcdask.queues.job_state import QueueState, QueueStatus
 
 
 def test_the_package_is_the_command():
@@ -28,9 +28,9 @@ def test_the_package_is_the_command():
 def test_a_cluster_called_submit_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch, command: str, name: str, batch: bool
 ):
-    async def survey(base: str | None) -> tuple[list[Found], dict[str, str]]:
-        found = Found(name, "slurm", None)
-        found.jobs["1"] = Seen("1", State.PENDING)
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
+        found = ClusterRecord(name, "slurm", None)
+        found.jobs["1"] = QueueStatus("1", QueueState.PENDING)
         return [found], {}
 
     monkeypatch.setattr(jobs_command, "survey", survey)

@@ -11,10 +11,10 @@ import pytest
 
 from hpcdask.clusters import retire, termination
 from hpcdask.clusters.job import Job, Policy, worker_names
-from hpcdask.clusters.state import Ledger
-from hpcdask.clusters.termination import Departures
+from hpcdask.clusters.state import ClusterState
+from hpcdask.clusters.termination import JobTerminator
 from hpcdask.errors import NoAnswer
-from hpcdask.queues.job_state import State
+from hpcdask.queues.job_state import QueueState
 from hpcdask.queues.local import LocalQueue
 
 
@@ -38,11 +38,11 @@ class Site:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, **facts: Any) -> None:
         monkeypatch.setattr(termination, "LEAVE_S", 0.1)
         self.said: list[str] = []
-        self.ledger = Ledger(None, "ab", size=1, policy=Policy(), say=self.said.append)
-        self.ledger.jobs["1"] = Job("1", 1, time.time(), State.RUNNING)
+        self.ledger = ClusterState(None, "ab", size=1, policy=Policy(), say=self.said.append)
+        self.ledger.jobs["1"] = Job("1", 1, time.time(), QueueState.RUNNING)
         self.ledger.mark("1", **facts)
         self.door = Door(*errors)
-        self.departures = Departures(self.ledger, self.door, self.poke)
+        self.departures = JobTerminator(self.ledger, self.door, self.poke)
         self.poked = asyncio.Event()
 
     def poke(self) -> None:
@@ -81,7 +81,7 @@ def test_a_cancel_that_the_queue_forgets_is_repeated(monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("facts", [{"state": State.CANCELLED}, {"cancelled": False}], ids=str)
+@pytest.mark.parametrize("facts", [{"state": QueueState.CANCELLED}, {"cancelled": False}], ids=str)
 def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
     async def run() -> None:
         site = Site(monkeypatch)

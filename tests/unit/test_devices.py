@@ -28,12 +28,12 @@ from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, devices, driver
 from hpcdask.gpu.devices import Gpu, visible_gpus
 from hpcdask.node import gpu_probe
-from hpcdask.node.inventory import View
+from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import worker_cores
-from hpcdask.node.scratch import purge, scratch_folder
+from hpcdask.node.scratch import remove_stale, scratch_folder
 from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.runner import assignment
-from hpcdask.runner.assignment import assign, plan
+from hpcdask.runner.assignment import assign_gpus, place_workers
 from hpcdask.spec.specs import RunSpec
 from launching import needs
 
@@ -179,20 +179,20 @@ def test_device_files_but_no_package(monkeypatch):
 G = [Gpu(f"GPU-{i}", "Fake", 80 << 30) for i in range(8)]
 
 
-def views(*seen: tuple[str, list[int]]) -> list[View]:
+def views(*seen: tuple[str, list[int]]) -> list[Inventory]:
     """One view per rank: its host, and the numbers of the GPUs it sees."""
     local: Counter[str] = Counter()
     result = []
     for rank, (host, numbers) in enumerate(seen):
         gpus = tuple(Gpu(f"{host}-{G[i].uuid}", "Fake", 80 << 30) for i in numbers)
-        result.append(View(rank, host, local[host], gpus, (0, 1), 1 << 30))
+        result.append(Inventory(rank, host, local[host], gpus, (0, 1), 1 << 30))
         local[host] += 1
     return result
 
 
-def given_to(seen: list[View], **options) -> list[str]:
+def given_to(seen: list[Inventory], **options) -> list[str]:
     options = {"device": "auto", "oversubscribe": False, "job": "7.r0", **options}
-    chosen = assign(seen, **options)
+    chosen = assign_gpus(seen, **options)
     assert sorted(chosen) == [view.rank for view in seen]
     for view in seen:
         assert len(chosen[view.rank]) == 1
@@ -258,10 +258,10 @@ def test_enough_distinct_but_not_for_everyone():
 
 def test_a_gpu_is_taken_by_its_uuid_alone():
     """NVML may describe a GPU differently to two ranks."""
-    one = View(0, "n1", 0, (Gpu("GPU-0", "Fake", 80, (0, 1)),), (0,), 1)
-    two = View(1, "n1", 1, (Gpu("GPU-0", "Fake", 80, (2, 3)),), (0,), 1)
+    one = Inventory(0, "n1", 0, (Gpu("GPU-0", "Fake", 80, (0, 1)),), (0,), 1)
+    two = Inventory(1, "n1", 1, (Gpu("GPU-0", "Fake", 80, (2, 3)),), (0,), 1)
     with pytest.raises(DeviceError, match="1 distinct"):
-        assign([one, two], device="cuda", oversubscribe=False, job=None)
+        assign_gpus([one, two], device="cuda", oversubscribe=False, job=None)
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 7, 8])
@@ -290,19 +290,19 @@ def test_everyone_gets_one_it_sees_and_no_two_the_same_where_that_can_be(seen):
 
 def test_started_by_hand_a_worker_for_every_gpu():
     seen = views(("n1", [2, 0]))
-    chosen = assign(seen, device="auto", oversubscribe=False, job=None, every_gpu=True)
+    chosen = assign_gpus(seen, device="auto", oversubscribe=False, job=None, every_gpu=True)
     assert chosen == {0: list(seen[0].gpus)}
 
 
 def test_cpu_where_it_is_asked_for():
     seen = views(*[("n1", [0, 1])] * 3)
-    chosen = assign(seen, device="cpu", oversubscribe=False, job="7.r0")
+    chosen = assign_gpus(seen, device="cpu", oversubscribe=False, job="7.r0")
     assert chosen == {0: [None], 1: [None], 2: [None]}
 
 
 def test_no_gpu_on_a_workstation_means_cpu():
     seen = views(("n1", []), ("n1", []))
-    assert assign(seen, device="auto", oversubscribe=False, job=None) == {0: [None], 1: [None]}
+    assert assign_gpus(seen, device="auto", oversubscribe=False, job=None) == {0: [None], 1: [None]}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_no_gpu_on_a_workstation_means_cpu():
 def test_no_gpu(monkeypatch, device, job, words):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(DeviceError) as caught:
-        assign(views(("n1", []), ("n2", [])), device=device, oversubscribe=False, job=job)
+        assign_gpus(views(("n1", []), ("n2", [])), device=device, oversubscribe=False, job=job)
     for word in [*words, "n1", "n2", "--device cpu"]:
         assert word in str(caught.value)
 
@@ -325,7 +325,7 @@ def test_no_gpu(monkeypatch, device, job, words):
 def test_one_rank_without_a_gpu(device, job):
     seen = views(("n1", [0]), ("n2", []))
     with pytest.raises(DeviceError, match=r"rank 1 .*n2"):
-        assign(seen, device=device, oversubscribe=False, job=job)
+        assign_gpus(seen, device=device, oversubscribe=False, job=job)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_each_system_s_way_to_request_a_gpu(monkeypatch, variable, words):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv(variable, "7")
     with pytest.raises(DeviceError, match=words):
-        assign(views(("n1", [])), device="auto", oversubscribe=False, job="7.r0")
+        assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r0")
 
 
 # --- cores and memory -----------------------------------------------------------------------------
@@ -476,13 +476,13 @@ def test_the_cpu_time_of_a_container_in_cgroup_v1(machine, quota, found):
 
 
 def test_workers_share_the_cpu_time_that_there_is():
-    view = View(0, "n1", 0, (), tuple(range(64)), 1 << 30, quota=4)
+    view = Inventory(0, "n1", 0, (), tuple(range(64)), 1 << 30, quota=4)
     by_hand = Rank(0, 1, 0, 1, "n1", "none", "")
-    (places,) = plan(RunSpec(device="cpu"), by_hand, {0: view}, job=None).values()
+    (places,) = place_workers(RunSpec(device="cpu"), by_hand, {0: view}, job=None).values()
     assert len(places) * places[0].nthreads == 4
     mates = {i: dataclasses.replace(view, rank=i, local_index=i) for i in range(2)}
     ranks = Rank(0, 2, 0, 2, "n1", "mpi", "")
-    for (place,) in plan(RunSpec(device="cpu"), ranks, mates, job=None).values():
+    for (place,) in place_workers(RunSpec(device="cpu"), ranks, mates, job=None).values():
         assert place.nthreads == 2
 
 
@@ -524,7 +524,7 @@ def test_a_pipe_in_a_scratch_folder_is_not_waited_for(tmp_path):
     folder = tmp_path / f"hpcdask-{os.getuid()}-x"
     folder.mkdir()
     os.mkfifo(folder / "owner")
-    purge(str(tmp_path))
+    remove_stale(str(tmp_path))
     assert folder.exists()
 
 
@@ -649,21 +649,24 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
     one = dataclasses.replace(one, shown=one.gpus)
     left = tuple(Gpu(gpu.uuid, "", 0) for gpu in two.gpus)
     foreseen = dataclasses.replace(two, gpus=left, shown=None)
-    assert [view.gpus for view in assignment.complete([foreseen, one])] == [two.gpus, one.gpus]
+    assert [view.gpus for view in assignment.fill_from_first_rank([foreseen, one])] == [
+        two.gpus,
+        one.gpus,
+    ]
     # the first may use one only, and NVML may show fewer than the driver's files
     alone = dataclasses.replace(one, gpus=one.gpus[1:])
-    assert assignment.complete([alone, foreseen])[1].gpus == two.gpus
+    assert assignment.fill_from_first_rank([alone, foreseen])[1].gpus == two.gpus
     fewer = dataclasses.replace(one, shown=one.gpus[:1])
-    assert assignment.complete([fewer, foreseen])[1].gpus == two.gpus[:1]
+    assert assignment.fill_from_first_rank([fewer, foreseen])[1].gpus == two.gpus[:1]
     # a container of another name
     elsewhere = dataclasses.replace(one, host="n2")
-    assert assignment.complete([elsewhere, foreseen])[1].gpus == two.gpus
+    assert assignment.fill_from_first_rank([elsewhere, foreseen])[1].gpus == two.gpus
     blind = dataclasses.replace(one, gpus=(), shown=())
-    assert [view.gpus for view in assignment.complete([blind, foreseen])] == [(), ()]
+    assert [view.gpus for view in assignment.fill_from_first_rank([blind, foreseen])] == [(), ()]
     (other,) = views(("n3", [0]))
     other = dataclasses.replace(other, shown=other.gpus)
     with pytest.raises(DeviceError, match=r"rank 1 sees GPUs on n1 .* HPCDASK_PRESTART=0"):
-        assignment.complete([other, foreseen])
+        assignment.fill_from_first_rank([other, foreseen])
 
 
 # The process that asks, while the rank imports

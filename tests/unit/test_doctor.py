@@ -23,7 +23,7 @@ from clock import clock
 from hpcdask import cli
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.ucx_install import Ucx
+from hpcdask.comm.ucx_install import UcxInstall
 from hpcdask.doctor import (
     collect,
     command,
@@ -39,12 +39,12 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
-from hpcdask.runner.control import Hub
+from hpcdask.runner.control import ControlServer
 
 GIB = 2**30
 INFINITE = -1
-PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
-NO_UCX = Ucx(problem="distributed-ucxx and ucxx are not installed: pip install it")
+PYPI = UcxInstall("0.52.0", "1.21.0", "package", ("cma", "cuda"))
+NO_UCX = UcxInstall(problem="distributed-ucxx and ucxx are not installed: pip install it")
 CUDA13 = {
     "hpcdask": "0.1.0",
     "dask": "2026.7.1",
@@ -87,7 +87,7 @@ def a_gpu(index: int, **changes: Any) -> Facts:
     }
 
 
-def facts_of(cards: list[Facts], ucx: Ucx = PYPI, **more: Any) -> Facts:
+def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
     """What one rank gathered on a node of 128 cores with these GPUs, on ext4, without a job."""
     uuids = [card["uuid"] for card in cards if not card["parent"]]
     pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
@@ -637,7 +637,7 @@ def test_a_rank_tries_rank_0_s_other_addresses(monkeypatch, others):
         async def arrived(hello: Facts, channel: Any) -> None:
             channel.close()
 
-        hub = Hub("nonce", arrived)
+        hub = ControlServer("nonce", arrived)
         port = await hub.listen("127.0.0.2", None)
         note = Note(
             address="127.0.0.1",

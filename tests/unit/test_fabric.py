@@ -18,7 +18,7 @@ import pytest
 
 from hpcdask.comm import fabric, ucx_install
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.ucx_install import PREFER_SYSTEM, Ucx
+from hpcdask.comm.ucx_install import PREFER_SYSTEM, UcxInstall
 from hpcdask.gpu.driver import cuda_extra
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
@@ -235,7 +235,7 @@ def site(tmp_path, monkeypatch):
 
 def test_ucx_of_the_package(site):
     root = site("distributed_ucxx", "ucxx", "libucx")
-    expected = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
+    expected = UcxInstall("0.52.0", "1.21.0", "package", ("cma", "cuda"))
     assert ucx_install.installed_ucx(root, {}) == expected
     asked = {PREFER_SYSTEM: "true"}  # and the system has none
     assert ucx_install.installed_ucx(root, asked) == expected
@@ -254,7 +254,7 @@ def test_ucx_of_the_system(site, tmp_path):
     assert ucx_install.installed_ucx(root, path).source == "package"
     # The rule is libucx's: anything but "false"
     assert ucx_install.installed_ucx(root, {**path, PREFER_SYSTEM: "False"}).source == "package"
-    assert ucx_install.installed_ucx(root, {**path, PREFER_SYSTEM: "1"}) == Ucx(
+    assert ucx_install.installed_ucx(root, {**path, PREFER_SYSTEM: "1"}) == UcxInstall(
         "0.52.0", "1.20.0", "system", ("cuda", "ib", "ib_mlx5", "rdmacm")
     )
 

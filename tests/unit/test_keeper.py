@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from hpcdask.clusters import retire
-from hpcdask.clusters.controller import Keeper
+from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.job import Job, Policy
-from hpcdask.clusters.state import Ledger
+from hpcdask.clusters.state import ClusterState
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 
 
@@ -28,10 +28,10 @@ class Door(LocalQueue):
         super().__init__()
         self.error = error
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
-        return {"1": Seen("1", State.PENDING)}
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        return {"1": QueueStatus("1", QueueState.PENDING)}
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         raise self.error
 
 
@@ -49,9 +49,9 @@ def test_what_the_queue_shows_counts_whatever_accounting_says(
     said: list[str] = []
     folder = ClusterFolder.create("ab-1", "local", base=tmp_path)
 
-    async def ask() -> dict[str, Seen]:
-        ledger = Ledger(None, "ab-1", size=1, policy=Policy(), say=said.append)
-        keeper = Keeper(ledger, Door(error), folder, poll_interval_s=1)
+    async def ask() -> dict[str, QueueStatus]:
+        ledger = ClusterState(None, "ab-1", size=1, policy=Policy(), say=said.append)
+        keeper = JobController(ledger, Door(error), folder, poll_interval_s=1)
         await keeper._ask(["1", "2"])
         return await keeper._ask(["1", "2"])
 
@@ -67,15 +67,15 @@ class Cluster:
         self.scheduler = SimpleNamespace(workers={})
         for name in workers:
             self.scheduler.workers[name] = SimpleNamespace(name=name, nbytes=0)
-        self.ledger = Ledger(
+        self.ledger = ClusterState(
             self.scheduler, "ab", size=1, policy=Policy(lost_after_s=0.2), say=self.said.append
         )
         made = ClusterFolder.create("ab", "local", base=folder)
         made.write_script("#!/bin/sh\n")
-        self.keeper = Keeper(self.ledger, door, made, poll_interval_s=60)
+        self.keeper = JobController(self.ledger, door, made, poll_interval_s=60)
         self.keeper._next_query = time.monotonic() + 60
 
-    def add(self, job_id: str, state: State, **facts: Any) -> None:
+    def add(self, job_id: str, state: QueueState, **facts: Any) -> None:
         self.ledger.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
 
 
@@ -86,9 +86,9 @@ def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkey
 
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), *names)
-        cluster.add("1", State.COMPLETED)
-        cluster.add("2", State.RUNNING, restarts=1)
-        cluster.add("3", State.RUNNING)
+        cluster.add("1", QueueState.COMPLETED)
+        cluster.add("2", QueueState.RUNNING, restarts=1)
+        cluster.add("3", QueueState.RUNNING)
         again = asyncio.Event()
 
         async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
@@ -134,7 +134,7 @@ def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants
 
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
-        cluster.add("1", State.COMPLETED)
+        cluster.add("1", QueueState.COMPLETED)
         await cluster.keeper._departures._retire_strays(["ab-1-0-0"])
         assert not forced
         cluster.keeper.want(0)
@@ -158,7 +158,7 @@ class Counting(LocalQueue):
         return [f"{number}" for number in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("state", [State.CANCELLED, State.UNKNOWN])
+@pytest.mark.parametrize("state", [QueueState.CANCELLED, QueueState.UNKNOWN])
 def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
     """SLURM's controller lost its state and counted anew; its new jobs were taken for old ones."""
 
@@ -180,7 +180,7 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         assert (one.id, two.id) == ("1", "2")
         assert one.submitted > before.submitted
         assert one == Job("1", 1, one.submitted)
-        assert two.state is State.RUNNING
+        assert two.state is QueueState.RUNNING
         assert not cluster.keeper._queried
         cluster.keeper._add(["2"])
         assert cluster.ledger.jobs["2"] is two
@@ -207,10 +207,10 @@ class Forgetful(LocalQueue):
             raise self.error
         return {"1": "hpcdask:ab", "2": "hpcdask:ab", "3": "hpcdask:other"}
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         assert "3" not in ids
-        one = State.CANCELLED if self.ends else State.PENDING
-        return {"1": Seen("1", one), "2": Seen("2", State.COMPLETED)}
+        one = QueueState.CANCELLED if self.ends else QueueState.PENDING
+        return {"1": QueueStatus("1", one), "2": QueueStatus("2", QueueState.COMPLETED)}
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, en
     async def run() -> None:
         door = Forgetful(error)
         cluster = Cluster(tmp_path, door)
-        cluster.add("1", State.CANCELLED, cancelled=True)
-        cluster.add("2", State.COMPLETED)
+        cluster.add("1", QueueState.CANCELLED, cancelled=True)
+        cluster.add("2", QueueState.COMPLETED)
         await cluster.keeper.close()
         assert door.ends == ends
         assert door.looks == 1

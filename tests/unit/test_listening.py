@@ -177,15 +177,15 @@ def test_a_rank_arrives_in_spite_of_a_flood(hurry):
     async def run() -> None:
         hellos = []
 
-        async def arrived(hello: channel.Message, channel: channel.Channel) -> None:
+        async def arrived(hello: channel.Message, channel: channel.MessageStream) -> None:
             hellos.append(hello)
 
-        hub = control.Hub("nonce", arrived)
+        hub = control.ControlServer("nonce", arrived)
         server = keys.get_listen_args("scheduler")["ssl_context"]
         client = keys.get_connection_args("worker")["ssl_context"]
         port = await hub.listen("127.0.0.1", server)
         async with flood(port) as strangers:
-            rank = await control.dial("127.0.0.1", port, client, "nonce")
+            rank = await control.connect_to_leader("127.0.0.1", port, client, "nonce")
             rank.send(rank=1)
             await until(lambda: hellos == [{"rank": 1}])
             await until(lambda: closed(strangers) == FLOOD)

@@ -678,7 +678,7 @@ def test_a_result_that_cannot_be_spilled_is_logged(caplog):
 
 
 class FrugalWorker(Worker):
-    """A worker whose failures are explained, as BoundWorker's are."""
+    """A worker whose failures are explained, as DeviceWorker's are."""
 
     async def execute(self, key, *, stimulus_id):
         event = await super().execute(key, stimulus_id=stimulus_id)

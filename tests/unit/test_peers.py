@@ -16,33 +16,33 @@ from distributed.protocol import to_serialize
 from hpcdask import logs
 from hpcdask.comm import peers
 from hpcdask.comm.ucx_hooks import environment
-from hpcdask.comm.warmup import FAR_PEERS, Link, choose_peers, judge
+from hpcdask.comm.warmup import FAR_PEERS, LinkTest, choose_peers, evaluate
 from launching import needs
 
 
-def link(to: str = "a", source: str = "b", **values) -> Link:
+def link(to: str = "a", source: str = "b", **values) -> LinkTest:
     found = {"transport": "ucx", "first_s": 0.1, "rate": 1e11, "cuda_ipc": True}
-    return Link(to, source, **{**found, **values})
+    return LinkTest(to, source, **{**found, **values})
 
 
 # What workers found, in words
 
 
 def test_links_between_gpus_that_share_memory_say_that_cuda_ipc_is_active():
-    found = judge([link(), link("b", "a", rate=2e11), link("a", "c")], on_device=True)
+    found = evaluate([link(), link("b", "a", rate=2e11), link("a", "c")], on_device=True)
     expected = "ucx between 2 pairs of workers, CUDA IPC is active (100 GB/s or more)"
     assert found.line == expected
     assert found.warnings == ()
 
 
 def test_host_memory_has_no_cuda_ipc():
-    found = judge([link(rate=1e8, cuda_ipc=None)], on_device=False)
+    found = evaluate([link(rate=1e8, cuda_ipc=None)], on_device=False)
     assert found.line == "ucx between 1 pair of workers (0.1 GB/s or more)"
     assert found.warnings == ()
 
 
 def test_a_pair_without_cuda_ipc_on_one_node_is_named():
-    found = judge(
+    found = evaluate(
         [link(), link("d", "c", cuda_ipc=False), link("c", "d", cuda_ipc=False)], on_device=True
     )
     assert "CUDA IPC is active" not in found.line
@@ -54,35 +54,37 @@ def test_a_pair_without_cuda_ipc_on_one_node_is_named():
 
 def test_a_rate_is_no_evidence_of_cuda_ipc():
     """Under load it is low over NVLink, too."""
-    found = judge([link(rate=1e8)], on_device=True)
+    found = evaluate([link(rate=1e8)], on_device=True)
     expected = "ucx between 1 pair of workers, CUDA IPC is active (0.1 GB/s or more)"
     assert (found.line, found.warnings) == (expected, ())
     for rate in (1e8, 1e12):
-        unknown = judge([link(rate=rate, cuda_ipc=None)], on_device=True)
+        unknown = evaluate([link(rate=rate, cuda_ipc=None)], on_device=True)
         assert "CUDA IPC" not in unknown.line
         assert unknown.warnings == ()
 
 
 def test_between_nodes_less_is_expected_and_cuda_ipc_is_not_claimed():
-    found = judge([link(same_host=False, rate=5e9, cuda_ipc=None)], on_device=True)
+    found = evaluate([link(same_host=False, rate=5e9, cuda_ipc=None)], on_device=True)
     assert found.line == "ucx between 1 pair of workers (5 GB/s or more)"
     assert found.warnings == ()
 
 
 def test_data_over_tcp_is_a_warning():
-    found = judge([link(transport="tcp")], on_device=True)
+    found = evaluate([link(transport="tcp")], on_device=True)
     assert found.line == "no data over ucx"
     assert found.warnings == ("data from worker b to a goes over tcp, not ucx",)
 
 
 def test_a_problem_is_told_and_counts_as_nothing_else():
-    found = judge([link(problem="TimeoutError: x", transport="", rate=0.0), link()], on_device=True)
+    found = evaluate(
+        [link(problem="TimeoutError: x", transport="", rate=0.0), link()], on_device=True
+    )
     assert found.warnings == ("no data came from worker b to a: TimeoutError: x",)
     assert found.line.startswith("ucx between 1 pair of workers, CUDA IPC is active")
 
 
 def test_nothing_found_is_said():
-    assert judge([], on_device=True).line == "no data over ucx"
+    assert evaluate([], on_device=True).line == "no data over ucx"
 
 
 # Whom a new worker gets warm with

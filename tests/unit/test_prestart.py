@@ -22,7 +22,7 @@ from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import gpu_probe, inventory, nanny, worker_group
 from hpcdask.node.nanny import BoundNanny
-from hpcdask.runner.agent import Member
+from hpcdask.runner.agent import RankAgent
 from hpcdask.runner.leader import Leader
 from hpcdask.spec.specs import RunSpec
 
@@ -43,7 +43,7 @@ def early(in_child):
     return pid, line
 
 def wait(line):
-    forkserver.await_order(line)
+    forkserver.wait_for_worker(line)
 
 def gone(pid):
     while os.path.exists(f"/proc/{pid}"):
@@ -225,7 +225,7 @@ def start_scout():
     gpu_probe.Gpu.from_json = gpu_probe.Fabric.from_json = lambda found: found
     gpu_probe.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
-    return gpu_probe.Scout.start(lambda: None, prestart.prestart)
+    return gpu_probe.GpuProbe.start(lambda: None, prestart.prestart)
 """
 
 
@@ -459,10 +459,10 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
     left = [Gpu(uuid, "", 0) for uuid in (A, B)]
     monkeypatch.setattr(inventory, "check_extras", mock.Mock())
 
-    def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> Member:
+    def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> RankAgent:
         found = mock.Mock()
-        found.report.return_value = gpu_probe.Sighting(gpus, shown, Fabric())
-        return Member(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
+        found.report.return_value = gpu_probe.ProbeResult(gpus, shown, Fabric())
+        return RankAgent(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
 
     one, two = member_of(0, gpus, gpus), member_of(1, left, None)
     meeting = mock.Mock(

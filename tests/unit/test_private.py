@@ -232,7 +232,7 @@ def test_what_a_dead_process_left_is_purged_and_nothing_else(tmp_path):
         (tmp_path / f"{name}{end}").mkdir()
         (tmp_path / f"{name}{end}" / "spilled").mkdir()
         (tmp_path / f"{name}{end}" / private.OWNER).write_text(owner)
-    scratch.purge(str(tmp_path))
+    scratch.remove_stale(str(tmp_path))
     assert os.listdir(tmp_path) == [f"{name}mine"]
 
 
@@ -274,7 +274,7 @@ def test_a_lock_is_a_file_of_that_name_alone(tmp_path, kind):
     else:
         os.mkfifo(path)
     gpus = [Gpu("GPU-1", "", 1), Gpu("GPU-2", "", 1)]
-    assert locks.take(gpus, 1, "job 9", str(tmp_path)) == gpus[1:]
+    assert locks.lock_gpus(gpus, 1, "job 9", str(tmp_path)) == gpus[1:]
     assert victim.read_text() == "precious"
 
 

@@ -21,7 +21,7 @@ from hpcdask.errors import QueueError, Refused
 from hpcdask.queues import helpers
 from hpcdask.queues.base import Queue
 from hpcdask.queues.htcondor import HtcondorQueue
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.lsf import LsfQueue
 from hpcdask.queues.moab import MoabQueue
 from hpcdask.queues.oar import OarQueue
@@ -79,7 +79,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def facts(seen: Seen) -> tuple[State, str, int | None]:
+def facts(seen: QueueStatus) -> tuple[QueueState, str, int | None]:
     return seen.state, seen.reason, seen.exit_code
 
 
@@ -137,36 +137,40 @@ def test_pbs_shows_a_running_job_and_an_array():
     seen = do(queue.query(["12.server", "13[0].server", "13[1].server", "99.server"]))
     assert site.ran[1] == "qstat -f -x -t -w 12.server '13[].server' 99.server"
     start = 1795212000.0
-    assert seen["12.server"] == Seen(
-        "12.server", State.STARTING, "", None, 0, start, start + 7200, "n1+n2"
+    assert seen["12.server"] == QueueStatus(
+        "12.server", QueueState.STARTING, "", None, 0, start, start + 7200, "n1+n2"
     )
-    assert facts(seen["13[0].server"]) == (State.COMPLETED, "", 0)
+    assert facts(seen["13[0].server"]) == (QueueState.COMPLETED, "", 0)
     waiting = "Not Running: Insufficient amount of resource: ngpus"
-    assert facts(seen["13[1].server"]) == (State.PENDING, waiting, None)
+    assert facts(seen["13[1].server"]) == (QueueState.PENDING, waiting, None)
     assert set(seen) == {"12.server", "13[0].server", "13[1].server"}
 
 
 PRO_ENDS = {
-    "job_state = F\n    Exit_status = 0": (State.COMPLETED, "", 0),
-    "job_state = F\n    Exit_status = 3": (State.FAILED, "", 3),
-    "job_state = F\n    Exit_status = 265": (State.FAILED, "ended by SIGKILL", 137),
-    "job_state = F\n    Exit_status = 271\n    substate = 91": (State.CANCELLED, "", 143),
-    "job_state = F\n    substate = 91\n    comment = by ann": (State.CANCELLED, "by ann", None),
-    "job_state = F\n    Exit_status = -29": (State.TIMEOUT, "", -29),
-    "job_state = F\n    Exit_status = -1": (State.FAILED, "PBS could not start it", -1),
+    "job_state = F\n    Exit_status = 0": (QueueState.COMPLETED, "", 0),
+    "job_state = F\n    Exit_status = 3": (QueueState.FAILED, "", 3),
+    "job_state = F\n    Exit_status = 265": (QueueState.FAILED, "ended by SIGKILL", 137),
+    "job_state = F\n    Exit_status = 271\n    substate = 91": (QueueState.CANCELLED, "", 143),
+    "job_state = F\n    substate = 91\n    comment = by ann": (
+        QueueState.CANCELLED,
+        "by ann",
+        None,
+    ),
+    "job_state = F\n    Exit_status = -29": (QueueState.TIMEOUT, "", -29),
+    "job_state = F\n    Exit_status = -1": (QueueState.FAILED, "PBS could not start it", -1),
     "job_state = F\n    Exit_status = 75": (
-        State.PREEMPTED,
+        QueueState.PREEMPTED,
         "the queue started it a second time",
         75,
     ),
-    "job_state = H": (State.PENDING, "held", None),
-    "job_state = Q\n    run_count = 1": (State.REQUEUED, "", None),
-    "job_state = S": (State.STARTING, "suspended", None),
-    "job_state = E": (State.STARTING, "", None),
+    "job_state = H": (QueueState.PENDING, "held", None),
+    "job_state = Q\n    run_count = 1": (QueueState.REQUEUED, "", None),
+    "job_state = S": (QueueState.STARTING, "suspended", None),
+    "job_state = E": (QueueState.STARTING, "", None),
     (
         "job_state = F\n    Exit_status = 271\n    resources_used.walltime = 01:00:02\n"
         "    Resource_List.walltime = 01:00:00"
-    ): (State.TIMEOUT, "", 143),
+    ): (QueueState.TIMEOUT, "", 143),
 }
 
 
@@ -275,8 +279,8 @@ def test_torque(script: str):
     assert site.ran[-1] == f"qsub -t 0-1 {script}"
     seen = do(queue.query(ids))
     assert site.ran[-1] == "qstat -f -t -1 '21[].head.site'"
-    assert facts(seen[ids[0]]) == (State.CANCELLED, "", 143)
-    assert (seen[ids[1]].state, seen[ids[1]].nodes) == (State.STARTING, "n1")
+    assert facts(seen[ids[0]]) == (QueueState.CANCELLED, "", 143)
+    assert (seen[ids[1]].state, seen[ids[1]].nodes) == (QueueState.STARTING, "n1")
     assert do(queue.tagged()) == {ids[1]: TAG}
     assert do(queue.limit()) == 300
 
@@ -294,16 +298,16 @@ def sge_job(letters: str, more: str = "") -> str:
 
 
 SGE_STATES = {
-    "r": (State.STARTING, ""),
-    "t": (State.STARTING, ""),
-    "dr": (State.STARTING, ""),
-    "Rr": (State.STARTING, ""),
-    "qw": (State.PENDING, ""),
-    "hqw": (State.PENDING, "held"),
-    "Rq": (State.REQUEUED, ""),
-    "S": (State.STARTING, "suspended"),
-    "Eqw": (State.FAILED, "error state Eqw, why: qacct -j 4"),
-    "?": (State.UNKNOWN, "?"),
+    "r": (QueueState.STARTING, ""),
+    "t": (QueueState.STARTING, ""),
+    "dr": (QueueState.STARTING, ""),
+    "Rr": (QueueState.STARTING, ""),
+    "qw": (QueueState.PENDING, ""),
+    "hqw": (QueueState.PENDING, "held"),
+    "Rq": (QueueState.REQUEUED, ""),
+    "S": (QueueState.STARTING, "suspended"),
+    "Eqw": (QueueState.FAILED, "error state Eqw, why: qacct -j 4"),
+    "?": (QueueState.UNKNOWN, "?"),
 }
 
 
@@ -316,9 +320,9 @@ def test_states_of_grid_engine(letters: str):
     assert set(seen) == {"4.2"}
     start = 1795212000.0
     state, reason = SGE_STATES[letters]
-    assert seen["4.2"] == Seen("4.2", state, reason, None, 0, start, start + 1800, "n1")
+    assert seen["4.2"] == QueueStatus("4.2", state, reason, None, 0, start, start + 1800, "n1")
     assert site.ran[0] == "qstat -u ann -xml -r -g d"
-    assert site.ran[1:] == (["qdel 4.2"] if state is State.FAILED else [])
+    assert site.ran[1:] == (["qdel 4.2"] if state is QueueState.FAILED else [])
 
 
 ACCOUNTS = """\
@@ -335,12 +339,12 @@ category     -l gpu=1,h_rt=1800
 """
 
 SGE_ENDS = {
-    ("0", 0, 9): (State.COMPLETED, "", 0),
-    ("0", 2, 9): (State.FAILED, "", 2),
-    ("100 : assumedly after job", 137, 9): (State.FAILED, "ended by SIGKILL", 137),
-    ("100 : assumedly after job", 137, 1801): (State.TIMEOUT, "", 137),
-    ("37  : qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 9): (State.TIMEOUT, "", 137),
-    ("26  : opening input/output file", 0, 0): (State.FAILED, "opening input/output file", 0),
+    ("0", 0, 9): (QueueState.COMPLETED, "", 0),
+    ("0", 2, 9): (QueueState.FAILED, "", 2),
+    ("100 : assumedly after job", 137, 9): (QueueState.FAILED, "ended by SIGKILL", 137),
+    ("100 : assumedly after job", 137, 1801): (QueueState.TIMEOUT, "", 137),
+    ("37  : qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 9): (QueueState.TIMEOUT, "", 137),
+    ("26  : opening input/output file", 0, 0): (QueueState.FAILED, "opening input/output file", 0),
 }
 
 
@@ -385,34 +389,34 @@ def lsf_record(stat: str, **more: str) -> dict[str, str]:
 
 
 LSF_STATES = [
-    (lsf_record("RUN", start_time="Nov 20 22:00 2026"), (State.STARTING, "", None)),
-    (lsf_record("PEND", pend_reason="No GPU hosts;"), (State.PENDING, "No GPU hosts", None)),
-    (lsf_record("PSUSP"), (State.PENDING, "", None)),
-    (lsf_record("SSUSP"), (State.STARTING, "suspended", None)),
-    (lsf_record("DONE"), (State.COMPLETED, "", 0)),
-    (lsf_record("EXIT", exit_code="3"), (State.FAILED, "", 3)),
+    (lsf_record("RUN", start_time="Nov 20 22:00 2026"), (QueueState.STARTING, "", None)),
+    (lsf_record("PEND", pend_reason="No GPU hosts;"), (QueueState.PENDING, "No GPU hosts", None)),
+    (lsf_record("PSUSP"), (QueueState.PENDING, "", None)),
+    (lsf_record("SSUSP"), (QueueState.STARTING, "suspended", None)),
+    (lsf_record("DONE"), (QueueState.COMPLETED, "", 0)),
+    (lsf_record("EXIT", exit_code="3"), (QueueState.FAILED, "", 3)),
     (
         lsf_record("EXIT", exit_code="75"),
-        (State.PREEMPTED, "the queue started it a second time", 75),
+        (QueueState.PREEMPTED, "the queue started it a second time", 75),
     ),
     (
         lsf_record("EXIT", exit_code="140", exit_reason="TERM_RUNLIMIT: job killed after limit"),
-        (State.TIMEOUT, "TERM_RUNLIMIT: job killed after limit", 140),
+        (QueueState.TIMEOUT, "TERM_RUNLIMIT: job killed after limit", 140),
     ),
     (
         lsf_record("EXIT", exit_code="130", exit_reason="TERM_OWNER: job killed by owner"),
-        (State.CANCELLED, "TERM_OWNER: job killed by owner", 130),
+        (QueueState.CANCELLED, "TERM_OWNER: job killed by owner", 130),
     ),
     (
         lsf_record("EXIT", exit_code="137", exit_reason="TERM_MEMLIMIT: job killed"),
-        (State.FAILED, "TERM_MEMLIMIT: job killed", 137),
+        (QueueState.FAILED, "TERM_MEMLIMIT: job killed", 137),
     ),
-    (lsf_record("UNKWN"), (State.UNKNOWN, "UNKWN", None)),
+    (lsf_record("UNKWN"), (QueueState.UNKNOWN, "UNKWN", None)),
 ]
 
 
 @pytest.mark.parametrize(("record", "expected"), LSF_STATES)
-def test_states_of_lsf(record: dict[str, str], expected: tuple[State, str, int | None]):
+def test_states_of_lsf(record: dict[str, str], expected: tuple[QueueState, str, int | None]):
     queue = LsfQueue()
     site = Site(
         queue, {"bjobs": lsf_records(record, {"JOBID": "32", "ERROR": "Job <32> is not found"})}
@@ -519,25 +523,25 @@ def event(name: str) -> dict[str, Any]:
 
 
 OAR_STATES = [
-    (oar_job("Waiting", message="R=8,W=2:0:0"), (State.PENDING, "R=8,W=2:0:0", None)),
-    (oar_job("Hold"), (State.PENDING, "Hold", None)),
-    (oar_job("Launching"), (State.STARTING, "", None)),
-    (oar_job("Running"), (State.STARTING, "", None)),
-    (oar_job("Finishing", exit_code=0), (State.STARTING, "", None)),
-    (oar_job("Suspended"), (State.STARTING, "suspended", None)),
-    (oar_job("Terminated", exit_code=0), (State.COMPLETED, "", 0)),
-    (oar_job("Terminated", exit_code=768), (State.FAILED, "", 3)),
-    (oar_job("Terminated", exit_code=9), (State.FAILED, "ended by SIGKILL", 137)),
-    (oar_job("Error", message="no node", exit_code=None), (State.FAILED, "no node", None)),
-    (oar_job("Error", **event("WALLTIME")), (State.TIMEOUT, "", None)),
-    (oar_job("Error", **event("FRAG_JOB_REQUEST")), (State.CANCELLED, "", None)),
-    (oar_job("Error", **event("BESTEFFORT_KILL")), (State.PREEMPTED, "", None)),
-    (oar_job("Odd"), (State.UNKNOWN, "Odd", None)),
+    (oar_job("Waiting", message="R=8,W=2:0:0"), (QueueState.PENDING, "R=8,W=2:0:0", None)),
+    (oar_job("Hold"), (QueueState.PENDING, "Hold", None)),
+    (oar_job("Launching"), (QueueState.STARTING, "", None)),
+    (oar_job("Running"), (QueueState.STARTING, "", None)),
+    (oar_job("Finishing", exit_code=0), (QueueState.STARTING, "", None)),
+    (oar_job("Suspended"), (QueueState.STARTING, "suspended", None)),
+    (oar_job("Terminated", exit_code=0), (QueueState.COMPLETED, "", 0)),
+    (oar_job("Terminated", exit_code=768), (QueueState.FAILED, "", 3)),
+    (oar_job("Terminated", exit_code=9), (QueueState.FAILED, "ended by SIGKILL", 137)),
+    (oar_job("Error", message="no node", exit_code=None), (QueueState.FAILED, "no node", None)),
+    (oar_job("Error", **event("WALLTIME")), (QueueState.TIMEOUT, "", None)),
+    (oar_job("Error", **event("FRAG_JOB_REQUEST")), (QueueState.CANCELLED, "", None)),
+    (oar_job("Error", **event("BESTEFFORT_KILL")), (QueueState.PREEMPTED, "", None)),
+    (oar_job("Odd"), (QueueState.UNKNOWN, "Odd", None)),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), OAR_STATES)
-def test_states_of_oar(text: str, expected: tuple[State, str, int | None]):
+def test_states_of_oar(text: str, expected: tuple[QueueState, str, int | None]):
     queue = OarQueue()
     site = Site(queue, {"oarstat": text})
     seen = do(queue.query(["41", "42"]))
@@ -636,26 +640,26 @@ def ad(status: int, **more: Any) -> dict[str, Any]:
 
 
 CONDOR_STATES = [
-    (ad(1), (State.PENDING, "", None)),
-    (ad(1, NumJobStarts=1), (State.REQUEUED, "", None)),
-    (ad(2, JobCurrentStartDate=1795212000), (State.STARTING, "", None)),
-    (ad(7), (State.STARTING, "suspended", None)),
+    (ad(1), (QueueState.PENDING, "", None)),
+    (ad(1, NumJobStarts=1), (QueueState.REQUEUED, "", None)),
+    (ad(2, JobCurrentStartDate=1795212000), (QueueState.STARTING, "", None)),
+    (ad(7), (QueueState.STARTING, "suspended", None)),
     (
         ad(5, HoldReasonCode=1, HoldReason="via condor_hold"),
-        (State.PENDING, "via condor_hold", None),
+        (QueueState.PENDING, "via condor_hold", None),
     ),
-    (ad(5, HoldReasonCode=6, HoldReason="no shell"), (State.FAILED, "no shell", None)),
-    (ad(5, HoldReasonCode=46, HoldReason="too long"), (State.TIMEOUT, "too long", None)),
-    (ad(3, RemoveReason="via condor_rm"), (State.CANCELLED, "via condor_rm", None)),
-    (ad(4, ExitBySignal=False, ExitCode=0), (State.COMPLETED, "", 0)),
-    (ad(4, ExitBySignal=False, ExitCode=3), (State.FAILED, "", 3)),
-    (ad(4, ExitBySignal=True, ExitSignal=9), (State.FAILED, "ended by SIGKILL", 137)),
-    (ad(0), (State.UNKNOWN, "status 0", None)),
+    (ad(5, HoldReasonCode=6, HoldReason="no shell"), (QueueState.FAILED, "no shell", None)),
+    (ad(5, HoldReasonCode=46, HoldReason="too long"), (QueueState.TIMEOUT, "too long", None)),
+    (ad(3, RemoveReason="via condor_rm"), (QueueState.CANCELLED, "via condor_rm", None)),
+    (ad(4, ExitBySignal=False, ExitCode=0), (QueueState.COMPLETED, "", 0)),
+    (ad(4, ExitBySignal=False, ExitCode=3), (QueueState.FAILED, "", 3)),
+    (ad(4, ExitBySignal=True, ExitSignal=9), (QueueState.FAILED, "ended by SIGKILL", 137)),
+    (ad(0), (QueueState.UNKNOWN, "status 0", None)),
 ]
 
 
 @pytest.mark.parametrize(("job", "expected"), CONDOR_STATES)
-def test_states_of_htcondor(job: dict[str, Any], expected: tuple[State, str, int | None]):
+def test_states_of_htcondor(job: dict[str, Any], expected: tuple[QueueState, str, int | None]):
     queue = HtcondorQueue()
     site = Site(queue, {"condor_q": json.dumps([job]), "condor_rm": ""})
     seen = do(queue.query(["51.3", "51.4"]))
@@ -672,7 +676,7 @@ def test_history_of_htcondor():
     site = Site(queue, {"condor_history": json.dumps([job])})
     seen = do(queue.departed(["51.3", "51.4"]))
     assert site.ran[0].startswith("condor_history 51.3 51.4 -limit 2 -json")
-    assert (seen["51.3"].state, seen["51.3"].nodes) == (State.COMPLETED, "n1.site")
+    assert (seen["51.3"].state, seen["51.3"].nodes) == (QueueState.COMPLETED, "n1.site")
     assert set(seen) == {"51.3"}
 
 
@@ -745,12 +749,12 @@ def moab_job(**attributes: str) -> str:
 
 
 MOAB_STATES = [
-    (moab_job(State="Running"), (State.STARTING, "", None)),
-    (moab_job(State="Idle"), (State.PENDING, "", None)),
-    (moab_job(State="BatchHold"), (State.PENDING, "BatchHold", None)),
-    (moab_job(State="Completed", CompletionCode="0"), (State.COMPLETED, "", 0)),
-    (moab_job(State="Completed", CompletionCode="3"), (State.FAILED, "", 3)),
-    (moab_job(State="Removed", CompletionCode="CNCLD(271)"), (State.CANCELLED, "", 143)),
+    (moab_job(State="Running"), (QueueState.STARTING, "", None)),
+    (moab_job(State="Idle"), (QueueState.PENDING, "", None)),
+    (moab_job(State="BatchHold"), (QueueState.PENDING, "BatchHold", None)),
+    (moab_job(State="Completed", CompletionCode="0"), (QueueState.COMPLETED, "", 0)),
+    (moab_job(State="Completed", CompletionCode="3"), (QueueState.FAILED, "", 3)),
+    (moab_job(State="Removed", CompletionCode="CNCLD(271)"), (QueueState.CANCELLED, "", 143)),
     (
         moab_job(
             State="Completed",
@@ -759,14 +763,14 @@ MOAB_STATES = [
             ReqAWDuration="3600",
             CompletionTime="1795215601",
         ),
-        (State.TIMEOUT, "", 143),
+        (QueueState.TIMEOUT, "", 143),
     ),
-    (moab_job(State="Odd"), (State.UNKNOWN, "Odd", None)),
+    (moab_job(State="Odd"), (QueueState.UNKNOWN, "Odd", None)),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), MOAB_STATES)
-def test_states_of_moab(text: str, expected: tuple[State, str, int | None]):
+def test_states_of_moab(text: str, expected: tuple[QueueState, str, int | None]):
     queue = MoabQueue()
     site = Site(queue, {"showq --xml": text, "showq -c --xml": text})
     assert facts(do(queue.query(["61", "62"]))["61"]) == expected

@@ -275,10 +275,10 @@ def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
             hellos.append(hello)
             channel.close()
 
-        hub = control.Hub("secret", arrived)
+        hub = control.ControlServer("secret", arrived)
         port = await hub.listen("127.0.0.1", None)
-        rank = await control.dial("127.0.0.1", port, None, "secret")
-        stranger = await control.dial("127.0.0.1", port, None, "guess")
+        rank = await control.connect_to_leader("127.0.0.1", port, None, "secret")
+        stranger = await control.connect_to_leader("127.0.0.1", port, None, "guess")
         waiting, silent = await asyncio.open_connection("127.0.0.1", port)
         assert await stranger.receive() is None
         assert await asyncio.wait_for(waiting.read(), 30) == b""  # longer than the limit

@@ -12,14 +12,14 @@ from distributed import Client, Scheduler, Security
 
 from hpcdask.node import nanny
 from hpcdask.node.nanny import BoundNanny, make_nanny
-from hpcdask.node.placement import Place
+from hpcdask.node.placement import WorkerPlacement
 from hpcdask.spec.specs import WorkerSpec
 
 DEADLINE_S = 60
 
 
 async def nanny_of(scheduler: Scheduler, scratch: Path, preload: Path) -> BoundNanny:
-    place = Place("a", None, (), 1, 0)
+    place = WorkerPlacement("a", None, (), 1, 0)
     spec = WorkerSpec(device="cpu", preload=[str(preload)], death_timeout=DEADLINE_S)
     return make_nanny(
         spec, place, scheduler=scheduler.address, security=Security(), scratch=str(scratch)

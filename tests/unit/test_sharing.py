@@ -20,7 +20,8 @@ import sys
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 gpus = [Gpu(f"GPU-{n}", "", 1) for n in range(3)]
-print([gpu.uuid for gpu in locks.take(gpus, int(sys.argv[2]), "job 9", sys.argv[1])], flush=True)
+taken = locks.lock_gpus(gpus, int(sys.argv[2]), "job 9", sys.argv[1])
+print([gpu.uuid for gpu in taken], flush=True)
 sys.stdin.read()
 """
 
@@ -43,7 +44,7 @@ def other(tmp_path):
 
 
 def test_a_free_gpu_is_taken_for_the_process_only(tmp_path, other):
-    assert locks.take(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[2]]
+    assert locks.lock_gpus(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[2]]
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [
         f"hpcdask-{os.getuid()}-GPU-{n}.lock" for n in range(3)
@@ -53,25 +54,25 @@ def test_a_free_gpu_is_taken_for_the_process_only(tmp_path, other):
 
 def test_too_few_are_free(tmp_path, other):
     with pytest.raises(DeviceError) as error:
-        locks.take(GPUS, 2, "job 10", str(tmp_path))
+        locks.lock_gpus(GPUS, 2, "job 10", str(tmp_path))
     assert "GPU-0 by job 9; GPU-1 by job 9" in str(error.value)
     other.kill()
     other.wait()
     # It let go of the third one, which was free
-    assert locks.take(GPUS, 3, "job 10", str(tmp_path)) == GPUS
+    assert locks.lock_gpus(GPUS, 3, "job 10", str(tmp_path)) == GPUS
 
 
 def test_it_waits_for_an_earlier_job_to_end(tmp_path, other, monkeypatch):
     monkeypatch.setattr(locks, "LOCK_DEADLINE_S", 20.0)
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: other.kill())
-    assert locks.take(GPUS, 3, "job 10", str(tmp_path)) == GPUS
+    assert locks.lock_gpus(GPUS, 3, "job 10", str(tmp_path)) == GPUS
 
 
 def test_a_file_that_cannot_be_trusted_is_no_lock(tmp_path):
     (tmp_path / "victim").touch()
     name = f"hpcdask-{os.getuid()}-GPU-0.lock"
     (tmp_path / name).symlink_to(tmp_path / "victim")
-    assert locks.take(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[1]]
+    assert locks.lock_gpus(GPUS, 1, "job 10", str(tmp_path)) == [GPUS[1]]
     assert not (tmp_path / "victim").read_text()
 
 
@@ -80,7 +81,7 @@ def test_a_full_disk_keeps_nobody_from_a_gpu(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert locks.take(GPUS[:1], 1, "job 10", str(tmp_path)) == GPUS[:1]
+    assert locks.lock_gpus(GPUS[:1], 1, "job 10", str(tmp_path)) == GPUS[:1]
 
 
 def test_parts_of_gpus_are_shared_on_purpose():

@@ -14,7 +14,7 @@ import pytest
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import slurm_errors, slurm_output
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.script import double_quoted, one_line, render
 from hpcdask.queues.slurm import SlurmQueue
 from launching import wait_for
@@ -224,13 +224,13 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
     [
         (
             row("PENDING", start="N/A", end="N/A", nodes="", reason="Resources"),
-            Seen("7_1", State.PENDING, reason="Resources"),
+            QueueStatus("7_1", QueueState.PENDING, reason="Resources"),
         ),
         (
             row("PENDING", 2, start="9000", reason="ReqNodeNotAvail; May be reserved"),
-            Seen(
+            QueueStatus(
                 "7_1",
-                State.REQUEUED,
+                QueueState.REQUEUED,
                 reason="ReqNodeNotAvail; May be reserved",
                 restarts=2,
                 nodes="n1",
@@ -238,78 +238,95 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
         ),
         (
             row("REQUEUE_HOLD", 1),
-            Seen("7_1", State.REQUEUED, reason="REQUEUE_HOLD", restarts=1, nodes="n1"),
+            QueueStatus("7_1", QueueState.REQUEUED, reason="REQUEUE_HOLD", restarts=1, nodes="n1"),
         ),
         (
             row("RESV_DEL_HOLD", start="N/A", end="N/A", nodes="", reason="Reservation r1 is gone"),
-            Seen("7_1", State.PENDING, reason="RESV_DEL_HOLD: Reservation r1 is gone"),
+            QueueStatus("7_1", QueueState.PENDING, reason="RESV_DEL_HOLD: Reservation r1 is gone"),
         ),
         (
             row("RUNNING"),
-            Seen("7_1", State.STARTING, started=1000.0, ends=5000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.STARTING, started=1000.0, ends=5000.0, nodes="n1"),
         ),
         (
             row("RUNNING", 1, end="NONE", nodes="n[1-2]"),
-            Seen("7_1", State.STARTING, restarts=1, started=1000.0, nodes="n[1-2]"),
+            QueueStatus("7_1", QueueState.STARTING, restarts=1, started=1000.0, nodes="n[1-2]"),
         ),
         (
             row("SUSPENDED"),
-            Seen("7_1", State.STARTING, "SUSPENDED", started=1000.0, ends=5000.0, nodes="n1"),
+            QueueStatus(
+                "7_1", QueueState.STARTING, "SUSPENDED", started=1000.0, ends=5000.0, nodes="n1"
+            ),
         ),
         (
             row("COMPLETING", end="1999"),
-            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
         ),
         (
             row("COMPLETING", end="2025"),  # the controller's clock is ahead of ours
-            Seen("7_1", State.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
         ),
         (
             row("CONFIGURING"),  # the node boots
-            Seen("7_1", State.PENDING, "CONFIGURING", nodes="n1"),
+            QueueStatus("7_1", QueueState.PENDING, "CONFIGURING", nodes="n1"),
         ),
         (
             row("POWER_UP_NODE", 1, reason="x"),
-            Seen("7_1", State.REQUEUED, "POWER_UP_NODE: x", restarts=1, nodes="n1"),
+            QueueStatus("7_1", QueueState.REQUEUED, "POWER_UP_NODE: x", restarts=1, nodes="n1"),
         ),
         (
             row("COMPLETING", 1),  # its end is still to come: it will run again
-            Seen("7_1", State.REQUEUED, "COMPLETING", restarts=1, nodes="n1"),
+            QueueStatus("7_1", QueueState.REQUEUED, "COMPLETING", restarts=1, nodes="n1"),
         ),
-        (row("COMPLETED"), Seen("7_1", State.COMPLETED, "", 0, started=1000.0, nodes="n1")),
+        (
+            row("COMPLETED"),
+            QueueStatus("7_1", QueueState.COMPLETED, "", 0, started=1000.0, nodes="n1"),
+        ),
         (
             row("FAILED", status="768", reason="NonZeroExitCode"),
-            Seen("7_1", State.FAILED, "NonZeroExitCode", 3, started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.FAILED, "NonZeroExitCode", 3, started=1000.0, nodes="n1"),
         ),
         (
             row("FAILED", status="9", reason="RaisedSignal:9(Killed)"),
-            Seen("7_1", State.FAILED, "RaisedSignal:9(Killed)", 137, started=1000.0, nodes="n1"),
+            QueueStatus(
+                "7_1", QueueState.FAILED, "RaisedSignal:9(Killed)", 137, started=1000.0, nodes="n1"
+            ),
         ),
         (
             row("FAILED", status="3:0"),  # as newer versions may print it
-            Seen("7_1", State.FAILED, "", 3, started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.FAILED, "", 3, started=1000.0, nodes="n1"),
         ),
         (
             row("TIMEOUT", reason="TimeLimit"),
-            Seen("7_1", State.TIMEOUT, "TIMEOUT: TimeLimit", started=1000.0, nodes="n1"),
+            QueueStatus(
+                "7_1", QueueState.TIMEOUT, "TIMEOUT: TimeLimit", started=1000.0, nodes="n1"
+            ),
         ),
         (
             row("NODE_FAIL", status="1", reason="NodeDown"),
-            Seen("7_1", State.FAILED, "NODE_FAIL: NodeDown", started=1000.0, nodes="n1"),
+            QueueStatus(
+                "7_1", QueueState.FAILED, "NODE_FAIL: NodeDown", started=1000.0, nodes="n1"
+            ),
         ),
         (
             row("OUT_OF_MEMORY", status="0:125"),
-            Seen("7_1", State.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
         ),
         (
             row("PREEMPTED", status="15"),
-            Seen("7_1", State.PREEMPTED, "", 143, started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.PREEMPTED, "", 143, started=1000.0, nodes="n1"),
         ),
-        (row("DEADLINE"), Seen("7_1", State.TIMEOUT, "DEADLINE", started=1000.0, nodes="n1")),
-        (row("BOOT_FAIL"), Seen("7_1", State.FAILED, "BOOT_FAIL", started=1000.0, nodes="n1")),
+        (
+            row("DEADLINE"),
+            QueueStatus("7_1", QueueState.TIMEOUT, "DEADLINE", started=1000.0, nodes="n1"),
+        ),
+        (
+            row("BOOT_FAIL"),
+            QueueStatus("7_1", QueueState.FAILED, "BOOT_FAIL", started=1000.0, nodes="n1"),
+        ),
         (
             row("CANCELLED", start="1500", nodes=""),
-            Seen("7_1", State.CANCELLED, started=1500.0),
+            QueueStatus("7_1", QueueState.CANCELLED, started=1500.0),
         ),
     ],
 )
@@ -345,12 +362,14 @@ def test_elements_that_are_not_shown_whole(shown):
 def test_waiting_elements_are_one_line():
     line = "7_[0-2%1];PENDING;0;0;N/A;N/A;;Resources;\n"
     seen = slurm_output.parse_squeue(line, NOW)
-    assert seen == {f"7_{n}": Seen(f"7_{n}", State.PENDING, "Resources") for n in range(3)}
+    assert seen == {
+        f"7_{n}": QueueStatus(f"7_{n}", QueueState.PENDING, "Resources") for n in range(3)
+    }
 
 
 def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
     seen = slurm_output.parse_squeue(row("FROZEN"), NOW)
-    assert seen["7_1"].state is State.UNKNOWN
+    assert seen["7_1"].state is QueueState.UNKNOWN
 
     async def run(self, *command, env=None):
         return subprocess.CompletedProcess(command, 0, row("FROZEN"), "")
@@ -363,7 +382,7 @@ def test_a_state_nobody_knows_is_as_if_the_job_were_not_shown(monkeypatch):
 
 def test_elements_that_left_their_array():
     ids = ["7_1", "7_2", "8_1", "9"]
-    over = Seen("7_2", State.CANCELLED, "before it started")
+    over = QueueStatus("7_2", QueueState.CANCELLED, "before it started")
     assert slurm_output.left(ids, {"7_1", "9_1"}) == {"7_2": over}
     assert slurm_output.left(["7_2"], {"7"}) == {
         "7_2": over
@@ -393,15 +412,17 @@ Welcome to the site!
 """
     seen = slurm_output.parse_sacct(text)
     assert seen == {
-        "5": Seen("5", State.COMPLETED, "", 0, started=1000.0, nodes="n1"),
-        "6_0": Seen("6_0", State.FAILED, "", 3, started=1000.0, nodes="n1"),
-        "6_1": Seen("6_1", State.FAILED, "", 137, started=1000.0, nodes="n[1-2]"),
-        "6_2": Seen("6_2", State.CANCELLED, "by root"),
-        "6_3": Seen("6_3", State.CANCELLED, "by user 4294967290", 143, started=1000.0, nodes="n1"),
-        "6_4": Seen("6_4", State.TIMEOUT, "TIMEOUT", started=1000.0, nodes="n1"),
-        "7_8": Seen("7_8", State.CANCELLED, "by root"),
-        "7_9": Seen("7_9", State.CANCELLED, "by root"),
-        "6_5": Seen("6_5", State.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
+        "5": QueueStatus("5", QueueState.COMPLETED, "", 0, started=1000.0, nodes="n1"),
+        "6_0": QueueStatus("6_0", QueueState.FAILED, "", 3, started=1000.0, nodes="n1"),
+        "6_1": QueueStatus("6_1", QueueState.FAILED, "", 137, started=1000.0, nodes="n[1-2]"),
+        "6_2": QueueStatus("6_2", QueueState.CANCELLED, "by root"),
+        "6_3": QueueStatus(
+            "6_3", QueueState.CANCELLED, "by user 4294967290", 143, started=1000.0, nodes="n1"
+        ),
+        "6_4": QueueStatus("6_4", QueueState.TIMEOUT, "TIMEOUT", started=1000.0, nodes="n1"),
+        "7_8": QueueStatus("7_8", QueueState.CANCELLED, "by root"),
+        "7_9": QueueStatus("7_9", QueueState.CANCELLED, "by root"),
+        "6_5": QueueStatus("6_5", QueueState.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
     }
 
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.queues import base
-from hpcdask.queues.job_state import Seen, State
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
 from hpcdask.submit import follow
 from hpcdask.submit.command import SYSTEMS
@@ -381,22 +381,22 @@ def test_the_system_that_is_found(tmp_path: Path, commands: str, system: str):
 class Silent(SlurmQueue):
     """A queue that answers as it is told to."""
 
-    def __init__(self, *answers: Seen | Exception | None) -> None:
+    def __init__(self, *answers: QueueStatus | Exception | None) -> None:
         super().__init__()
         self.answers = list(answers)
 
-    async def query(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         return {answer.id: answer} if answer else {}
 
-    async def departed(self, ids: Collection[str]) -> dict[str, Seen]:
+    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return {}
 
 
-def seen(state: State, reason: str = "", code: int | None = None) -> Seen:
-    return Seen("1", state, reason, exit_code=code, nodes="n1")
+def seen(state: QueueState, reason: str = "", code: int | None = None) -> QueueStatus:
+    return QueueStatus("1", state, reason, exit_code=code, nodes="n1")
 
 
 @pytest.fixture
@@ -413,8 +413,8 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     path = tmp_path / "log"
     path.write_bytes(b"one\n\xff")
     said: list[str] = []
-    waits = seen(State.PENDING, "Resources")
-    runs, over = seen(State.STARTING), seen(State.FAILED, code=3)
+    waits = seen(QueueState.PENDING, "Resources")
+    runs, over = seen(QueueState.STARTING), seen(QueueState.FAILED, code=3)
     queue = Silent(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
     assert asyncio.run(follow.wait(queue, "1", follow.Log(path), said.append)) == over
     assert said == [
@@ -438,16 +438,20 @@ def test_a_queue_that_forgets_or_is_silent(tmp_path: Path, answer, words: str):
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
-        (seen(State.COMPLETED, code=0), 0, ""),
-        (seen(State.FAILED, code=139), 139, "job 1 failed, exit code 139"),
-        (seen(State.FAILED, "NODE_FAIL"), 1, "job 1 failed, its exit code is not known: NODE_FAIL"),
-        (seen(State.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
-        (seen(State.TIMEOUT), 1, "job 1 ran out of time"),
-        (seen(State.PREEMPTED, code=15), 1, "job 1 was preempted"),
-        (seen(State.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
+        (seen(QueueState.COMPLETED, code=0), 0, ""),
+        (seen(QueueState.FAILED, code=139), 139, "job 1 failed, exit code 139"),
+        (
+            seen(QueueState.FAILED, "NODE_FAIL"),
+            1,
+            "job 1 failed, its exit code is not known: NODE_FAIL",
+        ),
+        (seen(QueueState.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
+        (seen(QueueState.TIMEOUT), 1, "job 1 ran out of time"),
+        (seen(QueueState.PREEMPTED, code=15), 1, "job 1 was preempted"),
+        (seen(QueueState.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
     ],
 )
-def test_exit_codes(tmp_path: Path, end: Seen, code: int, words: str):
+def test_exit_codes(tmp_path: Path, end: QueueStatus, code: int, words: str):
     from hpcdask.submit.batch import Batch
 
     (tmp_path / "hpcdask-1.log").touch()

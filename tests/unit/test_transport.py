@@ -9,20 +9,20 @@ import pytest
 
 from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.topology import Seat
+from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import check_interface, choose, choose_alone, choose_interface
 from hpcdask.comm.ucx_config import ucx_environment
-from hpcdask.comm.ucx_install import PREFER_SYSTEM, Ucx
+from hpcdask.comm.ucx_install import PREFER_SYSTEM, UcxInstall
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.driver import cuda_extra
 from hpcdask.spec.specs import WorkerSpec
 
-PYPI = Ucx("0.52.0", "1.21.0", "package", ("cma", "cuda"))
-SYSTEM = Ucx("0.52.0", "1.20.0", "system", ("cma", "cuda", "ib", "ib_mlx5", "rdmacm"))
-NO_CUDA = Ucx("0.52.0", "1.20.0", "system", ("cma", "ib"))
-MISSING = Ucx(problem='distributed-ucxx is not installed: pip install "hpcdask[cuda13]"')
-BROKEN = Ucx("0.52.0", problem="the UCX in /opt/ucx is 1.15, and ucxx needs 1.19.0 or newer")
+PYPI = UcxInstall("0.52.0", "1.21.0", "package", ("cma", "cuda"))
+SYSTEM = UcxInstall("0.52.0", "1.20.0", "system", ("cma", "cuda", "ib", "ib_mlx5", "rdmacm"))
+NO_CUDA = UcxInstall("0.52.0", "1.20.0", "system", ("cma", "ib"))
+MISSING = UcxInstall(problem='distributed-ucxx is not installed: pip install "hpcdask[cuda13]"')
+BROKEN = UcxInstall("0.52.0", problem="the UCX in /opt/ucx is 1.15, and ucxx needs 1.19.0 or newer")
 ETH = Interface("eno1", "10.0.0.1", "ethernet", 25_000)
 HSN = (Interface("hsn0", "10.2.0.1", "slingshot", 200_000),)
 IB0 = Interface("ib0", "10.1.0.1", "infiniband", 400_000)
@@ -53,7 +53,7 @@ def seats(host="a", count=8, ranks=None, *, links="all", ucx=PYPI, hidden=0, por
         return Fabric((*net,), (*ports,), seen, hidden, ucx, shown, unknown)
 
     split = [[uuid] for uuid in uuids] if ranks is None else [uuids]
-    return [Seat(host, tuple(map(gpu, own)), fabric(own)) for own in split]
+    return [NodeLinks(host, tuple(map(gpu, own)), fabric(own)) for own in split]
 
 
 def nodes(count=2, **options):
@@ -66,7 +66,7 @@ def cpu(count=2, **options):
 
 def mig(host="a", *ports):
     fabric = Fabric((ETH,), ports, (), 0, SYSTEM if ports else PYPI)
-    return [Seat(host, (gpu(f"MIG-{host}{number}"),), fabric) for number in range(3)]
+    return [NodeLinks(host, (gpu(f"MIG-{host}{number}"),), fabric) for number in range(3)]
 
 
 def shared_gpu():
@@ -506,7 +506,7 @@ def test_rdma_is_not_refused_where_it_may_work(port, interface, setting):
     ],
 )
 def test_devices_that_are_named(value, name, expected):
-    assert ucx_config.named(value, name) is expected
+    assert ucx_config.device_allowed(value, name) is expected
 
 
 @pytest.mark.parametrize(
@@ -542,7 +542,7 @@ def test_the_address_at_which_ucx_is_reached(monkeypatch, address, environ, expe
 def net(host, *interfaces):
     kinds = {"i": "infiniband", "h": "slingshot", "e": "ethernet", "t": "other"}
     found = tuple(Interface(name, "10.0.0.1", kinds[name[0]], speed) for name, speed in interfaces)
-    return Seat(host, (), Fabric(found))
+    return NodeLinks(host, (), Fabric(found))
 
 
 @pytest.mark.parametrize(
