@@ -12,12 +12,12 @@ if __name__ == "__main__":
     from .bootstrap import ranks
 
     ranks.note_launcher()
-    resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
+    resources.widen(resources.launcher_cores())  # the imports and the probe need more than one
     ranks.leave_mpi_alone()
     from .node.gpu_probe import GpuProbe
     from .node.prestart import prestart
 
-    _scout = GpuProbe.start(_janitor.release_in_child, prestart)
+    _probe = GpuProbe.start(_janitor.release_in_child, prestart)
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ from .runner.options import parse
 from .runner.program import Program
 
 
-def main(janitor: Janitor, scout: GpuProbe | None) -> Program:
+def main(janitor: Janitor, probe: GpuProbe | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
     from .bootstrap import ranks
 
@@ -48,8 +48,8 @@ def main(janitor: Janitor, scout: GpuProbe | None) -> Program:
                 abort_launch(rank, error.exit_code)  # another may be late, or never come
             sys.exit(error.exit_code)
         sys.exit(0)  # mpirun would kill rank 0 before it has said so
-    return launch(asked, janitor, scout)
+    return launch(asked, janitor, probe)
 
 
 if __name__ == "__main__":
-    main(_janitor, _scout).run()
+    main(_janitor, _probe).run()

@@ -10,11 +10,11 @@ if __name__ == "__main__":
     reexec.reexecute()
     _janitor = Janitor.start()
 
-    resources.widen(resources.launcher_cores())  # the imports and the scout need more than one
+    resources.widen(resources.launcher_cores())  # the imports and the probe need more than one
     from .node.gpu_probe import GpuProbe
     from .node.prestart import prestart
 
-    _scout = GpuProbe.start(_janitor.release_in_child, prestart)
+    _probe = GpuProbe.start(_janitor.release_in_child, prestart)
 
 import os
 import sys
@@ -71,7 +71,7 @@ def spread(asked: JobSpec, janitor: Janitor) -> None:
         ) from None
 
 
-def main(janitor: Janitor, scout: GpuProbe | None) -> NoReturn:
+def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
     """From the command line to the exit code."""
     try:
         asked = parse(sys.argv[1:])
@@ -84,7 +84,7 @@ def main(janitor: Janitor, scout: GpuProbe | None) -> NoReturn:
     from .process import leave
 
     try:
-        part = start(asked, janitor, scout)
+        part = start(asked, janitor, probe)
     except HpcdaskError as error:
         complain(f"job {asked.job} on {os.uname().nodename}: {error}")
         leave(error.exit_code)
@@ -98,7 +98,7 @@ def main(janitor: Janitor, scout: GpuProbe | None) -> NoReturn:
     raise AssertionError("run() does not return")
 
 
-def start(asked: JobSpec, janitor: Janitor, scout: GpuProbe | None) -> JobAgent:
+def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     """Fork what the workers are forked from, before the first thread."""
     process.mark("options read")
     check_configuration()
@@ -118,10 +118,10 @@ def start(asked: JobSpec, janitor: Janitor, scout: GpuProbe | None) -> JobAgent:
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
     set_log_level()
-    start_template(asked.spec, scratch, forking.Forker(janitor, scout))
+    start_template(asked.spec, scratch, forking.Forker(janitor, probe))
     process.mark("processes forked")
-    return JobAgent(asked, scratch, scout)
+    return JobAgent(asked, scratch, probe)
 
 
 if __name__ == "__main__":
-    main(_janitor, _scout)
+    main(_janitor, _probe)

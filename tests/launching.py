@@ -98,10 +98,10 @@ async def until(condition: Callable[[], T], timeout: float = 10, what: str = "")
 async def decide_again(cluster: Any, times: int) -> None:
     """Let a cluster of jobs decide so many times what to do, and do it."""
     for _ in range(times):
-        async with asyncio.timeout(PATIENCE * 10), cluster.keeper._settled:
-            cluster.keeper.poke()
-            await cluster.keeper._settled.wait()
-        if (submission := cluster.keeper._submission) is not None:
+        async with asyncio.timeout(PATIENCE * 10), cluster.controller._settled:
+            cluster.controller.wake()
+            await cluster.controller._settled.wait()
+        if (submission := cluster.controller._submission) is not None:
             await asyncio.wait([submission])
 
 

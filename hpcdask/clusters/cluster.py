@@ -138,10 +138,10 @@ class JobCluster(Scaling):
         if silence_logs:
             self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
         self.scheduler: Scheduler | None = None
-        self.keeper: JobController | None = None
+        self.controller: JobController | None = None
         self._folder: ClusterFolder | None = None
         self._address = NO_ADDRESS
-        self._warden: Any = None
+        self._watchdog: Any = None
         self._ending: asyncio.Future[None] | None = None
         self.security = Security()
         if loop is None and asynchronous:
@@ -197,24 +197,24 @@ class JobCluster(Scaling):
                 f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
                 f"tag in its place"
             )
-        self._warden = await asyncio.to_thread(watchdog.start_watchdog, folder)
+        self._watchdog = await asyncio.to_thread(watchdog.start_watchdog, folder)
         await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
-        ledger = ClusterState(
+        state = ClusterState(
             self.scheduler,
             self.id,
             size=self.options.workers,
             policy=self._policy,
             say=self._say,
         )
-        self.keeper = JobController(
-            ledger,
+        self.controller = JobController(
+            state,
             self.queue,
             folder,
             poll_interval_s=self._poll_interval_s,
             over=self._end_by_itself,
         )
-        self.keeper.start()
+        self.controller.start()
         await super()._start()
         if self._n_workers:
             await self._scale(self._n_workers)
@@ -292,11 +292,11 @@ class JobCluster(Scaling):
         problem: HpcdaskError | None = None
         if self._adaptive is not None:
             self._adaptive.stop()
-        if self.scheduler is not None and self.keeper is not None:
-            self.keeper.closing()
+        if self.scheduler is not None and self.controller is not None:
+            self.controller.closing()
             await self.scheduler.close(reason="the cluster is closed")  # its workers end as well
             try:
-                await self.keeper.close()
+                await self.controller.close()
             except HpcdaskError as error:
                 problem = error
         elif self.scheduler is not None:
@@ -304,8 +304,8 @@ class JobCluster(Scaling):
         await super()._close()
         if self._folder is not None:
             self._folder.remove_keys()
-        if self._warden is not None and problem is None:
-            self._warden.dismiss()
+        if self._watchdog is not None and problem is None:
+            self._watchdog.dismiss()
         self._exits.close()
         if problem is not None:
             raise problem
@@ -348,8 +348,8 @@ class JobCluster(Scaling):
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if self.keeper is not None and self.keeper.failure is not None:
-                    raise self.keeper.failure
+                if self.controller is not None and self.controller.failure is not None:
+                    raise self.controller.failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
         finally:
@@ -370,7 +370,7 @@ class JobCluster(Scaling):
 
     def jobs(self) -> JobTable:
         """What is known of each job, those that are over included."""
-        found: list[Job] = list(self.keeper.ledger.jobs.values()) if self.keeper else []
+        found: list[Job] = list(self.controller.state.jobs.values()) if self.controller else []
         return JobTable(found)
 
     def job_logs(
@@ -401,7 +401,7 @@ class JobCluster(Scaling):
     @property
     def failure(self) -> HpcdaskError | None:
         """Why nothing more is submitted; None while all is well."""
-        return self.keeper.failure if self.keeper else None
+        return self.controller.failure if self.controller else None
 
     def _say(self, text: str) -> None:
         self._log(text)
@@ -449,7 +449,7 @@ def _text(value: str) -> str:
 
 @atexit.register
 def close_clusters() -> None:
-    """Close what the program left open. What cannot be closed in time is left to the warden.
+    """Close what the program left open. What cannot be closed in time is left to the watchdog.
 
     So are commands of the queue: Python has shut its threads down by then. Before that, threads of
     the program may still wait for results.

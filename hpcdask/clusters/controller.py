@@ -68,7 +68,7 @@ class JobController:
 
     Parameters
     ----------
-    ledger
+    state
         The jobs.
     queue
         The door to the queueing system.
@@ -87,14 +87,14 @@ class JobController:
 
     def __init__(
         self,
-        ledger: ClusterState,
+        state: ClusterState,
         queue: Queue,
         folder: ClusterFolder,
         *,
         poll_interval_s: float,
         over: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ledger = ledger
+        self.state = state
         self.queue = queue
         self.folder = folder
         self.poll_interval_s = poll_interval_s
@@ -102,9 +102,9 @@ class JobController:
         self._over = over
         self._history = History()
         self._waiting_users = 0
-        tag = f"hpcdask:{ledger.cluster}"
+        tag = f"hpcdask:{state.cluster}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
-        self._departures = JobTerminator(ledger, queue, self.poke)
+        self._terminator = JobTerminator(state, queue, self.wake)
         self._changed = asyncio.Event()
         self._settled = asyncio.Condition()
         self._next_query = 0.0
@@ -119,36 +119,36 @@ class JobController:
 
     def start(self) -> None:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
-        retire.ignore_removed(self.ledger.scheduler)
-        self.ledger.scheduler.add_plugin(WorkerEvents(self.poke, self._scheduler_closes))
+        retire.ignore_removed(self.state.scheduler)
+        self.state.scheduler.add_plugin(WorkerEvents(self.wake, self._scheduler_closes))
         self._loop = asyncio.create_task(self._watch())
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Something has changed: decide again."""
         self._changed.set()
 
-    def forgive(self) -> None:
+    def reset_failures(self) -> None:
         """Forget earlier failures: the user asks again."""
         self.failure = None
         self._history = History()
         self._submitter.retry_at = 0.0
-        self.ledger.calm()
+        self.state.clear_warning()
 
-    def want(self, jobs: int) -> None:
+    def set_target(self, jobs: int) -> None:
         """Wish for this many jobs."""
-        self.ledger.wanted = jobs
-        self.ledger.emptied = jobs == 0
-        self.poke()
+        self.state.wanted = jobs
+        self.state.emptied = jobs == 0
+        self.wake()
 
     def dismiss(self, names: Collection[str]) -> None:
         """Do without the named workers: jobs without workers end at once, others in order."""
-        jobs = self.ledger.strike(names)
-        self._departures.cancel([job.id for job in jobs if not job.workers])
+        jobs = self.state.drop(names)
+        self._terminator.cancel([job.id for job in jobs if not job.workers])
         for job in jobs:
             if job.workers:
-                self._departures.retire(job.id)
+                self._terminator.retire(job.id)
 
-    async def settle(self) -> None:
+    async def wait_submitted(self) -> None:
         """Wait until the wanted jobs are submitted, or cannot be. Raises why they cannot.
 
         Who waits is told of a queue that is silent; for others it is tried again.
@@ -165,20 +165,20 @@ class JobController:
             raise self.failure
 
     def _asked(self) -> bool:
-        ledger, waiting = self.ledger, time.time() < self._submitter.retry_at
-        return ledger.closing or waiting or len(ledger.counting()) >= ledger.wanted
+        state, waiting = self.state, time.time() < self._submitter.retry_at
+        return state.closing or waiting or len(state.active()) >= state.wanted
 
     def _scheduler_closes(self) -> None:
-        if not self.ledger.closing:
+        if not self.state.closing:
             self.failure = ClusterError(SHUT_DOWN)
-            self.ledger.say(f"error: {SHUT_DOWN}")
+            self.state.say(f"error: {SHUT_DOWN}")
             self.closing()
             self._over()
 
     def closing(self) -> None:
         """From now on, the end of a worker or a job is meant."""
-        self.ledger.closing = True
-        self.poke()
+        self.state.closing = True
+        self.wake()
 
     async def close(self) -> None:
         """Cancel every job, and see that they are gone.
@@ -195,24 +195,24 @@ class JobController:
             self._settled.notify_all()
         if self._submitter.unanswered:
             with contextlib.suppress(QueueError):
-                await self._submitter.adopt(self.ledger.jobs)
+                await self._submitter.adopt(self.state.jobs)
         tasks = [task for task in (self._loop, self._query) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._departures.stop(), return_exceptions=True)
+        await asyncio.gather(*tasks, *self._terminator.stop(), return_exceptions=True)
 
         async def look() -> None:
-            ids = self.ledger.live()
+            ids = self.state.live()
             self._observe(set(ids), await self._ask(ids))
 
-        await self._departures.end_all(look)
+        await self._terminator.end_all(look)
         if await self._find_returned():
-            await self._departures.end_all(look)
+            await self._terminator.end_all(look)
 
     async def _find_returned(self) -> bool:
         """Enter the jobs that are over and there again: SLURM's controller may lose an end."""
         live: list[str] = []
-        if self.ledger.jobs:
+        if self.state.jobs:
             with contextlib.suppress(Exception):  # nobody can say, and all had ended before
                 async with asyncio.timeout(RETURNED_S):
                     tagged = await self.queue.tagged()
@@ -220,13 +220,13 @@ class JobController:
                     seen = await self.queue.query(mine) if mine else {}
                     live = [job.id for job in seen.values() if job.state not in OVER]
         now = time.time()
-        self.ledger.jobs.update({job_id: Job(job_id, self.ledger.size, now) for job_id in live})
+        self.state.jobs.update({job_id: Job(job_id, self.state.size, now) for job_id in live})
         return bool(live)
 
     # The loop
 
     async def _watch(self) -> None:
-        while not self.ledger.closing:
+        while not self.state.closing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause()):
                     await self._changed.wait()
@@ -234,7 +234,7 @@ class JobController:
             try:
                 self._step()
             except Exception as error:  # a mistake here must not leave the jobs unwatched
-                self.ledger.say(f"error: {type(error).__name__}: {error}")
+                self.state.say(f"error: {type(error).__name__}: {error}")
                 await asyncio.sleep(self.poll_interval_s)
             async with self._settled:
                 self._settled.notify_all()
@@ -242,7 +242,7 @@ class JobController:
     def _pause(self) -> float | None:
         """Seconds until something is due by itself; None for never."""
         times = []
-        if self.ledger.live() and self._query is None:
+        if self.state.live() and self._query is None:
             times.append(self._next_query - time.monotonic())
         if time.time() < self._submitter.retry_at:
             times.append(self._submitter.retry_at - time.time())
@@ -257,13 +257,13 @@ class JobController:
             query, self._query = self._query, None
             asked, seen = self._hear(query)
         self._observe(asked, seen)
-        if self.ledger.closing:
+        if self.state.closing:
             return
         self._act()
-        ids = self.ledger.live()
+        ids = self.state.live()
         if ids and self._query is None and time.monotonic() >= self._next_query:
             self._query = asyncio.create_task(self._ask(ids))
-            self._query.add_done_callback(lambda _: self.poke())
+            self._query.add_done_callback(lambda _: self.wake())
             self._queried = set(ids)
 
     def _hear(
@@ -276,10 +276,10 @@ class JobController:
         longest = max(BACK_OFF_S, self.poll_interval_s)
         self._next_query = time.monotonic() + min(pause, longest)
         if error is None:
-            self.ledger.calm("query")
+            self.state.clear_warning("query")
             return self._queried, query.result()
         text = f"{_words(error)}. What the jobs do is unknown until it answers"
-        self.ledger.warn("query", text)
+        self.state.warn("query", text)
         return set(), {}
 
     async def _ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
@@ -289,19 +289,19 @@ class JobController:
         if gone:
             try:
                 seen |= await self.queue.departed(gone)
-                self.ledger.calm("accounting")
+                self.state.clear_warning("accounting")
             except Exception as error:  # must not hide what the queue has shown
                 text = f"{_words(error)}. How jobs ended is not known without it"
-                self.ledger.warn("accounting", text)
+                self.state.warn("accounting", text)
         return seen
 
     def _observe(self, asked: set[str], seen: dict[str, QueueStatus]) -> None:
-        ledger, now = self.ledger, time.time()
-        workers = ledger.connected()
-        if late := set(workers) - set(ledger.jobs):  # of a submission that got no answer
+        state, now = self.state, time.time()
+        workers = state.connected()
+        if late := set(workers) - set(state.jobs):  # of a submission that got no answer
             self._add(late)
         strays: set[str] = set()
-        for job_id, before in list(ledger.jobs.items()):
+        for job_id, before in list(state.jobs.items()):
             states = workers.get(job_id, [])
             names = [str(ws.name) for ws in states]
             after = observe(
@@ -311,60 +311,60 @@ class JobController:
                 workers=names,
                 held=sum(ws.nbytes for ws in states),
                 now=now,
-                policy=ledger.policy,
+                policy=state.policy,
             )
             over = after.state in OVER
             strays.update(name for name in names if over or name not in after.workers)
             if after is before:
                 continue
-            ledger.jobs[job_id] = after
-            self._history = record(self._history, before, after, now, ledger.policy)
+            state.jobs[job_id] = after
+            self._history = record(self._history, before, after, now, state.policy)
             if over and before.state not in OVER:
                 self._tell_end(after)
-        if not ledger.closing:
-            self._departures.retire_strays(strays)
+        if not state.closing:
+            self._terminator.retire_strays(strays)
 
     def _tell_end(self, job: Job) -> None:
-        meant = self.ledger.closing or job.cancelled or job.leaving
+        meant = self.state.closing or job.cancelled or job.leaving
         if not meant and job.state != QueueState.COMPLETED:
             code = "" if job.exit_code is None else f", exit code {job.exit_code}"
             reason = f" ({job.reason})" if job.reason else ""
             log = self.folder.log_path(job.id)
-            self.ledger.say(f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}")
+            self.state.say(f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}")
 
     def _act(self) -> None:
-        ledger, now = self.ledger, time.time()
+        state, now = self.state, time.time()
         jobs = {
             job_id: job
-            for job_id, job in ledger.jobs.items()
+            for job_id, job in state.jobs.items()
             if job.state not in OVER or job.missed  # what the queue forgot might come back
         }
         actions = plan(
-            ledger.wanted,
+            state.wanted,
             jobs,
             self._history,
             closable=self._closable(),
             now=now,
-            policy=ledger.policy,
+            policy=state.policy,
         )
         if actions.failure is not None and self.failure is None:
             self._give_up(actions.failure)
-        self._departures.cancel(actions.cancel)
-        self._departures.cancel_stragglers()
+        self._terminator.cancel(actions.cancel)
+        self._terminator.cancel_stragglers()
         for job_id in actions.retire:
-            self._departures.retire(job_id)
+            self._terminator.retire(job_id)
         idle = self._submission is None and self.failure is None
         if actions.submit and idle and now >= self._submitter.retry_at:
             self._submission = asyncio.create_task(self._submit(actions.submit))
-        if self.failure is not None and not ledger.live() and not ledger.scheduler.workers:
-            retire.fail_waiting(ledger.scheduler, self.failure)
+        if self.failure is not None and not state.live() and not state.scheduler.workers:
+            retire.fail_waiting(state.scheduler, self.failure)
 
     def _closable(self) -> list[str]:
         """Ids of jobs in the order in which to give them up: idle ones, then the others."""
-        ledger, counting = self.ledger, self.ledger.counting()
-        if len(counting) <= ledger.wanted:
+        state, counting = self.state, self.state.active()
+        if len(counting) <= state.wanted:
             return []
-        idle = retire.closable(ledger.scheduler, ledger.job_of)
+        idle = retire.closable(state.scheduler, state.job_of)
         order = {job_id: number for number, job_id in enumerate(idle)}
         running = [job for job in counting if job.workers]
         running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
@@ -374,48 +374,48 @@ class JobController:
 
     def _missing(self) -> int:
         """How many jobs the submission under way still has to bring."""
-        if self.ledger.closing or self.failure is not None:
+        if self.state.closing or self.failure is not None:
             return 0
-        return max(0, self.ledger.wanted - len(self.ledger.counting()))
+        return max(0, self.state.wanted - len(self.state.active()))
 
     async def _submit(self, count: int) -> None:
-        ledger, self._submitted = self.ledger, time.time()
+        state, self._submitted = self.state, time.time()
         try:
-            await self._submitter.submit(count, ledger.jobs)
-            ledger.calm("limit")
+            await self._submitter.submit(count, state.jobs)
+            state.clear_warning("limit")
         except QueueError as error:
             if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
-                there = f"{len(ledger.counting())} of {ledger.wanted} jobs are there"
-                ledger.warn("limit", f"{error}. {there}; trying again later")
+                there = f"{len(state.active())} of {state.wanted} jobs are there"
+                state.warn("limit", f"{error}. {there}; trying again later")
             else:
                 self._fail(error)
         except Exception as error:  # such as a full disk: say it rather than try for ever
             self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
         finally:
             self._submission = None
-            self.poke()
+            self.wake()
 
     def _add(self, ids: Collection[str]) -> None:
         now = time.time()
-        if not self.ledger.live():  # a later submission must not put off the query
+        if not self.state.live():  # a later submission must not put off the query
             self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
         for job_id in ids:
-            known = self.ledger.jobs.get(job_id)
+            known = self.state.jobs.get(job_id)
             # one of before this submission is another job: a queue that lost its state counts anew
             if known is None or known.submitted < self._submitted:
-                self.ledger.jobs[job_id] = Job(job_id, self.ledger.size, now)
+                self.state.jobs[job_id] = Job(job_id, self.state.size, now)
                 self._queried.discard(job_id)  # what is under way asks for the other one
-        self.poke()
+        self.wake()
 
     # Failing
 
     def _fail(self, error: HpcdaskError) -> None:
-        if self.ledger.closing:  # such as threads that have ended with the program
+        if self.state.closing:  # such as threads that have ended with the program
             return
         self.failure = error
         again = "Nothing more is submitted until scale() or adapt() asks again"
         text = str(error)  # its end may be that of a log, in lines of its own
-        self.ledger.say(f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}")
+        self.state.say(f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}")
 
     def _give_up(self, failure: Failure) -> None:
         job = failure.job
@@ -436,7 +436,7 @@ class JobController:
 
     def _lateness(self, job: Job) -> str:
         which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
-        limit_s = self.ledger.policy.start_timeout_s
+        limit_s = self.state.policy.start_timeout_s
         return f"{which} did not connect within {limit_s:g} s (start_timeout)"
 
 

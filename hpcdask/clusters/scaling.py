@@ -86,13 +86,13 @@ class Scaling(Cluster):
 
     Attributes
     ----------
-    queue, options, keeper
+    queue, options, controller
         The door to the queue, what a job is, and who keeps the jobs; None before the start.
     """
 
     queue: Queue
     options: JobOptions
-    keeper: JobController | None
+    controller: JobController | None
 
     def scale(
         self,
@@ -132,7 +132,7 @@ class Scaling(Cluster):
             math.ceil((parse_memory(memory, "memory") or 0) / self._worker_memory()),
             math.ceil(number(cores or 0, "scale: cores", "cores") / self._worker_threads()),
         )
-        self._running_keeper()
+        self._running_controller()
         if workers:
             self.queue.check()
         if not self.asynchronous:
@@ -144,23 +144,23 @@ class Scaling(Cluster):
         return scaling
 
     def _wish(self, n: int) -> JobController:
-        keeper = self._running_keeper()
-        keeper.want(math.ceil(n / self.options.workers))
-        return keeper
+        controller = self._running_controller()
+        controller.set_target(math.ceil(n / self.options.workers))
+        return controller
 
     async def _scale(self, n: int) -> None:
-        self._running_keeper().forgive()
-        await self._wish(n).settle()
+        self._running_controller().reset_failures()
+        await self._wish(n).wait_submitted()
 
     def _scale_down(self, names: Collection[str]) -> None:
-        self._running_keeper().dismiss(names)
+        self._running_controller().dismiss(names)
 
-    def _running_keeper(self) -> JobController:
-        if self.keeper is None or self.status not in (Status.starting, Status.running):
-            failure = self.keeper.failure if self.keeper else None
+    def _running_controller(self) -> JobController:
+        if self.controller is None or self.status not in (Status.starting, Status.running):
+            failure = self.controller.failure if self.controller else None
             shut_down = failure is not None and str(failure) == SHUT_DOWN
             raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
-        return self.keeper
+        return self.controller
 
     def adapt(  # type: ignore[override]
         self,
@@ -237,9 +237,9 @@ class Scaling(Cluster):
         if "target_duration" in kwargs:
             duration = seconds(kwargs["target_duration"], "adapt: target_duration")
             kwargs["target_duration"] = duration
-        keeper = self._running_keeper()
+        controller = self._running_controller()
         self.queue.check()
-        keeper.forgive()
+        controller.reset_failures()
         if size > 1:
             kwargs.setdefault("worker_key", job_of)
         return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
@@ -253,7 +253,7 @@ class Scaling(Cluster):
     @property
     def plan(self) -> set[str]:
         """Names of the workers that are wanted, for adaptive scaling."""
-        return set(self.keeper.ledger.names()) if self.keeper else set()
+        return set(self.controller.state.names()) if self.controller else set()
 
     @property
     def requested(self) -> set[str]:
@@ -263,5 +263,5 @@ class Scaling(Cluster):
     @property
     def observed(self) -> set[str]:
         """Names of the workers that are connected."""
-        jobs = self.keeper.ledger.connected().values() if self.keeper else ()
+        jobs = self.controller.state.connected().values() if self.controller else ()
         return {str(state.name) for states in jobs for state in states}

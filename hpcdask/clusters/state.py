@@ -67,7 +67,7 @@ class ClusterState:
         """Note something about a job."""
         self.jobs[job_id] = dataclasses.replace(self.jobs[job_id], **facts)
 
-    def counting(self) -> list[Job]:
+    def active(self) -> list[Job]:
         """Jobs that are there or asked for, and are to stay; others come for those that expire."""
         return [
             job
@@ -81,7 +81,7 @@ class ClusterState:
 
     def names(self) -> list[str]:
         """A name for each worker that is there or asked for, and is to stay."""
-        names = [name for job in self.counting() for name in worker_names(self.cluster, job)]
+        names = [name for job in self.active() for name in worker_names(self.cluster, job)]
         missing = self.wanted * self.size - len(names)
         return names + [f"{self.cluster}-unsubmitted-{number}" for number in range(missing)]
 
@@ -98,13 +98,13 @@ class ClusterState:
                 found.setdefault(job_id, []).append(state)
         return found
 
-    def strike(self, names: Collection[str]) -> list[Job]:
+    def drop(self, names: Collection[str]) -> list[Job]:
         """Want less by the jobs of the named workers, and return those that are to end.
 
         A job that has workers ends if all of them are named. Of workers that are not connected Dask
         names any: only their number counts, and the jobs that would start last go first.
         """
-        counting = self.counting()
+        counting = self.active()
         named = set(names) & set(self.names())
         jobs = []
         for job in counting:
@@ -127,6 +127,6 @@ class ClusterState:
             self._warned.add(subject)
             self.say(f"warning: {text}")
 
-    def calm(self, *subjects: str) -> None:
+    def clear_warning(self, *subjects: str) -> None:
         """These states of things are over; without any, all."""
         self._warned.difference_update(subjects or tuple(self._warned))

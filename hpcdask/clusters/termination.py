@@ -38,7 +38,7 @@ class JobTerminator:
 
     Parameters
     ----------
-    ledger
+    state
         Its jobs.
     queue
         The door to the queueing system.
@@ -46,10 +46,10 @@ class JobTerminator:
         Called when something has changed.
     """
 
-    def __init__(self, ledger: ClusterState, queue: Queue, poke: Callable[[], None]) -> None:
-        self.ledger = ledger
+    def __init__(self, state: ClusterState, queue: Queue, poke: Callable[[], None]) -> None:
+        self.state = state
         self.queue = queue
-        self.poke = poke
+        self.wake = poke
         self._retiring: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, float] = {}
         self._asked: dict[str, float] = {}
@@ -73,14 +73,14 @@ class JobTerminator:
 
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel these, and again later if the queue does not answer, or forgets it."""
-        jobs = self.ledger.jobs
+        jobs = self.state.jobs
         ids = [
             job_id
             for job_id in dict.fromkeys(ids)
             if jobs[job_id].state not in OVER or jobs[job_id].missed  # it might still be there
         ]
         for job_id in ids:
-            self.ledger.mark(job_id, cancelled=True)
+            self.state.mark(job_id, cancelled=True)
             self._left.pop(job_id, None)
             self._asked.pop(job_id, None)
         if ids:
@@ -89,17 +89,17 @@ class JobTerminator:
     async def _cancel(self, ids: Collection[str]) -> None:
         try:
             await self.queue.cancel(ids)
-            self.ledger.calm("cancel")
+            self.state.clear_warning("cancel")
             waiting = self._asked
         except Exception as error:  # whatever it is, the jobs must not stay
-            self.ledger.warn("cancel", str(error))
+            self.state.warn("cancel", str(error))
             waiting = self._left
         waiting.update(dict.fromkeys(ids, time.time()))
         self._spawn(self._poke_later())
 
     def cancel_stragglers(self) -> None:
         """Cancel the jobs that should have ended by now."""
-        jobs = self.ledger.jobs  # one that was started again has a life of its own
+        jobs = self.state.jobs  # one that was started again has a life of its own
         late = [
             job_id for job_id in _due(self._left) if jobs[job_id].leaving or jobs[job_id].cancelled
         ]
@@ -115,7 +115,7 @@ class JobTerminator:
     def retire(self, job_id: str) -> None:
         """Let the job's workers hand over what they hold, and let the job end."""
         if job_id not in self._retiring:
-            self.ledger.mark(job_id, leaving=True)
+            self.state.mark(job_id, leaving=True)
             task = self._spawn(self._retire(job_id))
             self._retiring[job_id] = task
             task.add_done_callback(lambda _: self._retiring.pop(job_id, None))
@@ -123,39 +123,39 @@ class JobTerminator:
     async def _retire(self, job_id: str) -> None:
         try:
             await self._see_off(job_id)
-            self.ledger.calm("retire")
+            self.state.clear_warning("retire")
         except Exception as error:  # a job must not stay for ever as one that leaves
-            self.ledger.warn(
+            self.state.warn(
                 "retire",
                 f"job {job_id} cannot hand over what it holds, and is asked again: "
                 f"{root_cause(error)}",
             )
-            self.ledger.mark(job_id, leaving=False)
+            self.state.mark(job_id, leaving=False)
 
     async def _see_off(self, job_id: str) -> None:
-        ledger = self.ledger
-        while (job := ledger.jobs[job_id]).state not in OVER and job.workers:
+        state = self.state
+        while (job := state.jobs[job_id]).state not in OVER and job.workers:
             last = self._last_moment(job)
             left = math.inf if last is None else last - time.time()
             if left <= 0:
                 await self._force_out(job)
                 break
             # stopped processes would not end what they run; results have to wait until they go on
-            if is_paused(job) and not retire.hold_alone(ledger.scheduler, job.workers):
-                await retire.force_out(ledger.scheduler, job.workers, reason="suspended")
+            if is_paused(job) and not retire.hold_alone(state.scheduler, job.workers):
+                await retire.force_out(state.scheduler, job.workers, reason="suspended")
                 self.cancel([job_id])
                 return
             deadline_s = left if job.expiring else min(left, ATTEMPT_S)
-            gone = await retire.retire(ledger.scheduler, job.workers, deadline_s=deadline_s)
+            gone = await retire.retire(state.scheduler, job.workers, deadline_s=deadline_s)
             if gone >= job.workers:
                 break
             if not job.expiring:
-                if len(ledger.counting()) < ledger.wanted:  # there is work for it again
-                    ledger.mark(job_id, leaving=False)
-                    self.poke()
+                if len(state.active()) < state.wanted:  # there is work for it again
+                    state.mark(job_id, leaving=False)
+                    self.wake()
                     return
-                if ledger.emptied and not self._others(job_id):
-                    await retire.force_out(ledger.scheduler, job.workers, reason="scaled-to-0")
+                if state.emptied and not self._others(job_id):
+                    await retire.force_out(state.scheduler, job.workers, reason="scaled-to-0")
                     break
             left = math.inf if last is None else last - time.time()
             await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
@@ -164,7 +164,7 @@ class JobTerminator:
 
     async def _poke_later(self, after_s: float | None = None) -> None:
         await asyncio.sleep((LEAVE_S if after_s is None else after_s) + 0.1)
-        self.poke()
+        self.wake()
 
     def retire_strays(self, names: set[str]) -> None:
         """Retire workers that stay though their job is over, as on a node that came back.
@@ -174,7 +174,7 @@ class JobTerminator:
         names
             Of all such workers that are connected now.
         """
-        now, patience_s = time.time(), self.ledger.policy.lost_after_s
+        now, patience_s = time.time(), self.state.policy.lost_after_s
         if not names <= self._strays.keys():
             self._spawn(self._poke_later(patience_s))
         self._strays = {name: self._strays.get(name, now) for name in names}
@@ -184,46 +184,46 @@ class JobTerminator:
             self._spawn(self._retire_strays(due))
 
     async def _retire_strays(self, names: Collection[str]) -> None:
-        ledger = self.ledger
-        ids = ", ".join(sorted({ledger.job_of(name) or "" for name in names}))
-        ledger.warn(
+        state = self.state
+        ids = ", ".join(sorted({state.job_of(name) or "" for name in names}))
+        state.warn(
             f"strays of {ids}",
             f"workers of jobs that are over were still there, and retire: {ids}",
         )
         try:
-            gone = await retire.retire(ledger.scheduler, names, deadline_s=ATTEMPT_S)
-            if not gone.issuperset(names) and ledger.emptied and not self._others(""):
-                await retire.force_out(ledger.scheduler, names, reason="scaled-to-0")
+            gone = await retire.retire(state.scheduler, names, deadline_s=ATTEMPT_S)
+            if not gone.issuperset(names) and state.emptied and not self._others(""):
+                await retire.force_out(state.scheduler, names, reason="scaled-to-0")
         except Exception as error:  # they are asked again
-            ledger.warn("strays", f"workers of {ids} cannot hand over: {root_cause(error)}")
-        self._spawn(self._poke_later(ledger.policy.lost_after_s))
+            state.warn("strays", f"workers of {ids} cannot hand over: {root_cause(error)}")
+        self._spawn(self._poke_later(state.policy.lost_after_s))
 
     def _others(self, job_id: str) -> bool:
-        return any(job.workers for job in self.ledger.counting() if job.id != job_id)
+        return any(job.workers for job in self.state.active() if job.id != job_id)
 
     def _last_moment(self, job: Job) -> float | None:
         """Unix time at which the job is given up, a little before the queue kills it."""
-        end = ends_at(job, self.ledger.policy)
-        early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.ledger.policy))
+        end = ends_at(job, self.state.policy)
+        early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.state.policy))
         return None if end is None else end - early
 
     async def _force_out(self, job: Job) -> None:
         """The last moment: what these workers hold or run is computed again elsewhere."""
-        self.ledger.say(
+        self.state.say(
             f"job {job.id} reaches its walltime and nobody could take over in time: what it holds "
             f"or runs is computed again"
         )
         last = self._last_moment(job)
         life = None if last is None or job.started is None else last - job.started
         errors = await retire.force_out(
-            self.ledger.scheduler,
+            self.state.scheduler,
             job.workers,
             reason="walltime",
             cut_off=self._cut_off,
             life_s=life,
         )
         for error in errors:
-            self.ledger.say(f"error: {error}")
+            self.state.say(f"error: {error}")
 
     # All of them
 
@@ -240,15 +240,15 @@ class JobTerminator:
         QueueError
             Some are still in the queue after `CLOSE_S`; the message names them.
         """
-        ledger, start, pause, problem = self.ledger, time.monotonic(), 0.1, ""
+        state, start, pause, problem = self.state, time.monotonic(), 0.1, ""
         asked: dict[str, float] = {}
-        while ids := ledger.live():
+        while ids := state.live():
             now = time.monotonic()
             # those that run were told by the scheduler to end, and do so in better order
             due = [
                 job_id
                 for job_id in ids
-                if (now > start + END_S or not ledger.jobs[job_id].arrived)
+                if (now > start + END_S or not state.jobs[job_id].arrived)
                 and now > asked.get(job_id, -REPEAT_S) + REPEAT_S
             ]
             try:
@@ -256,17 +256,17 @@ class JobTerminator:
                     await self.queue.cancel(due)
                     asked.update(dict.fromkeys(due, now))
                     for job_id in due:
-                        ledger.mark(job_id, cancelled=True)
+                        state.mark(job_id, cancelled=True)
                 await look()
             except QueueError as error:
                 problem = f" ({error})"
-            if not ledger.live():
+            if not state.live():
                 return
             if time.monotonic() > start + CLOSE_S:
                 raise QueueError(
                     f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
-                    f"{problem}: {', '.join(ledger.live())}. See them with: hpcdask jobs, and end "
-                    f"them with: hpcdask cleanup {ledger.cluster}"
+                    f"{problem}: {', '.join(state.live())}. See them with: hpcdask jobs, and end "
+                    f"them with: hpcdask cleanup {state.cluster}"
                 )
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, 2.0)

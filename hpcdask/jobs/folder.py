@@ -8,7 +8,7 @@
         submissions/001/       script.sh as submitted, ids (missing: none known), logs -> ../../logs
         logs/                  JOBID.log, and queue-JOBID.log of the queue itself
         keys/                  while the cluster lives
-        warden.log             what was done after the notebook's death
+        watchdog.log             what was done after the notebook's death
 
 Ids are recorded right after a submission. Those that a crash keeps from being recorded are
 found by the tag, which is on each job before it exists.

@@ -1,10 +1,10 @@
 """``python -m hpcdask.jobs.watchdog FOLDER``: cancels a cluster's jobs when its notebook is gone.
 
 The notebook holds the other end of a pipe. When that closes, or the notebook's process is gone
-while something it forked still has the pipe, the warden cancels all jobs of the cluster, sees that
-they are gone, and removes the keys. A cluster that closes by itself dismisses it first.
+while something it forked still has the pipe, the watchdog cancels all jobs of the cluster, sees
+that they are gone, and removes the keys. A cluster that closes by itself dismisses it first.
 
-Where a site ends all processes of a user who logs out, it ends the warden too; workers then end
+Where a site ends all processes of a user who logs out, it ends the watchdog too; workers then end
 by themselves after their death timeout, and ``hpcdask cleanup`` cancels what is pending.
 """
 
@@ -23,9 +23,9 @@ from hpcdask.errors import HpcdaskError, QueueError
 
 from .folder import ClusterFolder
 
-#: Seconds that a warden gets to start: imports from a shared file system can be slow.
+#: Seconds that a watchdog gets to start: imports from a shared file system can be slow.
 START_S = 60.0
-#: Seconds that a dismissed warden gets to end.
+#: Seconds that a dismissed watchdog gets to end.
 DISMISS_S = 10.0
 #: Found wherever the notebook found it, even when that is not on the path of a new Python.
 PROGRAM = """\
@@ -37,7 +37,7 @@ watchdog.main()
 
 
 class Watchdog:
-    """Handle on a cluster's warden."""
+    """Handle on a cluster's watchdog."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
         self.pid = process.pid
@@ -46,7 +46,7 @@ class Watchdog:
         self._holder = os.getpid()
 
     def dismiss(self) -> None:
-        """The cluster has closed and its jobs are gone: note it, and have the warden do nothing."""
+        """The cluster has closed and its jobs are gone: have the watchdog do nothing."""
         if os.getpid() != self._holder:
             return  # a fork of the notebook
         self._folder.mark_ended()
@@ -64,7 +64,7 @@ class Watchdog:
 
 
 def start_watchdog(folder: ClusterFolder) -> Watchdog:
-    """Start the warden of a cluster, and wait until it watches.
+    """Start the watchdog of a cluster, and wait until it watches.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
         It does not start.
     """
     package = Path(__file__).parents[2]
-    path = folder.path / "warden.log"
+    path = folder.path / "watchdog.log"
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
@@ -83,7 +83,7 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
             start_new_session=True,
         )
     except OSError as error:
-        raise QueueError(f"the cluster's warden cannot be started: {error}") from None
+        raise QueueError(f"the cluster's watchdog cannot be started: {error}") from None
     finally:
         os.close(log)
     assert process.stdout is not None
@@ -92,7 +92,7 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
             process.kill()
             process.communicate()
             raise QueueError(
-                f"the cluster's warden, which would cancel its jobs after the death of this "
+                f"the cluster's watchdog, which would cancel its jobs after the death of this "
                 f"process, has not started within {START_S:g} s or has failed. See {path}"
             )
     return Watchdog(process, folder)
@@ -110,7 +110,7 @@ def main() -> None:
     os.dup2(2, 1)
     if _is_dismissed(notebook):
         return
-    # asyncio doubles the size of a process; while it waits, the warden does without
+    # asyncio doubles the size of a process; while it waits, the watchdog does without
     import asyncio
 
     from hpcdask.queues.registry import queue_class

@@ -65,19 +65,19 @@ class Forker:
 
     Attributes
     ----------
-    janitor, scout
+    janitor, probe
         Whose pipes only the rank may hold.
     """
 
     janitor: Janitor
-    scout: GpuProbe | None = None
+    probe: GpuProbe | None = None
     _socks: list[socket.socket] = field(default_factory=list)
 
     def close_in_child(self) -> None:
         """Drop what belongs to the rank."""
         self.janitor.release_in_child()
-        if self.scout is not None:
-            self.scout.release_in_child()
+        if self.probe is not None:
+            self.probe.release_in_child()
         for sock in self._socks:
             sock.close()
 

@@ -278,13 +278,13 @@ def _drop_idle_hook() -> None:
         ]
 
 
-def start_template(spec: WorkerSpec, scratch: str, nursery: Forker) -> None:
+def start_template(spec: WorkerSpec, scratch: str, forker: Forker) -> None:
     """Fork the template of this rank's workers. This is the last fork of a rank."""
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
 
     def in_child() -> None:
-        nursery.close_in_child()
+        forker.close_in_child()
         if spec.protocol == "ucx" or likely:
             ucx_hooks.install(dask.config.get("distributed.nanny.environ", None))
 

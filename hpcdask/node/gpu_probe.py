@@ -32,14 +32,14 @@ from hpcdask.gpu.driver import driver_files, has_nvidia_driver
 from hpcdask.process import mark
 
 #: Seconds that the driver gets to name the GPUs.
-SCOUT_DEADLINE_S = 30.0
+PROBE_DEADLINE_S = 30.0
 #: Seconds after which it lets the driver go, where the rank gets no worker by then.
 HOLD_S = 60.0
-#: Seconds that the scout gets to be gone.
+#: Seconds that the probe gets to be gone.
 DISMISSAL_S = 0.5
 #: Options with which the rank's worker has no GPU, or not the one that its number tells.
 ELSEWHERE = {"cpu", "dedicated"}
-#: The variable that is 0 where no scout is to become a worker, to see what depends on it.
+#: The variable that is 0 where no probe is to become a worker, to see what depends on it.
 SWITCH = "HPCDASK_PRESTART"
 
 #: Makes a process ready to be a worker, see `hpcdask.node.prestart.prestart`.
@@ -47,7 +47,7 @@ Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
 class ProbeResult(NamedTuple):
-    """What the scout saw.
+    """What the probe saw.
 
     Attributes
     ----------
@@ -94,12 +94,12 @@ class GpuProbe:
     def start(
         cls, in_child: Callable[[], None], prestart: Prestart | None = None
     ) -> GpuProbe | None:
-        """Fork the scout, where there is a driver to ask.
+        """Fork the probe, where there is a driver to ask.
 
         Parameters
         ----------
         in_child
-            Called in the scout first, to close what belongs to the rank.
+            Called in the probe first, to close what belongs to the rank.
         prestart
             Makes it a worker, where it may become one.
         """
@@ -133,7 +133,7 @@ class GpuProbe:
         DeviceError
             What it raised, or that the driver hangs.
         """
-        deadline, text = time.monotonic() + SCOUT_DEADLINE_S, b""
+        deadline, text = time.monotonic() + PROBE_DEADLINE_S, b""
         while chunk := self._read_until(deadline):
             text += chunk
         found = json.loads(text or '{"error": "the process that looks for GPUs has died"}')
@@ -148,7 +148,7 @@ class GpuProbe:
         )
 
     def give(self) -> tuple[int, socket.socket]:
-        """The process that is to be the worker, and the line to it: it is no scout any more."""
+        """The process that is to be the worker, and the line to it: it is no probe any more."""
         self._over = True
         os.close(self._pipe)
         return self._pid, self._line
@@ -168,14 +168,14 @@ class GpuProbe:
     def _read_until(self, deadline: float) -> bytes:
         if not select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise DeviceError(
-                f"the NVIDIA driver did not answer within {SCOUT_DEADLINE_S:g} s: see whether "
+                f"the NVIDIA driver did not answer within {PROBE_DEADLINE_S:g} s: see whether "
                 f"nvidia-smi works on this node, and leave the node out if it does not"
             )
         return os.read(self._pipe, 65536)
 
 
 def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
-    """In the scout: look, tell, and be of use until the workers are there."""
+    """In the probe: look, tell, and be of use until the workers are there."""
     rank, environ = ranks.detect(), dict(os.environ)
     may = prestart if has_nvidia_driver() and _may_prestart(rank) else None
     files = driver_files() if may else []

@@ -237,7 +237,8 @@ class JobAgent:
 
     async def _watch(self) -> int:
         """Wait for the end of a worker, of the scheduler, or for a signal."""
-        overs = {asyncio.ensure_future(nanny.over()): nanny for nanny in self.workers.nannies}
+        nannies = self.workers.nannies
+        overs = {asyncio.ensure_future(nanny.wait_closed()): nanny for nanny in nannies}
         first: list[asyncio.Future[Any]] = [self.signalled, self.gone, *overs]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if self.signalled.done():

@@ -43,13 +43,13 @@ class BoundNanny(Nanny):
     reason
         Why its worker closed for good, as distributed names it; None if that was not said.
     early
-        The scout, which may have a process that is ready to be the first worker.
+        The probe, which may have a process that is ready to be the first worker.
     """
 
     def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
-        self.early: GpuProbe | None = None
+        self.prestarted: GpuProbe | None = None
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -67,7 +67,7 @@ class BoundNanny(Nanny):
         self._dismissed.set()
         super().close_gracefully(reason=reason)
 
-    async def over(self) -> str | None:
+    async def wait_closed(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""
         ends = [
             asyncio.ensure_future(self.finished()),
@@ -82,7 +82,7 @@ class BoundNanny(Nanny):
 
     async def instantiate(self) -> Status:
         """Start the worker; after its death again, at growing intervals if that fails."""
-        early, self.early = self.early, None
+        early, self.prestarted = self.prestarted, None
         if early is not None and early.uuid is not None:
             if self._would_be(early.uuid):
                 forkserver.adopt(*early.give())

@@ -97,7 +97,7 @@ class WorkerGroup:
             for place in places
         ]
         if len(places) == 1:
-            self.nannies[0].early = self.probe
+            self.nannies[0].prestarted = self.probe
         elif self.probe is not None and self.probe.uuid is not None:
             await asyncio.to_thread(self.dismiss_probe)  # before its context is in their way
 

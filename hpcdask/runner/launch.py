@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .agent import RankAgent
 
 
-def launch(launch: RunRequest, janitor: Janitor, scout: GpuProbe | None) -> Program:
+def launch(launch: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
     Returns
@@ -42,7 +42,7 @@ def launch(launch: RunRequest, janitor: Janitor, scout: GpuProbe | None) -> Prog
     """
     rank = ranks.detect()
     try:
-        return _launch(launch, janitor, scout, rank)
+        return _launch(launch, janitor, probe, rank)
     except Exception as error:
         _fail(error, rank)
 
@@ -95,7 +95,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 
 
 def _launch(
-    launch: RunRequest, janitor: Janitor, scout: GpuProbe | None, rank: ranks.Rank | None
+    launch: RunRequest, janitor: Janitor, probe: GpuProbe | None, rank: ranks.Rank | None
 ) -> Program:
     process.mark("options read")
     _check_configuration(rank)
@@ -140,18 +140,18 @@ def _launch(
     except UsageError as error:
         problem = problem or error
 
-    nursery = forking.Forker(janitor, scout)
+    forker = forking.Forker(janitor, probe)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
     if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
-        forked = nursery.fork_into()
+        forked = forker.fork_into()
         if isinstance(forked, socket.socket):
             await_start(forked)
             return launch.program
         program = forked
     set_log_level()  # not in the program, whose logging is the user's
-    scheduler_child = nursery.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
-    start_template(spec, scratch, nursery)
+    scheduler_child = forker.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
+    start_template(spec, scratch, forker)
 
     process.mark("processes forked")
     meeting = None
@@ -160,7 +160,7 @@ def _launch(
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
-    member = RankAgent(spec, rank, janitor, scratch, program, scout, problem)
+    member = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
     if rank.index == 0:
         assert scheduler_child is not None
         attached = None

@@ -190,9 +190,9 @@ class Notebook:
         return str(event), lambda: self.site.restart(daemon)
 
     def _strike_notebook(self, how: str) -> Undo | None:
-        signal_name, _, warden = how.partition("+")
-        pids = [line.split()[1] for line in self.printed() if line.startswith("warden ")]
-        if warden and pids:
+        signal_name, _, watchdog = how.partition("+")
+        pids = [line.split()[1] for line in self.printed() if line.startswith("watchdog ")]
+        if watchdog and pids:
             strike(psutil.Process(int(pids[0])), "KILL")
         if signal_name != "STOP":
             self._ended_by = how
@@ -260,7 +260,7 @@ class Notebook:
             command.behave()
         try:
             self.site.bring_back()
-            if self._ended_by.endswith("warden") or not done:
+            if self._ended_by.endswith("watchdog") or not done:
                 with contextlib.suppress(AssertionError):
                     wait_for(
                         lambda: all(part.endswith(".pem") for part in self.left()),

@@ -124,7 +124,7 @@ JOB_FAULTS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
     "job": (("scancel", "requeue", "suspend", "hold"), (2, 6)),
     "node": (("drain", "down"), (3, 8)),
     "command": (("sbatch", "squeue", "scancel", "scontrol"), (2, 8)),
-    "notebook": (("KILL", "TERM", "INT", "HUP", "STOP", "KILL+warden"), (3,)),
+    "notebook": (("KILL", "TERM", "INT", "HUP", "STOP", "KILL+watchdog"), (3,)),
 }
 
 
@@ -138,7 +138,7 @@ def _jobs(rng: random.Random) -> Drawn:
     }
 
     def event() -> Event:
-        moment = _moment(rng, ("start", "warden", "ready", "batch", "batch", "batch"))
+        moment = _moment(rng, ("start", "watchdog", "ready", "batch", "batch", "batch"))
         faults = [name for name in JOB_FAULTS if name != "notebook"]
         fault = rng.choice((*faults, "daemon", "daemon", "job", "job", "node", "command"))
         if rng.random() < 0.12:

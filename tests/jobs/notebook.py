@@ -1,7 +1,7 @@
-"""A stand-in for a notebook with a cluster: local jobs, keys, and a warden, but no Dask.
+"""A stand-in for a notebook with a cluster: local jobs, keys, and a watchdog, but no Dask.
 
-``python notebook.py BASE NAME JOBS [--unrecorded] [--forked] [--no-warden]`` prints the warden's
-process id, then obeys the line it reads: ``dismiss``, or ``exit`` without a word to the warden.
+``python notebook.py BASE NAME JOBS [--unrecorded] [--forked] [--no-watchdog]`` prints the
+watchdog's process id, then obeys the line it reads: ``dismiss``, or ``exit`` without a word to it.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ request = Request(name="x", tag=folder.tag, folder=str(folder.path / "logs"), gp
 job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=[])
 folder.write_script(queue.script(job, request, [], "exec sleep 1000"))
 os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-warden = None if "--no-warden" in options else start_watchdog(folder)
+watchdog = None if "--no-watchdog" in options else start_watchdog(folder)
 submission = folder.new_submission()
 ids = asyncio.run(queue.submit(str(submission.script), int(count)))
 if "--unrecorded" not in options:
     submission.record(ids)
 if "--forked" in options and os.fork() == 0:
     time.sleep(1000)
-print(warden.pid if warden else 0, flush=True)
+print(watchdog.pid if watchdog else 0, flush=True)
 if sys.stdin.readline().strip() == "dismiss":
-    warden.dismiss()
+    watchdog.dismiss()

@@ -33,10 +33,10 @@ class User:
         self.env = {**os.environ, key: value}
 
     def cluster(self, name: str = "nb", jobs: int = 2) -> ClusterFolder:
-        """A cluster of local jobs with a living notebook, and no warden."""
+        """A cluster of local jobs with a living notebook, and no watchdog."""
         unique = f"{name}-{uuid.uuid4().hex[:8]}"
         notebook = subprocess.Popen(
-            [sys.executable, PROGRAM, self.base, unique, str(jobs), "--no-warden"],
+            [sys.executable, PROGRAM, self.base, unique, str(jobs), "--no-watchdog"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

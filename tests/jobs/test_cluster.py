@@ -300,7 +300,7 @@ def test_close_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
             closing = asyncio.ensure_future(cluster.close())
-            await until(lambda: cluster.keeper.ledger.closing, what="the cluster to close")
+            await until(lambda: cluster.controller.state.closing, what="the cluster to close")
             queue.let_all()
             await closing
             assert queue.commands <= 4
@@ -313,7 +313,7 @@ def test_scale_0_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
             scaling = asyncio.ensure_future(cluster.scale(0))
-            await until(lambda: cluster.keeper.ledger.wanted == 0, what="the wish to change")
+            await until(lambda: cluster.controller.state.wanted == 0, what="the wish to change")
             queue.let_all()
             await scaling
             assert queue.commands <= 4
@@ -391,7 +391,7 @@ def test_jobs_that_outlive_their_scheduler_are_named(
         (job,) = cluster.jobs()
         Client(cluster.scheduler_address, security=cluster.security).shutdown()
         wait_for(lambda: cluster.status == Status.closed, 30, "the cluster to close")
-        cluster._warden.dismiss()  # it would cancel the job at the end of this process
+        cluster._watchdog.dismiss()  # it would cancel the job at the end of this process
         said: list[str] = []
 
         def told() -> bool:
@@ -501,7 +501,10 @@ def test_adapt_stops_a_submission_under_way(folder: Path):
             finally:
                 queue.let(30)
             await asyncio.to_thread(
-                wait_for, lambda: cluster.keeper._submission is None, 20, "the submission to end"
+                wait_for,
+                lambda: cluster.controller._submission is None,
+                20,
+                "the submission to end",
             )
             assert queue.commands <= 4  # one was under way
 
@@ -587,7 +590,7 @@ def test_a_queue_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(LocalQueue, "submit", submit)
     monkeypatch.setattr(submitter, "RETRY_S", (0.2, 1.0))
     with make(folder) as cluster, cluster.get_client() as client:
-        monkeypatch.setattr(cluster.keeper._submitter, "_retry_s", 0.2)
+        monkeypatch.setattr(cluster.controller._submitter, "_retry_s", 0.2)
         cluster.scale(1)
         client.wait_for_workers(1, timeout=180)
         cluster.scale(1)  # which has nothing to submit, and nobody waits for it any more

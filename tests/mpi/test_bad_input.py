@@ -19,6 +19,7 @@ from clock import clock, stretched
 from hpcdask.comm import fabric
 from hpcdask.errors import UsageError
 from hpcdask.node.preflight import check_preloads
+from hpcdask.runner.options import parse
 from hpcdask.spec.specs import WorkerSpec
 from launching import (
     Launcher,
@@ -246,7 +247,7 @@ BAD_VALUES = [
 def test_bad_value(capfd, options, words):
     """Where the command line is read."""
     with pytest.raises(UsageError) as refused:
-        options.parse([*CPU[len(RUN) :], *options, "program.py"])
+        parse([*CPU[len(RUN) :], *options, "program.py"])
     assert refused.value.exit_code == 2
     text = str(refused.value)
     assert "\n" not in text
@@ -288,7 +289,7 @@ def test_more_workers_than_there_will_be(mpirun, script):
 def test_option_without_its_value(alone):
     for options in (["-m"], ["--interface"]):
         with pytest.raises(UsageError, match=options[0]):
-            options.parse(options)
+            parse(options)
     assert_refused(alone.run(1, *CPU, "--interface"), "--interface")
 
 
@@ -350,7 +351,7 @@ sys.meta_path.insert(0, Notice())
 
 
 def test_pinned_ranks_import_on_all_cores_of_the_job(mpirun, script, tmp_path):
-    """Where each has one core, as by default, the scout and the imports would share it."""
+    """Where each has one core, as by default, the probe and the imports would share it."""
     (tmp_path / "sitecustomize.py").write_text(AT_THE_IMPORTS)
     env = {"PYTHONPATH": str(tmp_path), "NOTED": str(tmp_path / "noted")}
     result = mpirun.run(2, "--bind-to", "core", *CPU, script, env=env)

@@ -181,7 +181,7 @@ from hpcdask import SLURMCUDACluster
 cluster = SLURMCUDACluster(**eval(sys.argv[1]))
 cluster.scale(3)
 cluster.wait_for_workers(2, timeout=180)
-print(cluster.id, cluster._warden.pid, flush=True)
+print(cluster.id, cluster._watchdog.pid, flush=True)
 time.sleep(600)
 """
 
@@ -190,11 +190,11 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
     others = user.occupy(3)  # a job of the same user; one of the cluster's jobs is pending
     notebook = user.start(NOTEBOOK, repr(user.keywords()))
     assert notebook.stdout is not None
-    name, warden = notebook.stdout.readline().split()
+    name, watchdog = notebook.stdout.readline().split()
     running = [job_id for job_id, word in user.queued().items() if word == "RUNNING"]
     user.site.run("scancel", "--full", "--signal=STOP", *running)  # else they end by themselves
     with user.make(n_workers=1) as cluster:
-        psutil.Process(int(warden)).kill()
+        psutil.Process(int(watchdog)).kill()
         notebook.kill()
         notebook.communicate()
         listed = json.loads(user.hpcdask("jobs", "--json"))

@@ -407,7 +407,7 @@ from hpcdask import SLURMCUDACluster
 cluster = SLURMCUDACluster(**eval(sys.argv[1]))
 cluster.scale(3)
 cluster.wait_for_workers(2, timeout=180)
-print(cluster._warden.pid, flush=True)
+print(cluster._watchdog.pid, flush=True)
 time.sleep(600)
 """
 
@@ -422,18 +422,18 @@ def test_sigkill_of_the_notebook(user: Login):
     notebook.kill()
     notebook.communicate()
     wait_for(lambda: not user.queued() and not user.key_files(), 20, "jobs and keys to be gone")
-    (log,) = user.folder.glob("*/warden.log")
-    wait_for(lambda: log.read_text().endswith("no job is left\n"), 10, "the warden's last word")
+    (log,) = user.folder.glob("*/watchdog.log")
+    wait_for(lambda: log.read_text().endswith("no job is left\n"), 10, "the watchdog's last word")
     assert user.site.state(others) == "RUNNING"
 
 
-def test_sigkill_of_the_notebook_and_its_warden(user: Login):
+def test_sigkill_of_the_notebook_and_its_watchdog(user: Login):
     user.occupy(3)
     notebook = user.start(NOTEBOOK, repr(user.keywords(death_timeout="3s")))
     assert notebook.stdout is not None
-    warden = psutil.Process(int(notebook.stdout.readline()))
+    watchdog = psutil.Process(int(notebook.stdout.readline()))
     assert sorted(user.queued().values()) == ["PENDING", "RUNNING", "RUNNING"]
-    warden.kill()
+    watchdog.kill()
     notebook.kill()
     notebook.communicate()
     # the workers by themselves, and the third job, which starts then and finds no scheduler

@@ -115,7 +115,7 @@ def test_these_commands_hide_tags_and_elements(queue: PbsQueue):
 def test_jobs_without_tags_are_known_by_what_was_recorded(
     queue: PbsQueue, slurm: SlurmSite, tmp_path: Path
 ):
-    """Of a cluster whose notebook is gone; its warden and `hpcdask cleanup` found nothing."""
+    """Of a cluster whose notebook is gone; its watchdog and `hpcdask cleanup` found nothing."""
     base = tmp_path / "base"
     folder = ClusterFolder.create("pbs-ab12cd34", "pbs", base)
     folder.owner = dataclasses.replace(folder.owner, start="0")

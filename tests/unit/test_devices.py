@@ -713,18 +713,18 @@ def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, ever
     assert len(found["fabric"]["nvlink"]) == (6 if every else 3)
 
 
-def scouted(change: str = "", **environ: str) -> str:
-    """What a scout's report gives in a process of its own, after a change of the scout."""
+def probed(change: str = "", **environ: str) -> str:
+    """What a probe's report gives in a process of its own, after a change of the probe."""
     program = f"""from hpcdask.gpu import driver
 
 import os, time
 from hpcdask.gpu import context, devices
 from hpcdask import errors
 from hpcdask.node import gpu_probe
-gpu_probe.SCOUT_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
+gpu_probe.PROBE_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
-    found = gpu_probe.Scout.start(lambda: None)
+    found = gpu_probe.GpuProbe.start(lambda: None)
     gpus, shown, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
     assert shown == gpus
@@ -754,10 +754,10 @@ except ChildProcessError:
 def test_a_report_of_gpus_and_what_joins_them():
     gpus = [{**FOUR[0], "nvlink": [B]}, {**FOUR[1], "nvlink": [A]}, FOUR[2]]
     environ = {"FAKE_NVML": json.dumps(gpus), "CUDA_VISIBLE_DEVICES": "2,0"}
-    assert scouted(**environ) == f"{[C, A]} {((A, B),)} () 3"
+    assert probed(**environ) == f"{[C, A]} {((A, B),)} () 3"
     gpus[0]["nvlink"] = None
-    assert scouted(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () {((A, B), (A, C))} 3"
-    assert scouted(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () () 0"
+    assert probed(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () {((A, B), (A, C))} 3"
+    assert probed(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () () 0"
 
 
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
@@ -781,17 +781,17 @@ class Driver:
         os.rename({str(held)!r} + ".part", {str(held)!r})
 
 context.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
-report = gpu_probe.Scout.report
+report = gpu_probe.GpuProbe.report
 def wait_until_held(self):
     try:
         return report(self)
     finally:
         while not os.path.exists({str(held)!r}):
             time.sleep(0.01)
-gpu_probe.Scout.report = wait_until_held
+gpu_probe.GpuProbe.report = wait_until_held
 """
     gpus = {"FAKE_NVML": json.dumps(FOUR), "CUDA_VISIBLE_DEVICES": "2,0"}
-    scouted(change, **gpus, **environ)  # which sees that the scout ends when it is dismissed
+    probed(change, **gpus, **environ)  # which sees that the probe ends when it is dismissed
     names = {C: "GPU-c", A: "GPU-a"}
     uuids, flags = held.read_text().split()
     assert [names[uuid] for uuid in uuids.split(",")] == expected.split(",")
@@ -843,17 +843,15 @@ def test_a_driver_that_refuses_a_context(monkeypatch):
 
 
 def test_a_report_of_what_went_wrong():
-    assert "NVML does not start" in scouted("devices.has_nvidia_driver = lambda: True")
+    assert "NVML does not start" in probed("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
-    assert "the NVIDIA driver fails: TypeError" in scouted(FAKE_NVML=json.dumps(broken))
-    assert "has died" in scouted(
-        "gpu_probe.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)"
-    )
+    assert "the NVIDIA driver fails: TypeError" in probed(FAKE_NVML=json.dumps(broken))
+    assert "has died" in probed("gpu_probe.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)")
 
 
 def test_a_driver_that_hangs():
     hangs = (
-        "gpu_probe.look_at_gpus, gpu_probe.SCOUT_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
+        "gpu_probe.look_at_gpus, gpu_probe.PROBE_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
     )
     program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
-    assert "did not answer within 0.2 s: see whether nvidia-smi works" in scouted(program)
+    assert "did not answer within 0.2 s: see whether nvidia-smi works" in probed(program)

@@ -34,7 +34,7 @@ SLEEP = {
     "mpi/test_ends.py:test_a_second_signal_ends_it_at_once": "longer than what counts once",
     "mpi/test_ucx.py:result": "after a failure",
     "unit/test_bench.py:measure": "until it gets a signal",
-    "unit/test_departures.py:hand_over": "as long as it may",
+    "unit/test_termination.py:hand_over": "as long as it may",
     "unit/test_listening.py:run": "turns of the loop, however long they take",
 }
 

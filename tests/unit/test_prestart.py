@@ -97,7 +97,7 @@ def test_the_next_that_is_started_is_the_one_on_offer(tmp_path):
 waiting = [early(wait), early(wait)]
 forkserver.start(folder, lambda: None)
 for (pid, line), how, code in zip(waiting, ("end", "die"), (3, -signal.SIGKILL)):
-    forkserver.offer(pid, line)
+    forkserver.adopt(pid, line)
     process, found = start()
     assert found[:2] == (pid, os.getpid())
     assert process.is_alive() and process.exitcode is None
@@ -116,7 +116,7 @@ def test_one_that_is_gone_is_replaced_by_the_template_s(tmp_path):
 dead = early(lambda line: None)
 os.waitid(os.P_PID, dead[0], os.WEXITED | os.WNOWAIT)
 forkserver.start(folder, lambda: None)
-forkserver.offer(*dead)
+forkserver.adopt(*dead)
 process, found = start()
 assert found[0] != dead[0] and found[1] != os.getpid()
 assert end(process) == 3
@@ -142,7 +142,7 @@ def ready(line):
 waiting = early(ready)
 assert "distributed" not in sys.modules
 forkserver.start(folder, lambda: None)
-forkserver.offer(*waiting)
+forkserver.adopt(*waiting)
 process, found = start()
 assert found[0] == waiting[0] and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
 assert os.path.exists(folder + "/context") and found[4]
@@ -179,7 +179,7 @@ def ready(line):
 pid, line = early(ready)
 if {sure}:
     forkserver.start(folder, lambda: None)
-    forkserver.offer(pid, line)
+    forkserver.adopt(pid, line)
     process, found = start()
     assert found[0] == pid and found[3]["CUDA_VISIBLE_DEVICES"] == "{A}"
     assert end(process) == 3
@@ -212,11 +212,11 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     )
 
 
-SCOUT = """
+PROBE = """
 from hpcdask.node import gpu_probe
 from hpcdask.bootstrap.ranks import Rank
 
-def start_scout():
+def start_probe():
     gpu_probe.has_nvidia_driver = lambda: True
     gpu_probe.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
     gpus = [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}]
@@ -229,25 +229,25 @@ def start_scout():
 """
 
 
-def test_the_scout_becomes_the_worker_or_is_dismissed(tmp_path):
+def test_the_probe_becomes_the_worker_or_is_dismissed(tmp_path):
     run(
         tmp_path,
-        SCOUT
+        PROBE
         + """
-found = start_scout()
+found = start_probe()
 forkserver.start(folder, found.release_in_child)
 gpus, shown, _ = found.report()
 assert gpus == shown
 assert [gpu["uuid"] for gpu in gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
 pid, line = found.give()
-forkserver.offer(pid, line)
+forkserver.adopt(pid, line)
 process, what = start()
 found.dismiss()  # as when all workers are there
 assert process.is_alive() and what[:2] == (pid, os.getpid())
 assert what[3]["CUDA_VISIBLE_DEVICES"] == "GPU-own"
 assert end(process) == 3
 gone(pid)
-found = start_scout()
+found = start_probe()
 found.report()
 pid = found._pid
 found.dismiss()
@@ -257,7 +257,7 @@ gone(pid)
     )
 
 
-# Whether a rank's scout may become its worker, and on which GPU
+# Whether a rank's probe may become its worker, and on which GPU
 
 
 def rank(local: int = 0, of: int = 1, launcher: str = "openmpi") -> Rank:
@@ -414,7 +414,7 @@ def test_a_node_that_cannot_be_looked_at(monkeypatch):
 def serve(
     monkeypatch, at, files, visible, seen, module="hpcdask.run"
 ) -> tuple[list[object], list[object], dict[str, Any]]:
-    """What a scout does and reports: whom it asks, what it foresees, and what it finds then."""
+    """What a probe does and reports: whom it asks, what it foresees, and what it finds then."""
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -454,7 +454,7 @@ def serve(
 
 
 def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
-    """From the report of a scout to the view that the plan is made of."""
+    """From the report of a probe to the view that the plan is made of."""
     gpus = [Gpu(uuid, "H200", 141 << 30, (0, 1)) for uuid in (A, B)]
     left = [Gpu(uuid, "", 0) for uuid in (A, B)]
     monkeypatch.setattr(inventory, "check_extras", mock.Mock())
@@ -475,13 +475,13 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
 # What the rank does with it
 
 
-def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tuple[int, str]]:
+def started(monkeypatch, count: int, probe: mock.Mock, change=None) -> list[tuple[int, str]]:
     """Offers that were made when the nannies of a rank started their workers."""
     offers: list[tuple[int, str]] = []
-    monkeypatch.setattr(nanny.forkserver, "offer", lambda *given: offers.append(given))
+    monkeypatch.setattr(nanny.forkserver, "adopt", lambda *given: offers.append(given))
 
     async def instantiate(self):
-        assert scout.dismiss.called is not bool(offers), "the device is not free"
+        assert probe.dismiss.called is not bool(offers), "the device is not free"
         return Status.running
 
     class Early(BoundNanny):
@@ -503,14 +503,14 @@ def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tupl
 
     monkeypatch.setattr(nanny.Nanny, "instantiate", instantiate)
     monkeypatch.setattr(worker_group, "make_nanny", make)
-    group = worker_group.WorkerGroup(RunSpec(), "n1", "", scout)
+    group = worker_group.WorkerGroup(RunSpec(), "n1", "", probe)
 
     async def start():
         await group.start([mock.Mock()] * count, "tcp://127.0.0.1:1", Security())
 
     asyncio.run(start())
     assert group.probe is None
-    assert scout.dismiss.called
+    assert probe.dismiss.called
     return offers
 
 
@@ -523,8 +523,8 @@ def started(monkeypatch, count: int, scout: mock.Mock, change=None) -> list[tupl
     ],
 )
 def test_it_is_taken_by_the_one_worker_of_its_gpu(monkeypatch, uuid, workers, taken):
-    scout = mock.Mock(uuid=uuid, **{"give.return_value": (17, "line")})
-    assert started(monkeypatch, workers, scout) == [(17, "line")] * taken
+    probe = mock.Mock(uuid=uuid, **{"give.return_value": (17, "line")})
+    assert started(monkeypatch, workers, probe) == [(17, "line")] * taken
 
 
 @pytest.mark.parametrize(
@@ -539,9 +539,9 @@ def test_variables_that_it_lacks_are_for_one_from_the_template(monkeypatch, adde
     """Of Dask's configuration, or of a plugin that changes the nanny before its worker starts."""
     monkeypatch.setenv("HERE_TOO", "1")
     for ways in ("configuration", "plugin"):
-        scout = mock.Mock(uuid=A, **{"give.return_value": (17, "line")})
+        probe = mock.Mock(uuid=A, **{"give.return_value": (17, "line")})
         with dask.config.set(
             {"distributed.nanny.environ": added if ways == "configuration" else {}}
         ):
             change = (lambda made: made.env.update(added)) if ways == "plugin" else None
-            assert started(monkeypatch, 1, scout, change) == [(17, "line")] * taken
+            assert started(monkeypatch, 1, probe, change) == [(17, "line")] * taken

@@ -38,16 +38,16 @@ class Site:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, **facts: Any) -> None:
         monkeypatch.setattr(termination, "LEAVE_S", 0.1)
         self.said: list[str] = []
-        self.ledger = ClusterState(None, "ab", size=1, policy=Policy(), say=self.said.append)
-        self.ledger.jobs["1"] = Job("1", 1, time.time(), QueueState.RUNNING)
-        self.ledger.mark("1", **facts)
+        self.state = ClusterState(None, "ab", size=1, policy=Policy(), say=self.said.append)
+        self.state.jobs["1"] = Job("1", 1, time.time(), QueueState.RUNNING)
+        self.state.mark("1", **facts)
         self.door = Door(*errors)
-        self.departures = JobTerminator(self.ledger, self.door, self.poke)
+        self.terminator = JobTerminator(self.state, self.door, self.wake)
         self.poked = asyncio.Event()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         self.poked.set()
-        self.departures.cancel_stragglers()
+        self.terminator.cancel_stragglers()
 
     async def cancelled(self, times: int) -> None:
         """Wait until there were so many requests to cancel."""
@@ -64,7 +64,7 @@ def test_a_cancel_that_failed_is_repeated(monkeypatch, error):
 
     async def run() -> None:
         site = Site(monkeypatch, error)
-        site.departures.cancel(["1"])
+        site.terminator.cancel(["1"])
         await site.cancelled(2)
         assert site.said == [f"warning: {error}"]
 
@@ -74,7 +74,7 @@ def test_a_cancel_that_failed_is_repeated(monkeypatch, error):
 def test_a_cancel_that_the_queue_forgets_is_repeated(monkeypatch):
     async def run() -> None:
         site = Site(monkeypatch)
-        site.departures.cancel(["1"])
+        site.terminator.cancel(["1"])
         await site.cancelled(3)
         assert not site.said
 
@@ -85,13 +85,13 @@ def test_a_cancel_that_the_queue_forgets_is_repeated(monkeypatch):
 def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
     async def run() -> None:
         site = Site(monkeypatch)
-        site.departures.cancel(["1"])
+        site.terminator.cancel(["1"])
         await asyncio.sleep(0)
-        site.ledger.mark("1", **facts)
+        site.state.mark("1", **facts)
         await asyncio.wait_for(site.poked.wait(), 60)
         await asyncio.sleep(0)
         assert site.door.cancelled == [["1"]]
-        assert not site.departures._asked
+        assert not site.terminator._asked
 
     asyncio.run(run())
 
@@ -101,12 +101,12 @@ def test_a_cancel_is_repeated_when_what_a_query_missed_is_there_again(monkeypatc
 
     async def run() -> None:
         site = Site(monkeypatch)
-        site.departures.cancel(["1"])
+        site.terminator.cancel(["1"])
         await asyncio.sleep(0)
-        site.ledger.mark("1", missed=1)
+        site.state.mark("1", missed=1)
         await asyncio.wait_for(site.poked.wait(), 60)
         assert site.door.cancelled == [["1"]]
-        site.ledger.mark("1", missed=0)
+        site.state.mark("1", missed=0)
         await site.cancelled(2)
 
     asyncio.run(run())
@@ -115,8 +115,8 @@ def test_a_cancel_is_repeated_when_what_a_query_missed_is_there_again(monkeypatc
 def test_a_job_that_was_started_again_is_left_alone(monkeypatch):
     async def run() -> None:
         site = Site(monkeypatch)
-        site.departures._left["1"] = time.time() - 1
-        site.departures.cancel_stragglers()
+        site.terminator._left["1"] = time.time() - 1
+        site.terminator.cancel_stragglers()
         await asyncio.sleep(0)
         assert not site.door.cancelled
 
@@ -126,9 +126,9 @@ def test_a_job_that_was_started_again_is_left_alone(monkeypatch):
 def test_a_straggler_that_is_cancelled_for_another_reason_is_cancelled_once(monkeypatch):
     async def run() -> None:
         site = Site(monkeypatch, leaving=True)
-        site.departures._left["1"] = time.time() - 1
-        site.departures.cancel(["1"])
-        site.departures.cancel_stragglers()
+        site.terminator._left["1"] = time.time() - 1
+        site.terminator.cancel(["1"])
+        site.terminator.cancel_stragglers()
         await asyncio.sleep(0)
         assert site.door.cancelled == [["1"]]
 
@@ -151,9 +151,9 @@ def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatc
     async def run() -> None:
         now = time.time()
         site = Site(monkeypatch, started=now - 600, ends=now + 1)
-        site.ledger.mark("1", workers=frozenset(worker_names("ab", site.ledger.jobs["1"])))
-        site.departures.retire("1")
-        await asyncio.wait_for(site.departures._retiring["1"], 60)
+        site.state.mark("1", workers=frozenset(worker_names("ab", site.state.jobs["1"])))
+        site.terminator.retire("1")
+        await asyncio.wait_for(site.terminator._retiring["1"], 60)
 
     monkeypatch.setattr(termination, "LAST_MOMENT_S", 0.2)
     monkeypatch.setattr(retire, "retire", hand_over)
@@ -181,9 +181,9 @@ def test_a_suspended_job_goes_at_once_unless_it_holds_results_alone(
 
     async def run() -> None:
         site = Site(monkeypatch, reason=reason)
-        site.ledger.mark("1", workers=frozenset(worker_names("ab", site.ledger.jobs["1"])))
-        site.departures.retire("1")
-        await asyncio.wait_for(site.departures._retiring["1"], 60)
+        site.state.mark("1", workers=frozenset(worker_names("ab", site.state.jobs["1"])))
+        site.terminator.retire("1")
+        await asyncio.wait_for(site.terminator._retiring["1"], 60)
         await asyncio.sleep(0)
         assert site.door.cancelled == [["1"]] * len(forced)
 

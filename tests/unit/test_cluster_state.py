@@ -17,78 +17,78 @@ SIZE = 4
 
 def make(*states: QueueState, connected: int = SIZE, wanted: int | None = None) -> ClusterState:
     """One job of four workers for each state; so many are connected where one is running."""
-    ledger = ClusterState(None, "ab", size=SIZE, policy=Policy(), say=print)
-    for number, state in enumerate(states):
-        job = Job(f"{number}", SIZE, 0.0, state)
-        ledger.jobs[job.id] = job
-        if state is QueueState.RUNNING:
-            ledger.mark(job.id, workers=frozenset(names(ledger, number)[:connected]))
-    ledger.wanted = len(states) if wanted is None else wanted
-    return ledger
+    state = ClusterState(None, "ab", size=SIZE, policy=Policy(), say=print)
+    for number, said in enumerate(states):
+        job = Job(f"{number}", SIZE, 0.0, said)
+        state.jobs[job.id] = job
+        if said is QueueState.RUNNING:
+            state.mark(job.id, workers=frozenset(names(state, number)[:connected]))
+    state.wanted = len(states) if wanted is None else wanted
+    return state
 
 
-def names(ledger: ClusterState, *numbers: int) -> list[str]:
-    return [name for n in numbers for name in worker_names(ledger.cluster, ledger.jobs[f"{n}"])]
+def names(state: ClusterState, *numbers: int) -> list[str]:
+    return [name for n in numbers for name in worker_names(state.cluster, state.jobs[f"{n}"])]
 
 
-def strike(ledger: ClusterState, *names: str) -> list[str]:
-    return sorted(job.id for job in ledger.strike(names))
+def strike(state: ClusterState, *names: str) -> list[str]:
+    return sorted(job.id for job in state.drop(names))
 
 
 def test_any_names_of_pending_jobs_are_as_good_as_those_of_whole_jobs():
-    ledger = make(*[QueueState.PENDING] * 5)
-    spread = [name for name in names(ledger, 0, 1, 2, 3) if not name.endswith("-0")]
-    assert strike(ledger, *spread, *names(ledger, 4)) == ["1", "2", "3", "4"]
-    assert ledger.wanted == 1
+    state = make(*[QueueState.PENDING] * 5)
+    spread = [name for name in names(state, 0, 1, 2, 3) if not name.endswith("-0")]
+    assert strike(state, *spread, *names(state, 4)) == ["1", "2", "3", "4"]
+    assert state.wanted == 1
 
 
 def test_less_than_a_job_is_kept():
-    ledger = make(QueueState.PENDING, QueueState.PENDING)
-    assert strike(ledger, *names(ledger, 0, 1)[2:5]) == []
-    assert ledger.wanted == 2
+    state = make(QueueState.PENDING, QueueState.PENDING)
+    assert strike(state, *names(state, 0, 1)[2:5]) == []
+    assert state.wanted == 2
 
 
 def test_what_is_not_submitted_goes_first_then_the_youngest_that_waits():
-    ledger = make(QueueState.PENDING, QueueState.PENDING, QueueState.STARTING, wanted=5)
-    named = [*ledger.names()[1:9], *ledger.names()[-4:]]
-    assert strike(ledger, *named) == ["1"]
-    assert ledger.wanted == 2
-    ledger.mark("1", cancelled=True)
-    assert strike(ledger, *names(ledger, 2)) == ["0"]
-    assert ledger.wanted == 1
+    state = make(QueueState.PENDING, QueueState.PENDING, QueueState.STARTING, wanted=5)
+    named = [*state.names()[1:9], *state.names()[-4:]]
+    assert strike(state, *named) == ["1"]
+    assert state.wanted == 2
+    state.mark("1", cancelled=True)
+    assert strike(state, *names(state, 2)) == ["0"]
+    assert state.wanted == 1
 
 
 def test_connected_workers_go_with_their_job():
-    ledger = make(QueueState.RUNNING, QueueState.RUNNING, QueueState.PENDING)
-    assert strike(ledger, *names(ledger, 0), *names(ledger, 1)[:3]) == ["0"]
-    assert ledger.wanted == 2
+    state = make(QueueState.RUNNING, QueueState.RUNNING, QueueState.PENDING)
+    assert strike(state, *names(state, 0), *names(state, 1)[:3]) == ["0"]
+    assert state.wanted == 2
 
 
 def test_workers_that_a_job_still_awaits_are_counted():
-    ledger = make(QueueState.RUNNING, QueueState.PENDING, QueueState.PENDING, connected=1)
-    named = [*names(ledger, 0)[1:], *names(ledger, 1)[1:], *names(ledger, 2)[2:]]
-    assert strike(ledger, *named) == ["1", "2"]
-    assert ledger.wanted == 1
+    state = make(QueueState.RUNNING, QueueState.PENDING, QueueState.PENDING, connected=1)
+    named = [*names(state, 0)[1:], *names(state, 1)[1:], *names(state, 2)[2:]]
+    assert strike(state, *named) == ["1", "2"]
+    assert state.wanted == 1
 
 
 def test_names_of_jobs_that_are_gone_do_not_count():
-    ledger = make(QueueState.CANCELLED, QueueState.PENDING, wanted=1)
-    assert strike(ledger, *names(ledger, 0)) == []
-    assert ledger.wanted == 1
+    state = make(QueueState.CANCELLED, QueueState.PENDING, wanted=1)
+    assert strike(state, *names(state, 0)) == []
+    assert state.wanted == 1
 
 
 def test_jobs_near_their_walltime_do_not_count():
     """Dask took those that came for them for too many, cancelled them, and asked for others."""
-    ledger = make(
+    state = make(
         QueueState.RUNNING, QueueState.RUNNING, QueueState.PENDING, QueueState.PENDING, wanted=2
     )
     for old in ("0", "1"):
-        ledger.mark(old, expiring=True)
-    assert sorted(ledger.names()) == sorted(names(ledger, 2, 3))
-    assert strike(ledger, *names(ledger, 0)) == []
-    assert ledger.wanted == 2
-    assert strike(ledger, *names(ledger, 2)) == ["3"]
-    assert ledger.wanted == 1
+        state.mark(old, expiring=True)
+    assert sorted(state.names()) == sorted(names(state, 2, 3))
+    assert strike(state, *names(state, 0)) == []
+    assert state.wanted == 2
+    assert strike(state, *names(state, 2)) == ["3"]
+    assert state.wanted == 1
 
 
 def test_workers_that_go_by_themselves_are_not_counted_as_too_many(monkeypatch):

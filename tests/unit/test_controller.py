@@ -1,4 +1,4 @@
-"""What the keeper makes of a queue's answers, with a stand-in for the queue."""
+"""What the controller makes of a queue's answers, with a stand-in for the queue."""
 
 from __future__ import annotations
 
@@ -50,33 +50,33 @@ def test_what_the_queue_shows_counts_whatever_accounting_says(
     folder = ClusterFolder.create("ab-1", "local", base=tmp_path)
 
     async def ask() -> dict[str, QueueStatus]:
-        ledger = ClusterState(None, "ab-1", size=1, policy=Policy(), say=said.append)
-        keeper = JobController(ledger, Door(error), folder, poll_interval_s=1)
-        await keeper._ask(["1", "2"])
-        return await keeper._ask(["1", "2"])
+        state = ClusterState(None, "ab-1", size=1, policy=Policy(), say=said.append)
+        controller = JobController(state, Door(error), folder, poll_interval_s=1)
+        await controller._ask(["1", "2"])
+        return await controller._ask(["1", "2"])
 
     assert asyncio.run(ask()).keys() == {"1"}
     assert said == [f"warning: {words}. How jobs ended is not known without it"]
 
 
 class Cluster:
-    """A keeper with a stand-in for the scheduler, whose workers have these names."""
+    """A controller with a stand-in for the scheduler, whose workers have these names."""
 
     def __init__(self, folder: Path, door: LocalQueue, *workers: str) -> None:
         self.said: list[str] = []
         self.scheduler = SimpleNamespace(workers={})
         for name in workers:
             self.scheduler.workers[name] = SimpleNamespace(name=name, nbytes=0)
-        self.ledger = ClusterState(
+        self.state = ClusterState(
             self.scheduler, "ab", size=1, policy=Policy(lost_after_s=0.2), say=self.said.append
         )
         made = ClusterFolder.create("ab", "local", base=folder)
         made.write_script("#!/bin/sh\n")
-        self.keeper = JobController(self.ledger, door, made, poll_interval_s=60)
-        self.keeper._next_query = time.monotonic() + 60
+        self.controller = JobController(self.state, door, made, poll_interval_s=60)
+        self.controller._next_query = time.monotonic() + 60
 
     def add(self, job_id: str, state: QueueState, **facts: Any) -> None:
-        self.ledger.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
+        self.state.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
 
 
 def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkeypatch):
@@ -101,17 +101,17 @@ def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkey
             return frozenset(names)
 
         monkeypatch.setattr(retire, "retire", hand_over)
-        cluster.keeper._observe(set(), {})
+        cluster.controller._observe(set(), {})
         await asyncio.sleep(0)
         assert not tried  # they may just be closing
-        monkeypatch.setattr(cluster.keeper, "_act", lambda: None)
-        watch = asyncio.create_task(cluster.keeper._watch())
+        monkeypatch.setattr(cluster.controller, "_act", lambda: None)
+        watch = asyncio.create_task(cluster.controller._watch())
         await asyncio.wait_for(again.wait(), 60)
         watch.cancel()
-        cluster.keeper._observe(set(), {})
-        await asyncio.gather(watch, *cluster.keeper._departures.stop(), return_exceptions=True)
+        cluster.controller._observe(set(), {})
+        await asyncio.gather(watch, *cluster.controller._terminator.stop(), return_exceptions=True)
         assert set(cluster.scheduler.workers) == {"ab-2-1-0", "ab-3-0-0", "other"}
-        assert not cluster.keeper._departures._strays
+        assert not cluster.controller._terminator._strays
         assert cluster.said == [
             "warning: workers of jobs that are over were still there, and retire: 1, 2",
             "warning: workers of 1, 2 cannot hand over: RuntimeError: dictionary changed size",
@@ -135,10 +135,10 @@ def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
         cluster.add("1", QueueState.COMPLETED)
-        await cluster.keeper._departures._retire_strays(["ab-1-0-0"])
+        await cluster.controller._terminator._retire_strays(["ab-1-0-0"])
         assert not forced
-        cluster.keeper.want(0)
-        await cluster.keeper._departures._retire_strays(["ab-1-0-0"])
+        cluster.controller.set_target(0)
+        await cluster.controller._terminator._retire_strays(["ab-1-0-0"])
 
     monkeypatch.setattr(retire, "retire", hand_over)
     monkeypatch.setattr(retire, "force_out", force_out)
@@ -166,24 +166,24 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         door = Counting()
         cluster = Cluster(tmp_path, door)
         cluster.add("1", state, cancelled=True)
-        before = cluster.ledger.jobs["1"]
-        cluster.ledger.wanted = 2
-        cluster.keeper._queried = {"1"}
+        before = cluster.state.jobs["1"]
+        cluster.state.wanted = 2
+        cluster.controller._queried = {"1"}
 
         def connect() -> None:  # before sbatch returns
             cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0)
-            cluster.keeper._observe(set(), {})
+            cluster.controller._observe(set(), {})
 
         door.meanwhile = connect
-        await cluster.keeper._submit(2)
-        one, two = cluster.ledger.counting()
+        await cluster.controller._submit(2)
+        one, two = cluster.state.active()
         assert (one.id, two.id) == ("1", "2")
         assert one.submitted > before.submitted
         assert one == Job("1", 1, one.submitted)
         assert two.state is QueueState.RUNNING
-        assert not cluster.keeper._queried
-        cluster.keeper._add(["2"])
-        assert cluster.ledger.jobs["2"] is two
+        assert not cluster.controller._queried
+        cluster.controller._add(["2"])
+        assert cluster.state.jobs["2"] is two
 
     asyncio.run(run())
 
@@ -224,15 +224,15 @@ def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, en
         cluster = Cluster(tmp_path, door)
         cluster.add("1", QueueState.CANCELLED, cancelled=True)
         cluster.add("2", QueueState.COMPLETED)
-        await cluster.keeper.close()
+        await cluster.controller.close()
         assert door.ends == ends
         assert door.looks == 1
-        assert not cluster.ledger.live()
+        assert not cluster.state.live()
 
     asyncio.run(run())
 
 
 def test_a_cluster_without_jobs_asks_the_queue_nothing_at_its_end(tmp_path):
     door = Forgetful()
-    asyncio.run(Cluster(tmp_path, door).keeper.close())
+    asyncio.run(Cluster(tmp_path, door).controller.close())
     assert not door.looks

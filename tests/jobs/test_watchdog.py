@@ -1,4 +1,4 @@
-"""The warden: what is left of a cluster whose notebook is gone."""
+"""The watchdog: what is left of a cluster whose notebook is gone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Notebook:
             start_new_session=True,
         )
         pid = int(self.process.stdout.readline())
-        self.warden = psutil.Process(pid) if pid else None
+        self.watchdog = psutil.Process(pid) if pid else None
         self.folder = ClusterFolder.open(base / name)
 
     def jobs(self) -> list[psutil.Process]:
@@ -74,10 +74,10 @@ def start(tmp_path: Path) -> Iterator:
 
 def assert_all_gone(notebook: Notebook) -> None:
     wait_for(lambda: not notebook.jobs(), 60, "the jobs' end")
-    wait_for(lambda: not alive(notebook.warden), 60, "the warden's end")
+    wait_for(lambda: not alive(notebook.watchdog), 60, "the watchdog's end")
     assert not notebook.folder.keys.exists()
     assert ClusterFolder.open(notebook.folder.path).ended is not None
-    log = notebook.folder.path / "warden.log"
+    log = notebook.folder.path / "watchdog.log"
     assert log.stat().st_mode & 0o777 == 0o600
     text = log.read_text()
     assert "the notebook is gone" in text
@@ -114,7 +114,7 @@ def test_however_the_notebook_ends_its_jobs_do_too(start, finish):
 def test_jobs_that_were_not_recorded_are_found_by_their_tag(start, monkeypatch):
     notebook = start("--unrecorded")
     assert notebook.folder.ids() == []
-    # long ago, so that the warden does not wait for more of them
+    # long ago, so that the watchdog does not wait for more of them
     os.utime(notebook.folder.new_submission().script, (0, 0))
     notebook.kill()
     assert_all_gone(notebook)
@@ -133,10 +133,10 @@ def test_jobs_end_though_a_fork_of_the_notebook_holds_the_pipe(start):
     fork.kill()
 
 
-def test_signals_do_not_end_the_warden(start):
+def test_signals_do_not_end_the_watchdog(start):
     notebook = start()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        notebook.warden.send_signal(number)
+        notebook.watchdog.send_signal(number)
     notebook.kill()
     assert_all_gone(notebook)
 
@@ -146,35 +146,35 @@ def test_jobs_end_though_their_folder_is_gone(start):
     shutil.rmtree(notebook.folder.path)
     notebook.kill()
     wait_for(lambda: not notebook.jobs(), 60, "the jobs' end")
-    wait_for(lambda: not alive(notebook.warden), 60, "the warden's end")
+    wait_for(lambda: not alive(notebook.watchdog), 60, "the watchdog's end")
     assert not notebook.folder.path.exists()
 
 
-def test_a_dismissed_warden_does_nothing(start):
+def test_a_dismissed_watchdog_does_nothing(start):
     notebook = start()
     notebook.tell("dismiss")
-    assert not alive(notebook.warden)
+    assert not alive(notebook.watchdog)
     assert notebook.process.returncode == 0
     assert len(notebook.jobs()) >= 3
-    assert (notebook.folder.path / "warden.log").read_text() == ""
+    assert (notebook.folder.path / "watchdog.log").read_text() == ""
     assert ClusterFolder.open(notebook.folder.path).ended is not None
     assert not notebook.folder.keys.exists()
 
 
-def test_the_warden_is_small_and_holds_nothing_of_the_notebook(start):
+def test_the_watchdog_is_small_and_holds_nothing_of_the_notebook(start):
     notebook = start()
-    process = notebook.warden
+    process = notebook.watchdog
     assert process.memory_info().rss < 20e6
     files = {fd: os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in "012"}
     assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
     assert files["0"].startswith("pipe:")
-    assert files["1"] == files["2"] == str(notebook.folder.path / "warden.log")
+    assert files["1"] == files["2"] == str(notebook.folder.path / "watchdog.log")
     assert process.cwd() == "/"
     assert os.getsid(process.pid) == process.pid
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_warden_loads_no_dask(name):
+def test_the_watchdog_loads_no_dask(name):
     program = f"""
 import sys
 from hpcdask.jobs import cancel, watchdog
@@ -197,13 +197,13 @@ print(*sys.modules)
     }
 
 
-def test_a_warden_that_does_not_start_is_an_error(tmp_path):
+def test_a_watchdog_that_does_not_start_is_an_error(tmp_path):
     folder = ClusterFolder.create("ab-1", "local", tmp_path)
     (folder.path / "cluster.json").unlink()
     before = set(psutil.Process().children())  # multiprocessing's resource tracker may live
-    with pytest.raises(QueueError, match=r"warden, .* has failed. See .*warden\.log"):
+    with pytest.raises(QueueError, match=r"watchdog, .* has failed. See .*watchdog\.log"):
         watchdog.start_watchdog(folder)
-    assert "is not the folder of a cluster" in (folder.path / "warden.log").read_text()
+    assert "is not the folder of a cluster" in (folder.path / "watchdog.log").read_text()
     assert not [child for child in set(psutil.Process().children()) - before if alive(child)]
 
 
