@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import NoReturn
 
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.client import scheduler_file
-from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.node import inventory
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.gpu_probe import GpuProbe
-from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.node.signals import Signals
 from hpcdask.node.worker_group import WorkerGroup
@@ -27,6 +25,7 @@ from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.spec.specs import RunSpec
 
 from . import rendezvous
+from .arrivals import RankReport
 
 #: Seconds a program gets after SIGTERM; queueing systems kill after 30.
 TERM_DEADLINE_S = 25.0
@@ -82,34 +81,18 @@ class RankAgent:
         self.signals = Signals(self.leave, self.pass_on)
         self._problem = problem
 
-    def view(self) -> tuple[Inventory, Fabric]:
-        """What this rank sees, checked.
-
-        Raises
-        ------
-        UsageError
-            As of `inventory.look`, or what was found before.
-        """
-        if self._problem is not None:
-            raise self._problem
-        if self.spec.device == "cpu":
-            self.workers.dismiss_probe()
-        return inventory.look(self.spec, self.rank, self.workers.probe)
-
-    def hello(self) -> dict[str, Any]:
-        """Who this is, for rank 0: the view, or why there is none."""
-        found: dict[str, Any]
+    def report(self) -> RankReport:
+        """Who this is, for rank 0: what it sees, or why there is nothing."""
+        me = partial(RankReport, self.rank.index, self.rank.host, os.getpid())
         try:
-            view, fabric = self.view()
-            found = {"view": dataclasses.asdict(view), "fabric": dataclasses.asdict(fabric)}
+            if self._problem is not None:
+                raise self._problem
+            if self.spec.device == "cpu":
+                self.workers.dismiss_probe()
+            seen, fabric = inventory.look(self.spec, self.rank, self.workers.probe)
         except HpcdaskError as error:
-            found = {"error": str(error)}
-        return {
-            "rank": self.rank.index,
-            "host": self.rank.host,
-            "pid": os.getpid(),
-            **found,
-        }
+            return me(error=str(error))
+        return me(inventory=seen, fabric=fabric)
 
     async def start_workers(
         self, places: list[WorkerPlacement], scheduler: str, failed: Callable[[str, str], None]

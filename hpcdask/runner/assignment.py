@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.errors import DeviceError
+from hpcdask.comm.fabric import Fabric
+from hpcdask.comm.topology import NodeLinks
+from hpcdask.comm.transport import Choice, choose, choose_interface
+from hpcdask.errors import DeviceError, UsageError
+from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
+from hpcdask.logs import say
 from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node
-from hpcdask.queues.environment import how_to_request
+from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node, with_transport
+from hpcdask.queues.environment import how_to_request, job_id
 from hpcdask.spec.specs import RunSpec
 
 
@@ -209,3 +215,63 @@ def place_workers(
             count=sum(len(given[mate.rank]) for mate in mates),
         )
     return places
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes on what, and how data travels.
+
+    Attributes
+    ----------
+    placements
+        Of the workers, by rank.
+    choice
+        The transport.
+    interfaces
+        The network interface of each node where one was chosen, by its name.
+    """
+
+    placements: dict[int, list[WorkerPlacement]]
+    choice: Choice
+    interfaces: dict[str, str]
+
+
+def make_plan(
+    spec: RunSpec, rank: Rank, inventories: Mapping[int, Inventory], fabrics: Mapping[int, Fabric]
+) -> Plan:
+    """Decide for all ranks, from what each has and what joins it to others; warn of what is slow.
+
+    Raises
+    ------
+    UsageError
+        There will be fewer workers than ``--workers-min``, or as `place_workers`.
+    """
+    places = place_workers(spec, rank, inventories, job=job_id())
+    planned = sum(map(len, places.values()))
+    if (spec.workers_min or 0) > planned:
+        raise UsageError(
+            f"--workers-min {spec.workers_min}: there will be {count_workers(planned)} here. "
+            f"Ask for no more"
+        )
+    nodes = {
+        index: NodeLinks(
+            one.host,
+            tuple(place.gpu for place in places.get(index, ()) if place.gpu),
+            fabrics[index],
+        )
+        for index, one in inventories.items()
+    }
+    # also of ranks without workers: the scheduler's must be one that the workers reach
+    interfaces = choose_interface(spec, list(nodes.values()))
+    working = {index: nodes[index] for index in places}
+    choice = choose(spec, list(working.values()))
+    for warning in choice.warnings:
+        say(f"warning: {warning}")
+    if any(node.gpus for node in working.values()) and (lacks := memory_plan.missing(spec)):
+        say(f"warning: {lacks}")
+    return Plan(with_transport(spec, places, working, choice, interfaces), choice, interfaces)
+
+
+def count_workers(count: int) -> str:
+    """Some workers, in words."""
+    return f"{count} worker{'s' * (count != 1)}"

@@ -74,11 +74,11 @@ class ControlServer:
             channel.close()
             return
         _notice_dead_peers(writer)
-        hello = await channel.receive()  # who it is: a rank may first wait for its GPU's driver
-        if hello is None:
+        report = await channel.receive()  # who it is: a rank may first wait for its GPU's driver
+        if report is None:
             channel.close()
             return
-        await self._arrived(hello, channel)
+        await self._arrived(report, channel)
 
     def close(self) -> None:
         """Stop listening; channels stay."""

@@ -42,7 +42,8 @@ async def follow(member: RankAgent, rendezvous: Rendezvous) -> int:
             asyncio.get_running_loop().call_later(TERM_DEADLINE_S, member.leave, 128 + number)
 
     member.signals.handle(on_signal)
-    channel.send(**await asyncio.to_thread(member.hello))
+    report = await asyncio.to_thread(member.report)
+    channel.send(**report.to_json())
     work: list[asyncio.Task[None]] = []
     while (order := await channel.receive()) is not None:
         match order.get("op"):

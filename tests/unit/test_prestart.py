@@ -23,7 +23,8 @@ from hpcdask.gpu.devices import Gpu
 from hpcdask.node import gpu_probe, inventory, nanny, worker_group
 from hpcdask.node.nanny import BoundNanny
 from hpcdask.runner.agent import RankAgent
-from hpcdask.runner.leader import Leader
+from hpcdask.runner.arrivals import Arrivals, RankReport
+from hpcdask.runner.events import Events
 from hpcdask.spec.specs import RunSpec
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -465,10 +466,10 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
         return RankAgent(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
 
     one, two = member_of(0, gpus, gpus), member_of(1, left, None)
-    meeting = mock.Mock(
-        member=one, rendezvous=None, hellos={1: json.loads(json.dumps(two.hello()))}
-    )
-    views = asyncio.run(Leader._meet(meeting))
+    arrivals = Arrivals(one.rank, Events())
+    arrivals.reports[0] = one.report()
+    arrivals.reports[1] = RankReport.from_json(json.loads(json.dumps(two.report().to_json())))
+    views = arrivals.inventories()
     assert {index: list(view.gpus) for index, view in views.items()} == {0: gpus, 1: gpus}
 
 

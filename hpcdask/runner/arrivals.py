@@ -1,0 +1,184 @@
+"""The ranks that have arrived at rank 0: what each reported, and the line to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import LaunchError, UsageError
+from hpcdask.node.channel import Message, MessageStream
+from hpcdask.node.inventory import Inventory
+from hpcdask.security.credentials import Credentials, to_security
+
+from .assignment import fill_from_first_rank
+from .control import ControlServer
+from .events import Events
+from .rendezvous import Rendezvous
+
+#: Seconds that the other ranks get to leave.
+LEAVE_DEADLINE_S = 3.0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Who a rank is and what it sees, or why it cannot take part.
+
+    Attributes
+    ----------
+    rank, host, pid
+        Its number, node and process.
+    error
+        Why it cannot take part; the rest is then void.
+    inventory, fabric
+        What it sees, and what joins that to others.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    error: str = ""
+    inventory: Inventory | None = None
+    fabric: Fabric = field(default_factory=Fabric)
+
+    def to_json(self) -> Message:
+        """What `from_json` reads."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankReport:
+        """Read what `to_json` and JSON made of a report."""
+        seen = data["inventory"] and Inventory.from_json(data["inventory"])
+        return cls(**{**data, "inventory": seen, "fabric": Fabric.from_json(data["fabric"])})
+
+
+class Arrivals:
+    """Rank 0's book of the ranks; what they tell becomes events.
+
+    Attributes
+    ----------
+    reports
+        By rank, rank 0's own among them.
+    """
+
+    def __init__(self, rank: Rank, events: Events) -> None:
+        self.reports: dict[int, RankReport] = {}
+        self._rank, self._events = rank, events
+        self._channels: dict[int, MessageStream] = {}
+        self._server: ControlServer | None = None
+
+    async def listen(self, host: str, credentials: Credentials, rendezvous: Rendezvous) -> None:
+        """Let the other ranks in, and tell them where."""
+        context = None
+        if credentials:
+            context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
+        nonce = secrets.token_hex(16)
+        self._server = ControlServer(nonce, self.arrived)
+        rendezvous.publish(
+            {
+                "address": host,
+                "port": await self._server.listen(host, context),
+                "host": self._rank.host,
+                "nonce": nonce,
+                "credentials": credentials,
+            }
+        )
+
+    def close(self) -> None:
+        """Let nobody in any more; the lines stay."""
+        if self._server is not None:
+            self._server.close()
+
+    async def arrived(self, message: Message, channel: MessageStream) -> None:
+        """Note a rank, and listen to it until it is gone."""
+        report = RankReport.from_json(message)
+        index = report.rank
+        self.reports[index] = report
+        self._channels[index] = channel
+        self._events.happened("arrived", index)
+        while (told := await channel.receive()) is not None:
+            match told.get("op"):
+                case "signal":
+                    self._events.happened("signal", told["number"])
+                case "failed":
+                    self._events.happened("failed", (index, told["name"], told["error"]))
+                case "program-ended":
+                    self._events.happened("program", told["code"])
+        self._events.happened("lost", index)
+
+    @property
+    def missing(self) -> list[int]:
+        """Those that did not come."""
+        return sorted(set(range(self._rank.size)) - set(self.reports))
+
+    def too_late(self, timeout: float) -> LaunchError:
+        """The error that says which ranks did not come."""
+        hosts = Counter(report.host for report in self.reports.values())
+        there = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+        return LaunchError(
+            f"rank{'s' * (len(self.missing) > 1)} {', '.join(map(str, self.missing))} of "
+            f"{self._rank.size} did not arrive within {timeout:g} s (there are {there}). See what "
+            f"those ranks printed and whether they reach {self._rank.host}, or allow more with "
+            f"--timeout"
+        )
+
+    def inventories(self) -> dict[int, Inventory]:
+        """What each rank sees. Raises UsageError where one cannot take part."""
+        found = []
+        for index, report in sorted(self.reports.items()):
+            if report.inventory is None:
+                where = f" (rank {index} on {report.host})" if self._rank.size > 1 else ""
+                raise UsageError(f"{report.error}{where}")
+            found.append(report.inventory)
+        return {one.rank: one for one in fill_from_first_rank(found)}
+
+    def name(self, index: int) -> str:
+        """A rank, for messages."""
+        return f"rank {index} on {self.reports[index].host}"
+
+    def send(self, index: int, **message: Any) -> None:
+        """Tell a rank something, if it is there."""
+        if index in self._channels:
+            self._channels[index].send(**message)
+
+    def send_all(self, **message: Any) -> None:
+        """Tell all others something."""
+        for channel in self._channels.values():
+            channel.send(**message)
+
+    def forget(self, index: int) -> None:
+        """It is gone."""
+        self._channels.pop(index, None)
+
+    async def all_gone(self) -> None:
+        """Wait until every other rank has left: a launcher reports the ranks that still live."""
+        left: set[int] = set()
+        deadline = time.monotonic() + LEAVE_DEADLINE_S
+        with contextlib.suppress(TimeoutError):
+            while set(self._channels) - left:
+                event = await self._events.get(deadline)
+                if event.what == "lost":
+                    left.add(event.value)
+        # Their sockets close a moment before the launcher reaps them, and it reports those
+        # that it still has when this rank fails. /proc has no event for that.
+        mates = [
+            report.pid
+            for index, report in self.reports.items()
+            if index != 0 and report.host == self._rank.host
+        ]
+        deadline = time.monotonic() + 0.5
+        while any(map(_exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def _exists(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,109 @@
+"""What rank 0 tells the user: that the cluster is ready, and how the first exchange went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from hpcdask.comm.warmup import LinkTest, evaluate
+from hpcdask.errors import ClusterError
+from hpcdask.logs import say
+from hpcdask.process import seconds_since_start
+from hpcdask.spec.specs import RunSpec
+
+from .arrivals import Arrivals
+from .assignment import Plan, count_workers
+from .events import Event
+
+LOOPBACK = "127.0.0.1"
+
+
+def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard: str) -> None:
+    """One line: what computes on what, how data travels, where the dashboard is."""
+    placements = [place for group in plan.placements.values() for place in group]
+    kinds = Counter(place.gpu.name if place.gpu else "CPU" for place in placements)
+    what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    network = "tcp with TLS" if spec.tls else "tcp without TLS"
+    if plan.choice.protocol == "ucx":
+        network = f"ucx between workers, {network} to the scheduler"
+    if spec.protocol == "auto" and any(place.gpu for place in placements):
+        network += f" ({plan.choice.reason})"
+    planned = len(placements)
+    count = count_workers(planned)
+    if registered < planned:
+        count = f"{registered} of {count}"
+    elif registered > planned:
+        count = count_workers(registered)
+    say(
+        f"{count} on {nodes} node{'s' * (nodes != 1)} "
+        f"({what}), {network}, ready in {seconds_since_start():.2f} s; "
+        f"dashboard http://{dashboard}/status"
+    )
+
+
+def tell_ways_in(
+    spec: RunSpec, address: str, dashboard_host: str, port: int, host: str, *, has_program: bool
+) -> None:
+    """How clients connect where no program does, and how a browser elsewhere gets in.
+
+    `dashboard_host` is where it listens, `host` the node's name.
+    """
+    if not has_program:
+        file = spec.scheduler_file
+        way = f'hpcdask.connect("{file}")' if file else f'Client("{address}")'
+        if spec.tls and not file:
+            way = "clients need its keys: start it with --scheduler-file"
+        say(f"scheduler at {address}: {way}")
+    if not has_program or dashboard_host != host_of(address):
+        way = f"{host}:{port} <login node>"
+        if dashboard_host == LOOPBACK:
+            way = f"{LOOPBACK}:{port} {host}"
+        say(
+            f"dashboard from your own machine: ssh -L {port}:{way}, then "
+            f"http://localhost:{port}/status"
+        )
+
+
+def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
+    """What the run lost, as the error that ends it."""
+    if event.what == "scheduler-lost":
+        return ClusterError(
+            "the scheduler's process was killed: see whether the node ran out of memory. "
+            "The run ends"
+        )
+    if event.what == "failed":
+        index, _, text = event.value
+        why = text.rstrip(".")
+        return ClusterError(f"a worker of {arrivals.name(index)} failed: {why}. The run ends")
+    return ClusterError(
+        f"{arrivals.name(event.value)} is gone: it was killed or its node failed. The run ends "
+        f"(--workers-min lets it go on)"
+    )
+
+
+def host_of(address: str) -> str:
+    """Of an address with scheme and port."""
+    return address.rpartition("://")[2].rpartition(":")[0]
+
+
+class WarmupNotes:
+    """What the workers tell of their first exchanges, said once all have."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[LinkTest]] = {}
+        self._told = False
+
+    def note(self, message: dict[str, Any], wanted: Collection[str], *, on_device: bool) -> None:
+        """Note a worker's; once all that are wanted have, say how it went."""
+        self._found[message["name"]] = [LinkTest(**link) for link in message["links"]]
+        if self._told or not set(wanted) <= set(self._found):
+            return
+        self._told = True
+        links = [link for found in self._found.values() for link in found]
+        if not links:
+            return
+        found = evaluate(links, on_device=on_device)
+        say(f"warm in {seconds_since_start():.2f} s: {found.line}")
+        for warning in found.warnings:
+            say(f"warning: {warning}")

@@ -1,0 +1,94 @@
+"""Rank 0's hold on the user's program, wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from hpcdask.client import scheduler_file
+from hpcdask.logs import say
+from hpcdask.node.forking import ForkedProcess
+from hpcdask.queues.environment import job_id
+
+from .agent import TERM_DEADLINE_S, RankAgent
+from .arrivals import Arrivals
+from .events import Events
+
+
+class UserProgram:
+    """The program of a run: here, at rank 1, in the process that started this rank, or none.
+
+    Its end is the event ``program``; if it does not end in time after a signal, ``deadline``.
+
+    Attributes
+    ----------
+    exists
+        Whether there is one.
+    attached
+        Whether it is what started this rank.
+    signalled
+        The signal that ends the run, once there was one.
+
+    Parameters
+    ----------
+    member
+        Rank 0's own part.
+    arrivals, events
+        Of the run.
+    exists
+        As above.
+    line
+        To the program that started this rank, or None. Its end is the program's.
+    """
+
+    def __init__(
+        self,
+        member: RankAgent,
+        arrivals: Arrivals,
+        events: Events,
+        *,
+        exists: bool,
+        line: ForkedProcess | None,
+    ) -> None:
+        self.exists = exists
+        self.attached = line is not None
+        self.signalled: int | None = None
+        self._member, self._arrivals, self._events, self._line = member, arrivals, events, line
+
+    def start(self, address: str) -> None:
+        """The cluster is ready at this address."""
+        if self._line is not None:
+            self._events.start(self._attend(self._line, address))
+        elif self._member.program is not None:
+            self._member.start_program(address)
+            self._events.start(self._wait(self._member.program))
+        elif self.exists:
+            self._arrivals.send(1, op="program", address=address)
+
+    async def _wait(self, program: ForkedProcess) -> None:
+        self._events.happened("program", await program.wait())
+
+    async def _attend(self, line: ForkedProcess, address: str) -> None:
+        channel = await line.channel()
+        file = os.path.join(self._member.scratch, "scheduler.json")
+        scheduler_file.write(file, address, self._member.credentials, job=job_id())
+        channel.send(address=address, file=file)
+        while await channel.receive() is not None:
+            pass
+        self._events.happened("program", 0)
+
+    def end_by(self, number: int) -> None:
+        """A signal ends the run: the program gets it, and some time."""
+        self.signalled = number
+        self.signal(number)
+        if number != signal.SIGINT:
+            name = signal.Signals(number).name
+            say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
+            self._events.later(TERM_DEADLINE_S, "deadline")
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        if self._member.program is not None:
+            self._member.pass_on(number)
+        elif self._member.spec.layout == "dedicated":
+            self._arrivals.send(1, op="signal", number=int(number))
