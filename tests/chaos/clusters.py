@@ -187,7 +187,13 @@ class Notebook:
         daemon = daemons[index % len(daemons)]
         daemon.kill()
         daemon.wait()
-        return str(event), lambda: self.site.restart(daemon)
+        return str(event), lambda: self._restart(daemon)
+
+    def _restart(self, daemon: subprocess.Popen[bytes]) -> None:
+        self.site.restart(daemon)
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # it may not answer
+            if foreign := set(self._queue()) - set(self.jobs()):
+                self.site.run("scancel", *sorted(foreign), check=False, timeout=20)
 
     def _strike_notebook(self, how: str) -> Undo | None:
         signal_name, _, watchdog = how.partition("+")
@@ -220,10 +226,13 @@ class Notebook:
 
         A controller that was killed may bring back those of earlier episodes, too.
         """
-        done = self.site.run("squeue", "-h", "-r", "-o", "%i %k", check=False)
-        lines = [line.split() for line in done.stdout.splitlines()]
         tags = {f"hpcdask:{name}" for name in self._clusters}
-        return [line[0] for line in lines if tags & set(line[1:])]
+        return [job for job, comment in self._queue().items() if tags & set(comment)]
+
+    def _queue(self) -> dict[str, list[str]]:
+        """The words of each job's comment."""
+        done = self.site.run("squeue", "-h", "-r", "-o", "%i %k", check=False)
+        return {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
 
     def play(self) -> str:
         """Play it and check."""
