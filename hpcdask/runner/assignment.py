@@ -99,23 +99,29 @@ def assign_gpus(
         if every_gpu and len(ranks) == 1:
             taken[ranks[0].rank] = list(ranks[0].gpus)
             continue
-        distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
         matched = _match(ranks)
-        if len({gpu.uuid for gpu in matched}) < len(ranks) and not oversubscribe:
-            if len(distinct) >= len(ranks):
-                raise DeviceError(
-                    f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
-                    f"the same ones: request one per rank (srun {EACH_A_GPU}), or let "
-                    f"workers share a GPU with --oversubscribe"
-                )
-            raise DeviceError(
-                f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
-                f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
-                f"workers share a GPU with --oversubscribe"
-            )
-        for view, gpu in zip(ranks, matched, strict=True):
-            taken[view.rank] = [gpu]
+        if not oversubscribe:
+            _check_distinct(host, ranks, matched)
+        taken |= {view.rank: [gpu] for view, gpu in zip(ranks, matched, strict=True)}
     return taken
+
+
+def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu]) -> None:
+    """Refuse ranks of a node that would share a GPU."""
+    if len({gpu.uuid for gpu in matched}) == len(ranks):
+        return
+    distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
+    if len(distinct) >= len(ranks):
+        raise DeviceError(
+            f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
+            f"the same ones: request one per rank (srun {EACH_A_GPU}), or let "
+            f"workers share a GPU with --oversubscribe"
+        )
+    raise DeviceError(
+        f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
+        f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
+        f"workers share a GPU with --oversubscribe"
+    )
 
 
 def _match(ranks: Sequence[Inventory]) -> list[Gpu]:

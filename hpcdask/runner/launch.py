@@ -29,7 +29,10 @@ from .preflight import early_error
 from .program import Program, await_start
 
 if TYPE_CHECKING:
+    from hpcdask.node.forking import ForkedProcess
+
     from .agent import RankAgent
+    from .rendezvous import Rendezvous
 
 
 def launch(launch: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
@@ -103,43 +106,17 @@ def _launch(
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    from hpcdask.logs import complain, set_log_level
-    from hpcdask.node import forking, forkserver
+    from hpcdask.logs import set_log_level
+    from hpcdask.node import forking
     from hpcdask.node.forkserver import start_template
-    from hpcdask.node.preflight import check_preloads
-    from hpcdask.node.scratch import new_scratch
-    from hpcdask.process import leave
 
     from . import rendezvous, scheduler
     from .agent import RankAgent
-    from .follower import follow
-    from .leader import Leader
 
     process.mark("distributed imported")
     reexec.adopt_configured_pre_spawn(janitor, **ranks.given())
     spec = launch.spec
-    problem = None
-    try:
-        scratch = new_scratch(spec, janitor)
-    except HpcdaskError as error:
-        problem = error  # rank 0 says it, whichever rank has it
-        try:
-            scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
-        except HpcdaskError:
-            complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
-            if rank is not None:
-                rendezvous.abort_launch(rank, error.exit_code)
-            leave(error.exit_code)
-    forkserver.prepare_forks()
-    if launch.program is not None:
-        launch.program.set_path()  # before the forks: tasks may need modules beside the script
-    else:
-        reexec.add_working_folder()
-    try:
-        check_preloads(spec)
-    except UsageError as error:
-        problem = problem or error
-
+    scratch, problem = _prepare(launch, janitor, rank)
     forker = forking.Forker(janitor, probe)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
@@ -161,29 +138,81 @@ def _launch(
         program.sock.close()
         program = None
     member = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    if rank.index == 0:
-        assert scheduler_child is not None
-        attached = None
-        if launch.attached is not None:
-            attached = forking.ForkedProcess(0, socket.socket(fileno=launch.attached))
-        leader = Leader(
-            member,
-            meeting,
-            scheduler_child,
-            attached=attached,
-            has_program=launch.program is not None or attached is not None,
-            early_error=early_error(launch, rank),
-        )
-        if isinstance(meeting, rendezvous.FileRendezvous):
-            for folder in meeting.folders:
-                janitor.remove_at_end(folder)
-        work = leader.lead()
-    else:
-        if scheduler_child is not None:
-            scheduler_child.sock.close()
-        assert meeting is not None
-        work = follow(member, meeting)
+    work = _part_of(launch, member, meeting, scheduler_child)
     return asyncio_run(end_with(work, member), loop_factory=get_loop_factory())
+
+
+def _prepare(
+    launch: RunRequest, janitor: Janitor, rank: ranks.Rank | None
+) -> tuple[str, HpcdaskError | None]:
+    """Make the scratch folder and look for what cannot work, before the forks; rank 0 tells it."""
+    from hpcdask.logs import complain
+    from hpcdask.node import forkserver
+    from hpcdask.node.preflight import check_preloads
+    from hpcdask.node.scratch import new_scratch
+    from hpcdask.process import leave
+
+    from .rendezvous import abort_launch
+
+    spec = launch.spec
+    problem: HpcdaskError | None = None
+    try:
+        scratch = new_scratch(spec, janitor)
+    except HpcdaskError as error:
+        problem = error  # rank 0 says it, whichever rank has it
+        try:
+            scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
+        except HpcdaskError:
+            complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
+            if rank is not None:
+                abort_launch(rank, error.exit_code)
+            leave(error.exit_code)
+    forkserver.prepare_forks()
+    if launch.program is not None:
+        launch.program.set_path()  # before the forks: tasks may need modules beside the script
+    else:
+        reexec.add_working_folder()
+    try:
+        check_preloads(spec)
+    except UsageError as error:
+        problem = problem or error
+    return scratch, problem
+
+
+def _part_of(
+    launch: RunRequest,
+    member: RankAgent,
+    meeting: Rendezvous | None,
+    scheduler: ForkedProcess | None,
+) -> Awaitable[int]:
+    """What this rank does until the run is over: lead or follow."""
+    from hpcdask.node.forking import ForkedProcess
+
+    from .follower import follow
+    from .leader import Leader
+    from .rendezvous import FileRendezvous
+
+    if member.rank.index != 0:
+        if scheduler is not None:
+            scheduler.sock.close()
+        assert meeting is not None
+        return follow(member, meeting)
+    assert scheduler is not None
+    attached = None
+    if launch.attached is not None:
+        attached = ForkedProcess(0, socket.socket(fileno=launch.attached))
+    leader = Leader(
+        member,
+        meeting,
+        scheduler,
+        attached=attached,
+        has_program=launch.program is not None or attached is not None,
+        early_error=early_error(launch, member.rank),
+    )
+    if isinstance(meeting, FileRendezvous):
+        for folder in meeting.folders:
+            member.janitor.remove_at_end(folder)
+    return leader.lead()
 
 
 def _program_rank(spec: RunSpec) -> int:
