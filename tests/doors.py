@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdask.clusters.options import import_jobqueue
+from hpcdask.clusters.configuration import import_jobqueue
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from launching import wait_for

@@ -44,11 +44,12 @@ from hpcdask.security.credentials import (
 )
 from hpcdask.security.tls import ClusterSecurity
 
-from . import options
+from .configuration import import_jobqueue, log_directory, section
 from .controller import JobController
 from .display import JobTable, html
 from .job import Job, Policy
-from .options import NO_ADDRESS
+from .keywords import check_interface, number, seconds
+from .options import NO_ADDRESS, read_job_options
 from .scaling import Scaling
 from .state import ClusterState
 
@@ -88,9 +89,9 @@ class JobCluster(Scaling):
         loop: Any = None,
         **job_keywords: Any,
     ) -> None:
-        n_workers = options.number(n_workers or 0, "n_workers", "workers")
+        n_workers = number(n_workers or 0, "n_workers", "workers")
         module, job_name = self.jobqueue
-        job_cls = getattr(options.import_jobqueue(module), job_name)
+        job_cls = getattr(import_jobqueue(module), job_name)
         self._config_name = config_name or job_cls.default_config_name()
         for keyword in ("dashboard_address", "host"):
             if keyword in job_keywords:
@@ -98,10 +99,10 @@ class JobCluster(Scaling):
                     f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
                 )
         self.queue = self._make_queue(job_keywords)
-        with options.section(self._config_name, job_cls.default_config_name()):
+        with section(self._config_name, job_cls.default_config_name()):
             if interface is None:
                 interface = dask.config.get(f"jobqueue.{self._config_name}.interface", None)
-            self.options = options.read_job_options(
+            self.options = read_job_options(
                 job_cls,
                 self.queue,
                 self._config_name,
@@ -116,12 +117,10 @@ class JobCluster(Scaling):
                     if name != "job_keywords"
                 ],
             )
-            self._poll_interval_s = (
-                options.seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
-            )
+            self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
             walltime = self.options.walltime
             self._policy = Policy(
-                start_timeout_s=options.seconds(start_timeout, "start_timeout") or 300.0,
+                start_timeout_s=seconds(start_timeout, "start_timeout") or 300.0,
                 walltime_s=None if walltime in (None, timedelta.max) else walltime.total_seconds(),
             )
             self._scheduler_cls = scheduler_cls
@@ -129,7 +128,7 @@ class JobCluster(Scaling):
             self._base = shared_temp_directory or dask.config.get(
                 f"jobqueue.{self._config_name}.shared-temp-directory", None
             )
-            self._logs = options.log_directory(job_keywords, self._config_name)
+            self._logs = log_directory(job_keywords, self._config_name)
         self._asked_security = security
         self._n_workers = n_workers
         if n_workers:
@@ -174,7 +173,7 @@ class JobCluster(Scaling):
             if self.queue_name == "local" and chosen["interface"] is None:
                 chosen["host"] = LOOPBACK
             what = "interface" if chosen["interface"] == interface else "scheduler_options"
-            options.check_interface(chosen["interface"], what)
+            check_interface(chosen["interface"], what)
         return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
 
     # Start and end

@@ -6,17 +6,12 @@ comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as wi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import inspect
 import os
 import re
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,60 +23,25 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.gpu_directives import is_per_node, requested_gpus
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import check_lines
-from hpcdask.security.credentials import check_configuration
-from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_memory, parse_seconds
+from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT
 from hpcdask.spec.specs import WorkerSpec
+
+from .configuration import configured
+from .keywords import (
+    SHARED,
+    SHELL,
+    SPEC_FIELDS,
+    check_memory,
+    check_names,
+    job_keywords,
+    number,
+    refuse_other_workers,
+    refuse_texts,
+    worker_extra_args,
+)
 
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"
-SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
-#: What others call a keyword.
-MEANT = {
-    **dict.fromkeys(("gpus", "ngpus", "n_gpus", "num_gpus", "gpus_per_node"), "gpus_per_job"),
-    **dict.fromkeys(("gpu", "gpu_model"), "gpu_type"),
-    **dict.fromkeys(("nodes", "n_nodes"), "nodes_per_job"),
-    **dict.fromkeys(("time", "time_limit", "runtime"), "walltime"),
-    **dict.fromkeys(("threads", "n_threads", "threads_per_worker"), "nthreads"),
-    **dict.fromkeys(("mem", "ram"), "memory"),
-    **dict.fromkeys(("cpus", "ncpus", "n_cores", "cpus_per_task"), "cores"),
-    "partition": "queue",
-    "workers": "n_workers",
-}
-MISSING = object()
-_sections = threading.RLock()
-#: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
-SHARED = {"interface", "local_directory", "death_timeout"}
-#: Lines of shell, which may hold any character.
-SHELL = {"job_script_prologue", "env_extra"}
-#: Keywords of dask-jobqueue whose values are lists, in its old names too.
-LISTS = (
-    *("job_extra_directives", "job_extra", "job_directives_skip", "header_skip"),
-    *("job_script_prologue", "env_extra", "worker_extra_args", "extra"),
-    *("submit_command_extra", "cancel_command_extra"),
-)
-
-
-def import_jobqueue(module: str) -> Any:
-    """Import a module of dask-jobqueue.
-
-    The import would replace the handler of SIGINT, and writes a file of configuration.
-
-    Raises
-    ------
-    UsageError
-        Others may write Dask's configuration.
-    """
-    import importlib
-
-    real, mask = signal.signal, os.umask(0o077)
-    signal.signal = lambda *args: None
-    try:
-        found = importlib.import_module(f"dask_jobqueue.{module}")
-    finally:
-        signal.signal = real
-        os.umask(mask)
-    check_configuration()
-    return found
 
 
 @dataclass
@@ -121,6 +81,13 @@ class JobOptions:
         """The job's name."""
         return str(self.job.job_name or "dask-worker")
 
+    @property
+    def walltime_s(self) -> float | None:
+        """The walltime in seconds; None where it is unlimited too."""
+        if self.walltime is None or self.walltime == timedelta.max:
+            return None
+        return self.walltime.total_seconds()
+
     def request(self, tag: str, logs: str) -> Request:
         """What the queue adds to the header."""
         return Request(
@@ -153,16 +120,6 @@ class JobOptions:
         return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
 
 
-def job_keywords(job_cls: type) -> set[str]:
-    """The keywords that a Job class of dask-jobqueue takes, its bases' included."""
-    names: set[str] = set()
-    for base in job_cls.__mro__:
-        if base.__name__ == "ProcessInterface":
-            break
-        names |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
-    return names - {"self", "args", "kwargs", "base_class_kwargs", "scheduler", "name", "security"}
-
-
 def read_job_options(
     job_cls: type,
     queue: Queue,
@@ -185,34 +142,54 @@ def read_job_options(
         A keyword is unknown or its value is not understood.
     """
     known = job_keywords(job_cls)
-    if unknown := set(given) - known - SPEC_FIELDS:
-        raise UsageError(_unknown(sorted(unknown), own, known))
-    _refuse_other_workers(given, config_name)
-    _refuse_texts(given, config_name)
-    nodes_per_job = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
+    check_names(given, own, known)
+    refuse_other_workers(given)
+    refuse_texts(given, config_name)
+    nodes = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
     for_job = {name: value for name, value in given.items() if name in known}
-    settings = {name: value for name, value in given.items() if name in SPEC_FIELDS}
-    settings = {**_worker_extra_args(for_job, config_name), **settings}
+    spec = _worker_spec(given, for_job, protocol, config_name)
+    gpus, in_header = _gpus(gpus_per_job, nodes, spec, queue, for_job, config_name)
+    if gpus % nodes:
+        raise UsageError(f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}")
+    for name in sorted(known - SHELL):
+        check_lines(configured(name, for_job, config_name), name)
+    for what, value in (("gpu_type", gpu_type), ("name", configured("name", {}, config_name))):
+        check_lines(value, what)
+    job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
+    workers = gpus or int(job.worker_processes) * nodes
+    return JobOptions(
+        job,
+        _share_of_job(spec, job, workers // nodes, on_gpu=bool(gpus) and spec.device != "cpu"),
+        gpus,
+        gpu_type,
+        nodes,
+        in_header,
+        workers,
+        _python(for_job, config_name),
+        _walltime(queue, for_job, config_name),
+    )
+
+
+def _worker_spec(
+    given: Mapping[str, Any], for_job: dict[str, Any], protocol: str | None, config_name: str
+) -> WorkerSpec:
+    """What the workers are asked to be; takes `worker_extra_args` out of what is for the job."""
+    settings = worker_extra_args(for_job, config_name)
+    settings |= {name: value for name, value in given.items() if name in SPEC_FIELDS}
     for name in SHARED - set(settings):
-        settings[name] = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
+        settings[name] = configured(name, {}, config_name)
     if protocol is not None:
         settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
-    spec = WorkerSpec.from_keywords(
+    return WorkerSpec.from_keywords(
         {name: value for name, value in settings.items() if value is not None}
     )
 
-    gpus, in_header = _gpus(gpus_per_job, nodes_per_job, spec, queue, for_job, config_name)
-    if gpus % nodes_per_job:
-        raise UsageError(
-            f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes_per_job}"
-        )
-    for name in sorted(known - SHELL):
-        check_lines(_configured(name, for_job, config_name), name)
-    for what, value in (("gpu_type", gpu_type), ("name", _configured("name", {}, config_name))):
-        check_lines(value, what)
-    job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
-    workers = gpus or int(job.worker_processes) * nodes_per_job
-    per_node = workers // nodes_per_job
+
+def _share_of_job(spec: WorkerSpec, job: Any, per_node: int, *, on_gpu: bool) -> WorkerSpec:
+    """The spec with each worker's share of the job's memory and cores, where it says neither.
+
+    On a GPU the worker's own default counts, which is one thread.
+    """
     memory = int(job.worker_memory) // per_node if spec.memory_limit is None else spec.memory_limit
     if 0 < memory < LEAST_MEMORY_LIMIT:
         raise UsageError(
@@ -220,104 +197,8 @@ def read_job_options(
             f"{per_node} workers on a node, less than an idle worker has: ask for more memory, or "
             f"fewer processes"
         )
-    filled = dataclasses.replace(
-        spec,
-        memory_limit=memory,
-        nthreads=spec.nthreads or _threads(spec, gpus, int(job.worker_cores) // per_node),
-    )
-    walltime = _walltime(queue, for_job, config_name)
-    return JobOptions(
-        job,
-        filled,
-        gpus,
-        gpu_type,
-        nodes_per_job,
-        in_header,
-        workers,
-        _python(for_job, config_name),
-        walltime,
-    )
-
-
-def _unknown(names: Sequence[str], own: Collection[str], known: Collection[str]) -> str:
-    near = difflib.get_close_matches(names[0], [*own, *known, *SPEC_FIELDS], 1)
-    hints = [MEANT[names[0]]] if names[0] in MEANT else near
-    return (
-        f"unknown keyword {', '.join(names)}: {f'did you mean {hints[0]}? ' if hints else ''}There "
-        f"are those of hpcdask's clusters ({', '.join(sorted(own))}), of the workers "
-        f"({', '.join(sorted(SPEC_FIELDS))}) and of dask-jobqueue ({', '.join(sorted(known))})"
-    )
-
-
-@contextlib.contextmanager
-def section(config_name: str, usual: str) -> Iterator[None]:
-    """What a section of the configuration leaves out is that of the usual one.
-
-    Raises
-    ------
-    UsageError
-        There is no such section.
-    """
-    if not isinstance(dask.config.get(f"jobqueue.{config_name}", None), Mapping):
-        sections = ", ".join(sorted(dask.config.get("jobqueue")))
-        raise UsageError(
-            f"config_name={config_name!r}: Dask's configuration has no section "
-            f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
-            f"jobqueue.{usual}"
-        )
-    with _sections:  # the configuration is that of all threads
-        missing = {
-            f"jobqueue.{config_name}.{key}": value
-            for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
-            if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
-        }
-        with dask.config.set(missing):
-            yield
-
-
-def _threads(spec: WorkerSpec, gpus: int, cores: int) -> int | None:
-    """On a GPU one thread, which is the worker's own default; else the cores, shared."""
-    on_gpu = gpus and spec.device != "cpu"
-    return None if on_gpu else max(1, cores)
-
-
-def _refuse_other_workers(given: Mapping[str, Any], config_name: str) -> None:
-    if given.get("worker_command") not in (None, "distributed.cli.dask_worker", "hpcdask.worker"):
-        raise UsageError(
-            f"worker_command={given['worker_command']!r}: jobs start hpcdask's own worker, which "
-            f"takes the place of dask_cuda.cli. Leave it out"
-        )
-    if given.get("nanny") is False:
-        raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
-
-
-def _configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:
-    value = given.get(name)
-    if value is None:
-        value = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
-    return default if value is None else value
-
-
-def _worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, Any]:
-    """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
-    import click
-
-    args = _configured("worker_extra_args", for_job, config_name)
-    args = args or _configured("extra", for_job, config_name, [])
-    for_job.pop("extra", None)
-    for_job["worker_extra_args"] = []
-    words = [word for arg in args for word in shlex.split(str(arg))]
-    try:
-        spec = WorkerSpec.from_argv(words)
-    except click.UsageError as error:
-        raise UsageError(f"worker_extra_args: {error.format_message()}") from None
-    if spec.name is not None:
-        raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
-    return {
-        field.name: getattr(spec, field.name)
-        for field in dataclasses.fields(spec)
-        if getattr(spec, field.name) != field.default
-    }
+    threads = None if on_gpu else max(1, int(job.worker_cores) // per_node)
+    return dataclasses.replace(spec, memory_limit=memory, nthreads=spec.nthreads or threads)
 
 
 def _gpus(
@@ -352,14 +233,14 @@ def _gpu_directive(
     queue: Queue, for_job: Mapping[str, Any], config_name: str
 ) -> tuple[str | None, int]:
     """The user's own directive or resource that requests GPUs, and how many."""
-    directives = _configured("job_extra_directives", for_job, config_name)
-    directives = directives or _configured("job_extra", for_job, config_name, [])
+    directives = configured("job_extra_directives", for_job, config_name)
+    directives = directives or configured("job_extra", for_job, config_name, [])
     lines = (
         [f"{key}={value}" for key, value in directives.items()]
         if isinstance(directives, Mapping)
         else [str(line) for line in directives]
     )
-    resource = f"-l {_configured('resource_spec', for_job, config_name, '')}"
+    resource = f"-l {configured('resource_spec', for_job, config_name, '')}"
     for line in [*lines, resource]:
         if (count := requested_gpus(queue, line)) is not None:
             return line, count
@@ -380,7 +261,7 @@ def _make_job(
     for name in ("cores", "processes"):
         if name in keywords and (not isinstance(keywords[name], int) or keywords[name] < 1):
             raise UsageError(f"{name}={keywords[name]!r} is not a number from 1 on")
-    _check_memory(_configured("memory", for_job, config_name))
+    check_memory(configured("memory", for_job, config_name))
     quiet: dict[str, Any] = {
         f"jobqueue.{config_name}.log-directory": None,
         f"jobqueue.{config_name}.worker-extra-args": [],
@@ -398,78 +279,11 @@ def _make_job(
         raise UsageError(" ".join(str(error).split())) from error
 
 
-def _check_memory(value: Any) -> None:
-    """Refuse what a worker may have, and a job may not: no limit, or one that others choose."""
-    if value is None:
-        return
-    try:
-        amount = parse_memory(value, "memory")
-    except UsageError:
-        amount = None
-    if not amount:
-        raise UsageError(
-            f"memory: {value!r} is not an amount of memory for a job. "
-            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
-        )
-
-
-def _refuse_texts(for_job: Mapping[str, Any], config_name: str) -> None:
-    """Refuse a text for a list, which would be taken for a list of its characters."""
-    for name in LISTS:
-        value = _configured(name, for_job, config_name)
-        if value and isinstance(value, str):
-            raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
-
-
-def number(value: Any, name: str, of: str, least: int = 0) -> int:
-    """What counts something; 2.0 is a number too.
-
-    Raises
-    ------
-    UsageError
-        It is a text, has a fraction or is less than `least`.
-    """
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, str) and int(value) == value >= least:
-            return int(value)
-    some = ", ".join(str(least + more) for more in range(3))
-    raise UsageError(f"{name}={value!r} is not a number of {of}: {some}, …")
-
-
 def _python(for_job: Mapping[str, Any], config_name: str) -> str:
     """As in dask-jobqueue shell words, since sites start Python through a container's command."""
-    return str(_configured("python", for_job, config_name) or shlex.quote(sys.executable))
+    return str(configured("python", for_job, config_name) or shlex.quote(sys.executable))
 
 
 def _walltime(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> timedelta | None:
-    text = _configured("walltime", for_job, config_name)
+    text = configured("walltime", for_job, config_name)
     return None if text is None else queue.parse_walltime(walltime_text(text))
-
-
-def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
-    """Where the user wants the jobs' logs, or None for the cluster's folder."""
-    path = _configured("log_directory", given, config_name)
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
-
-
-def check_interface(interface: str | None, what: str) -> None:
-    """Refuse an interface that this machine does not have."""
-    if interface is None:
-        return
-    from distributed.utils import get_ip_interface
-
-    try:
-        get_ip_interface(interface)
-    except ValueError:
-        import psutil
-
-        raise UsageError(
-            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
-            f"{', '.join(sorted(psutil.net_if_addrs()))}. Where only the nodes have {interface}, "
-            f'name this machine\'s: scheduler_options={{"interface": "…"}}'
-        ) from None
-
-
-def seconds(value: str | float | timedelta | None, name: str) -> float | None:
-    """A time as distributed and the configuration give it."""
-    return parse_seconds(value.total_seconds() if isinstance(value, timedelta) else value, name)

@@ -20,7 +20,8 @@ from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
 
 from .controller import SHUT_DOWN, JobController
-from .options import JobOptions, number, seconds
+from .keywords import number, seconds
+from .options import JobOptions
 
 #: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
 ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")

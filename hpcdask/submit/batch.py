@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dask.config
 
-from hpcdask.clusters import options
+from hpcdask.clusters import configuration
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.jobs.folder import BATCH, base_path
 from hpcdask.jobs.owner import check_owned
@@ -163,7 +163,7 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
         system,
         queue,
         asked.label(),
-        options.log_directory({}, system) or asked.folder,
+        configuration.log_directory({}, system) or asked.folder,
         "",
     )
     request = Request(

@@ -14,7 +14,8 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
+from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.options import JobOptions, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.gpu_directives import requested_gpus
@@ -143,51 +144,74 @@ def _keywords(
     system: str, queue: Queue, asked: BatchRequest, directives: list[str], *, torque: bool
 ) -> dict[str, Any]:
     """Keywords of dask-jobqueue's Job class."""
-    extra: Any = directives
-    walltime = asked.walltime
     keywords: dict[str, Any] = {
         "cores": asked.cores,
         "memory": asked.memory or NO_MEMORY,
         "job_name": asked.name,
+        "walltime": asked.walltime,
+        "job_extra_directives": directives,
     }
     if asked.prologue:
         keywords["job_script_prologue"] = [*_configured_prologue(system), *asked.prologue]
     if asked.queue:
         keywords["queue"] = asked.queue
-    if asked.account and system != "htcondor":
-        keywords["project" if system in PROJECTS else "account"] = asked.account
-    if system == "slurm":
-        keywords["job_cpu"] = asked.cpus_per_gpu or 1
-        megabytes = math.ceil((asked.memory or 0) / 2**20)
-        keywords["job_mem"] = f"{megabytes}M" if megabytes else "0"
-    elif system == "pbs" and not torque:
-        keywords["resource_spec"] = _select(asked)
-    elif system in ("pbs", "moab"):
-        keywords["resource_spec"] = _torque_nodes(asked)
-    elif system == "lsf":
-        keywords["ncpus"] = asked.nodes * asked.cores
-        if walltime and (found := re.fullmatch(r"(\d+):(\d\d):(\d\d)", walltime.strip())):
-            minutes = 60 * int(found[1]) + int(found[2]) + bool(int(found[3]))
-            walltime = f"{minutes // 60}:{minutes % 60:02}"
-    elif system == "oar":
-        cores = "" if asked.gpus_per_node else f"/core={asked.cores}"
-        keywords["resource_spec"] = f"/nodes={asked.nodes}{cores}"
-        if asked.memory is None:
-            keywords["memory_per_core_property_name"] = "not_applicable"
-    elif system == "htcondor":
-        keywords["disk"] = dask.config.get("jobqueue.htcondor.disk", None) or "1GB"
-        extra = _description(directives)
+    if system == "htcondor":
+        keywords |= _condor_keywords(queue, asked, directives)
+    else:
         if asked.account:
-            extra.setdefault("accounting_group", asked.account)
-        if walltime:
-            seconds = queue.parse_walltime(walltime) / timedelta(seconds=1)
-            extra.setdefault("allowed_job_duration", f"{seconds:.0f}")
-            walltime = None
-    if walltime:
-        keywords["walltime"] = walltime
-    elif (configured := dask.config.get(f"jobqueue.{system}.walltime", None)) is not None:
-        walltime_text(configured)
-    return {**keywords, "job_extra_directives": extra}
+            keywords["project" if system in PROJECTS else "account"] = asked.account
+        keywords |= _resource_keywords(system, asked, torque=torque)
+    if not keywords["walltime"]:
+        del keywords["walltime"]
+        configured = dask.config.get(f"jobqueue.{system}.walltime", None)
+        if configured is not None:
+            walltime_text(configured)
+    return keywords
+
+
+def _resource_keywords(system: str, asked: BatchRequest, *, torque: bool) -> dict[str, Any]:
+    """Nodes, cores and memory, where a keyword of the system's own asks for them."""
+    if system == "slurm":
+        megabytes = math.ceil((asked.memory or 0) / 2**20)
+        return {
+            "job_cpu": asked.cpus_per_gpu or 1,
+            "job_mem": f"{megabytes}M" if megabytes else "0",
+        }
+    if system == "pbs" and not torque:
+        return {"resource_spec": _select(asked)}
+    if system in ("pbs", "moab"):
+        return {"resource_spec": _torque_nodes(asked)}
+    if system == "lsf":
+        return {"ncpus": asked.nodes * asked.cores, "walltime": _without_seconds(asked.walltime)}
+    if system == "oar":
+        cores = "" if asked.gpus_per_node else f"/core={asked.cores}"
+        unused = {"memory_per_core_property_name": "not_applicable"}
+        return {
+            "resource_spec": f"/nodes={asked.nodes}{cores}",
+            **(unused if asked.memory is None else {}),
+        }
+    return {}
+
+
+def _condor_keywords(queue: Queue, asked: BatchRequest, directives: list[str]) -> dict[str, Any]:
+    """HTCondor's, whose account and walltime are directives."""
+    extra = _description(directives)
+    if asked.account:
+        extra.setdefault("accounting_group", asked.account)
+    if asked.walltime:
+        seconds = queue.parse_walltime(asked.walltime) / timedelta(seconds=1)
+        extra.setdefault("allowed_job_duration", f"{seconds:.0f}")
+    disk = dask.config.get("jobqueue.htcondor.disk", None) or "1GB"
+    return {"disk": disk, "job_extra_directives": extra, "walltime": None}
+
+
+def _without_seconds(walltime: str | None) -> str | None:
+    """LSF's form, hours and minutes; a minute that has begun counts."""
+    found = re.fullmatch(r"(\d+):(\d\d):(\d\d)", (walltime or "").strip())
+    if found is None:
+        return walltime
+    minutes = 60 * int(found[1]) + int(found[2]) + bool(int(found[3]))
+    return f"{minutes // 60}:{minutes % 60:02}"
 
 
 def _configured_prologue(system: str) -> list[str]:

@@ -12,7 +12,7 @@ import dask
 import pytest
 
 import hpcdask
-from hpcdask.clusters import options
+from hpcdask.clusters import configuration
 from hpcdask.errors import UsageError
 
 JOB = {"cores": 8, "memory": "64GiB"}
@@ -83,7 +83,7 @@ def test_sections_in_threads(tmp_path: Path):
 
 
 def read_section() -> None:
-    with options.section("mine", "slurm"):
+    with configuration.section("mine", "slurm"):
         for key in dask.config.get("jobqueue.slurm"):
             dask.config.get(f"jobqueue.mine.{key}")
 

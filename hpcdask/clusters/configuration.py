@@ -1,0 +1,81 @@
+"""dask-jobqueue and its part of Dask's configuration, from which comes what nobody gave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import dask.config
+
+from hpcdask.errors import UsageError
+from hpcdask.security.credentials import check_configuration
+
+MISSING = object()
+_sections = threading.RLock()
+
+
+def import_jobqueue(module: str) -> Any:
+    """Import a module of dask-jobqueue.
+
+    The import would replace the handler of SIGINT, and writes a file of configuration.
+
+    Raises
+    ------
+    UsageError
+        Others may write Dask's configuration.
+    """
+    import importlib
+
+    real, mask = signal.signal, os.umask(0o077)
+    signal.signal = lambda *args: None
+    try:
+        found = importlib.import_module(f"dask_jobqueue.{module}")
+    finally:
+        signal.signal = real
+        os.umask(mask)
+    check_configuration()
+    return found
+
+
+@contextlib.contextmanager
+def section(config_name: str, usual: str) -> Iterator[None]:
+    """What a section of the configuration leaves out is that of the usual one.
+
+    Raises
+    ------
+    UsageError
+        There is no such section.
+    """
+    if not isinstance(dask.config.get(f"jobqueue.{config_name}", None), Mapping):
+        sections = ", ".join(sorted(dask.config.get("jobqueue")))
+        raise UsageError(
+            f"config_name={config_name!r}: Dask's configuration has no section "
+            f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
+            f"jobqueue.{usual}"
+        )
+    with _sections:  # the configuration is that of all threads
+        missing = {
+            f"jobqueue.{config_name}.{key}": value
+            for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
+            if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
+        }
+        with dask.config.set(missing):
+            yield
+
+
+def configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:
+    """The value of a keyword: as it was given, else that of the section."""
+    value = given.get(name)
+    if value is None:
+        value = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
+    return default if value is None else value
+
+
+def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
+    """Where the user wants the jobs' logs, or None for the cluster's folder."""
+    path = configured("log_directory", given, config_name)
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
