@@ -16,28 +16,19 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.client.batching import BATCH_INTERVAL_S
-from hpcdask.errors import ClusterError, HpcdaskError, JobsFailed, NoAnswer, QueueError
+from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 
-from . import retire
+from . import messages, retire
 from .job import Job
 from .observe import observe
-from .reconcile import Failure, History, plan, record
+from .polling import QueuePoller
+from .reconcile import History, plan, record
 from .state import ClusterState
 from .submitter import Submitter
 from .termination import JobTerminator
-
-#: Longest pause between two queries of a queue that does not answer.
-BACK_OFF_S = 120.0
-#: Seconds for a last look at the queue when all jobs are gone.
-RETURNED_S = 3.0
-#: Why a cluster ends that nobody closed.
-SHUT_DOWN = (
-    "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
-    "cluster is closed: make a new one"
-)
 
 
 class WorkerEvents(SchedulerPlugin):
@@ -104,13 +95,10 @@ class JobController:
         self._waiting_users = 0
         tag = f"hpcdask:{state.cluster}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
+        self._poller = QueuePoller(state, queue, interval_s=poll_interval_s, wake=self.wake)
         self._terminator = JobTerminator(state, queue, self.wake)
         self._changed = asyncio.Event()
         self._settled = asyncio.Condition()
-        self._next_query = 0.0
-        self._queries_failed = 0
-        self._queried: set[str] = set()
-        self._query: asyncio.Task[dict[str, QueueStatus]] | None = None
         self._submission: asyncio.Task[None] | None = None
         self._submitted = 0.0
         self._loop: asyncio.Task[None] | None = None
@@ -131,13 +119,12 @@ class JobController:
         """Forget earlier failures: the user asks again."""
         self.failure = None
         self._history = History()
-        self._submitter.retry_at = 0.0
+        self._submitter.retry_now()
         self.state.clear_warning()
 
     def set_target(self, jobs: int) -> None:
         """Wish for this many jobs."""
-        self.state.wanted = jobs
-        self.state.emptied = jobs == 0
+        self.state.want(jobs)
         self.wake()
 
     def dismiss(self, names: Collection[str]) -> None:
@@ -170,14 +157,14 @@ class JobController:
 
     def _scheduler_closes(self) -> None:
         if not self.state.closing:
-            self.failure = ClusterError(SHUT_DOWN)
-            self.state.say(f"error: {SHUT_DOWN}")
+            self.failure = ClusterError(messages.SHUT_DOWN)
+            self.state.say(f"error: {messages.SHUT_DOWN}")
             self.closing()
             self._over()
 
     def closing(self) -> None:
         """From now on, the end of a worker or a job is meant."""
-        self.state.closing = True
+        self.state.begin_to_close()
         self.wake()
 
     async def close(self) -> None:
@@ -196,32 +183,23 @@ class JobController:
         if self._submitter.unanswered:
             with contextlib.suppress(QueueError):
                 await self._submitter.adopt(self.state.jobs)
-        tasks = [task for task in (self._loop, self._query) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, *self._terminator.stop(), return_exceptions=True)
+        if self._loop is not None:
+            self._loop.cancel()
+        loop = [] if self._loop is None else [self._loop]
+        tasks = [*loop, *self._poller.stop(), *self._terminator.stop()]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
         async def look() -> None:
             ids = self.state.live()
-            self._observe(set(ids), await self._ask(ids))
+            self._observe(set(ids), await self._poller.ask(ids))
 
         await self._terminator.end_all(look)
-        if await self._find_returned():
-            await self._terminator.end_all(look)
-
-    async def _find_returned(self) -> bool:
-        """Enter the jobs that are over and there again: SLURM's controller may lose an end."""
-        live: list[str] = []
         if self.state.jobs:
-            with contextlib.suppress(Exception):  # nobody can say, and all had ended before
-                async with asyncio.timeout(RETURNED_S):
-                    tagged = await self.queue.tagged()
-                    mine = [job for job, tag in tagged.items() if tag == self._submitter.tag]
-                    seen = await self.queue.query(mine) if mine else {}
-                    live = [job.id for job in seen.values() if job.state not in OVER]
-        now = time.time()
-        self.state.jobs.update({job_id: Job(job_id, self.state.size, now) for job_id in live})
-        return bool(live)
+            returned = await self._poller.returned(self._submitter.tag)
+            for job_id in returned:
+                self.state.enter(job_id)
+            if returned:
+                await self._terminator.end_all(look)
 
     # The loop
 
@@ -241,9 +219,8 @@ class JobController:
 
     def _pause(self) -> float | None:
         """Seconds until something is due by itself; None for never."""
-        times = []
-        if self.state.live() and self._query is None:
-            times.append(self._next_query - time.monotonic())
+        due = self._poller.pause()
+        times = [] if due is None else [due]
         if time.time() < self._submitter.retry_at:
             times.append(self._submitter.retry_at - time.time())
         if self.failure is not None:  # Dask tasks that come now would wait for ever
@@ -251,49 +228,10 @@ class JobController:
         return max(0.0, min(times)) if times else None
 
     def _step(self) -> None:
-        asked: set[str] = set()
-        seen: dict[str, QueueStatus] = {}
-        if self._query is not None and self._query.done():
-            query, self._query = self._query, None
-            asked, seen = self._hear(query)
-        self._observe(asked, seen)
-        if self.state.closing:
-            return
-        self._act()
-        ids = self.state.live()
-        if ids and self._query is None and time.monotonic() >= self._next_query:
-            self._query = asyncio.create_task(self._ask(ids))
-            self._query.add_done_callback(lambda _: self.wake())
-            self._queried = set(ids)
-
-    def _hear(
-        self, query: asyncio.Task[dict[str, QueueStatus]]
-    ) -> tuple[set[str], dict[str, QueueStatus]]:
-        """The ids that were asked for and the answer: none, if there was no answer."""
-        error = query.exception()
-        self._queries_failed = 0 if error is None else self._queries_failed + 1
-        pause = self.poll_interval_s * 2 ** min(self._queries_failed, 10)
-        longest = max(BACK_OFF_S, self.poll_interval_s)
-        self._next_query = time.monotonic() + min(pause, longest)
-        if error is None:
-            self.state.clear_warning("query")
-            return self._queried, query.result()
-        text = f"{_words(error)}. What the jobs do is unknown until it answers"
-        self.state.warn("query", text)
-        return set(), {}
-
-    async def _ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """One query, and one more for the jobs that have left the queue."""
-        seen = await self.queue.query(ids)
-        gone = [job_id for job_id in ids if job_id not in seen]
-        if gone:
-            try:
-                seen |= await self.queue.departed(gone)
-                self.state.clear_warning("accounting")
-            except Exception as error:  # must not hide what the queue has shown
-                text = f"{_words(error)}. How jobs ended is not known without it"
-                self.state.warn("accounting", text)
-        return seen
+        self._observe(*self._poller.take())
+        if not self.state.closing:
+            self._act()
+            self._poller.poll()
 
     def _observe(self, asked: set[str], seen: dict[str, QueueStatus]) -> None:
         state, now = self.state, time.time()
@@ -319,18 +257,15 @@ class JobController:
                 continue
             state.jobs[job_id] = after
             self._history = record(self._history, before, after, now, state.policy)
-            if over and before.state not in OVER:
-                self._tell_end(after)
+            if over and before.state not in OVER and self._is_unmeant(after):
+                state.say(messages.job_ended(after, self.folder))
         if not state.closing:
             self._terminator.retire_strays(strays)
 
-    def _tell_end(self, job: Job) -> None:
+    def _is_unmeant(self, job: Job) -> bool:
+        """Whether a job ended in a way that nobody wanted."""
         meant = self.state.closing or job.cancelled or job.leaving
-        if not meant and job.state != QueueState.COMPLETED:
-            code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-            reason = f" ({job.reason})" if job.reason else ""
-            log = self.folder.log_path(job.id)
-            self.state.say(f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}")
+        return not meant and job.state != QueueState.COMPLETED
 
     def _act(self) -> None:
         state, now = self.state, time.time()
@@ -348,7 +283,8 @@ class JobController:
             policy=state.policy,
         )
         if actions.failure is not None and self.failure is None:
-            self._give_up(actions.failure)
+            limit_s = state.policy.start_timeout_s
+            self._fail(messages.jobs_failed(actions.failure, self.folder, limit_s))
         self._terminator.cancel(actions.cancel)
         self._terminator.cancel_stragglers()
         for job_id in actions.retire:
@@ -385,8 +321,7 @@ class JobController:
             state.clear_warning("limit")
         except QueueError as error:
             if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
-                there = f"{len(state.active())} of {state.wanted} jobs are there"
-                state.warn("limit", f"{error}. {there}; trying again later")
+                state.warn("limit", messages.at_limit(error, len(state.active()), state.wanted))
             else:
                 self._fail(error)
         except Exception as error:  # such as a full disk: say it rather than try for ever
@@ -396,15 +331,14 @@ class JobController:
             self.wake()
 
     def _add(self, ids: Collection[str]) -> None:
-        now = time.time()
         if not self.state.live():  # a later submission must not put off the query
-            self._next_query = max(self._next_query, time.monotonic() + self.poll_interval_s)
+            self._poller.postpone()
         for job_id in ids:
             known = self.state.jobs.get(job_id)
             # one of before this submission is another job: a queue that lost its state counts anew
             if known is None or known.submitted < self._submitted:
-                self.state.jobs[job_id] = Job(job_id, self.state.size, now)
-                self._queried.discard(job_id)  # what is under way asks for the other one
+                self.state.enter(job_id)
+                self._poller.disregard(job_id)  # what is under way asks for the other one
         self.wake()
 
     # Failing
@@ -413,39 +347,4 @@ class JobController:
         if self.state.closing:  # such as threads that have ended with the program
             return
         self.failure = error
-        again = "Nothing more is submitted until scale() or adapt() asks again"
-        text = str(error)  # its end may be that of a log, in lines of its own
-        self.state.say(f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}")
-
-    def _give_up(self, failure: Failure) -> None:
-        job = failure.job
-        late = job.overdue and not job.arrived
-        what = f"{failure.count} jobs died within an hour"
-        if failure.kind == "start":
-            did = "brought no workers" if late else "ended before their workers connected"
-            what = f"{failure.count} jobs in a row {did}"
-        how = self._lateness(job) if late else _end_of(job)
-        tail = "\n".join(self.folder.tail(job.id, 10))
-        self._fail(
-            JobsFailed(
-                f"{what}. The last was job {job.id}: {how}. "
-                f"Script and log are in {self.folder.path}"
-                + (f", its log ends:\n{tail}" if tail else ", its log is empty")
-            )
-        )
-
-    def _lateness(self, job: Job) -> str:
-        which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
-        limit_s = self.state.policy.start_timeout_s
-        return f"{which} did not connect within {limit_s:g} s (start_timeout)"
-
-
-def _end_of(job: Job) -> str:
-    """How a job ended, in words."""
-    code = "unknown" if job.exit_code is None else job.exit_code
-    return ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
-
-
-def _words(error: BaseException) -> str:
-    """What a query failed with; an answer that makes no sense may be any exception."""
-    return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"
+        self.state.say(messages.stopped(error))

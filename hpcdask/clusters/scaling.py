@@ -19,8 +19,9 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
 
-from .controller import SHUT_DOWN, JobController
+from .controller import JobController
 from .keywords import number, seconds
+from .messages import SHUT_DOWN
 from .options import JobOptions
 
 #: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -63,6 +64,19 @@ class ClusterState:
         self.closing = False
         self._warned: set[str] = set()
 
+    def want(self, jobs: int) -> None:
+        """Wish for this many jobs."""
+        self.wanted = jobs
+        self.emptied = jobs == 0
+
+    def begin_to_close(self) -> None:
+        """From now on, the end of a worker or a job is meant."""
+        self.closing = True
+
+    def enter(self, job_id: str) -> None:
+        """Add a job that was just submitted, or take the place of one that had its id."""
+        self.jobs[job_id] = Job(job_id, self.size, time.time())
+
     def mark(self, job_id: str, **facts: Any) -> None:
         """Note something about a job."""
         self.jobs[job_id] = dataclasses.replace(self.jobs[job_id], **facts)
@@ -122,7 +136,7 @@ class ClusterState:
         return jobs
 
     def warn(self, subject: str, text: str) -> None:
-        """Tell about a state of things once, until `calm`."""
+        """Tell about a state of things once, until `clear_warning`."""
         if subject not in self._warned:
             self._warned.add(subject)
             self.say(f"warning: {text}")

@@ -109,6 +109,10 @@ class Submitter:
                 self._wait()
             raise
 
+    def retry_now(self) -> None:
+        """Wait no longer at a limit: the user asks again."""
+        self.retry_at = 0.0
+
     def _wait(self) -> None:
         self.retry_at = time.time() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_S[1])

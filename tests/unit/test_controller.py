@@ -52,8 +52,8 @@ def test_what_the_queue_shows_counts_whatever_accounting_says(
     async def ask() -> dict[str, QueueStatus]:
         state = ClusterState(None, "ab-1", size=1, policy=Policy(), say=said.append)
         controller = JobController(state, Door(error), folder, poll_interval_s=1)
-        await controller._ask(["1", "2"])
-        return await controller._ask(["1", "2"])
+        await controller._poller.ask(["1", "2"])
+        return await controller._poller.ask(["1", "2"])
 
     assert asyncio.run(ask()).keys() == {"1"}
     assert said == [f"warning: {words}. How jobs ended is not known without it"]
@@ -73,7 +73,7 @@ class Cluster:
         made = ClusterFolder.create("ab", "local", base=folder)
         made.write_script("#!/bin/sh\n")
         self.controller = JobController(self.state, door, made, poll_interval_s=60)
-        self.controller._next_query = time.monotonic() + 60
+        self.controller._poller.postpone()
 
     def add(self, job_id: str, state: QueueState, **facts: Any) -> None:
         self.state.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
@@ -168,7 +168,7 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         cluster.add("1", state, cancelled=True)
         before = cluster.state.jobs["1"]
         cluster.state.wanted = 2
-        cluster.controller._queried = {"1"}
+        cluster.controller._poller._queried = {"1"}
 
         def connect() -> None:  # before sbatch returns
             cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0)
@@ -181,7 +181,7 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         assert one.submitted > before.submitted
         assert one == Job("1", 1, one.submitted)
         assert two.state is QueueState.RUNNING
-        assert not cluster.controller._queried
+        assert not cluster.controller._poller._queried
         cluster.controller._add(["2"])
         assert cluster.state.jobs["2"] is two
 

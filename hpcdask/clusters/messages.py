@@ -1,0 +1,77 @@
+"""What the user is told of jobs, of a queue that does not answer, and of why nothing more comes."""
+
+from __future__ import annotations
+
+from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
+from hpcdask.jobs.folder import ClusterFolder
+
+from .job import Job
+from .reconcile import Failure
+
+#: Why a cluster ends that nobody closed.
+SHUT_DOWN = (
+    "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
+    "cluster is closed: make a new one"
+)
+
+
+def job_ended(job: Job, folder: ClusterFolder) -> str:
+    """A job has ended that nobody had ended."""
+    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
+    reason = f" ({job.reason})" if job.reason else ""
+    log = folder.log_path(job.id)
+    return f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}"
+
+
+def query_failed(error: BaseException) -> str:
+    """A query of the queue got no answer."""
+    return f"{_words(error)}. What the jobs do is unknown until it answers"
+
+
+def accounting_failed(error: BaseException) -> str:
+    """Nobody says what became of the jobs that have left the queue."""
+    return f"{_words(error)}. How jobs ended is not known without it"
+
+
+def at_limit(error: QueueError, there: int, wanted: int) -> str:
+    """The queue takes no more jobs for now."""
+    return f"{error}. {there} of {wanted} jobs are there; trying again later"
+
+
+def stopped(error: HpcdaskError) -> str:
+    """Nothing more is submitted, and why."""
+    again = "Nothing more is submitted until scale() or adapt() asks again"
+    text = str(error)  # its end may be that of a log, in lines of its own
+    return f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}"
+
+
+def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float) -> JobsFailed:
+    """Too many jobs died, or did not start: what the last one did, and where its log is."""
+    job = failure.job
+    late = job.overdue and not job.arrived
+    what = f"{failure.count} jobs died within an hour"
+    if failure.kind == "start":
+        did = "brought no workers" if late else "ended before their workers connected"
+        what = f"{failure.count} jobs in a row {did}"
+    how = _lateness(job, start_timeout_s) if late else _end_of(job)
+    tail = "\n".join(folder.tail(job.id, 10))
+    return JobsFailed(
+        f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}"
+        + (f", its log ends:\n{tail}" if tail else ", its log is empty")
+    )
+
+
+def _lateness(job: Job, limit_s: float) -> str:
+    which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
+    return f"{which} did not connect within {limit_s:g} s (start_timeout)"
+
+
+def _end_of(job: Job) -> str:
+    """How a job ended, in words."""
+    code = "unknown" if job.exit_code is None else job.exit_code
+    return ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
+
+
+def _words(error: BaseException) -> str:
+    """What a query failed with; an answer that makes no sense may be any exception."""
+    return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,114 @@
+"""Asks the queue how the jobs are, at most once per interval."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+
+from hpcdask.queues.base import Queue
+from hpcdask.queues.job_state import OVER, QueueStatus
+
+from . import messages
+from .state import ClusterState
+
+#: Longest pause between two queries of a queue that does not answer.
+BACK_OFF_S = 120.0
+#: Seconds for a last look at the queue when all jobs are gone.
+RETURNED_S = 3.0
+
+
+class QueuePoller:
+    """Queries of the queue about the jobs of one cluster, one at a time.
+
+    Parameters
+    ----------
+    state
+        The jobs.
+    queue
+        The door to the queueing system.
+    interval_s
+        Seconds between two queries; more, while the queue does not answer.
+    wake
+        Called when there is an answer to `take`.
+    """
+
+    def __init__(
+        self, state: ClusterState, queue: Queue, *, interval_s: float, wake: Callable[[], None]
+    ) -> None:
+        self.state = state
+        self.queue = queue
+        self.interval_s = interval_s
+        self.wake = wake
+        self._next = 0.0
+        self._failed = 0
+        self._queried: set[str] = set()
+        self._query: asyncio.Task[dict[str, QueueStatus]] | None = None
+
+    def pause(self) -> float | None:
+        """Seconds until the next query is due, below 0 if it is late; None while none is."""
+        if self._query is None and self.state.live():
+            return self._next - time.monotonic()
+        return None
+
+    def poll(self) -> None:
+        """Begin a query if one is due."""
+        pause = self.pause()
+        if pause is not None and pause <= 0:
+            ids = self.state.live()
+            self._query = asyncio.create_task(self.ask(ids))
+            self._query.add_done_callback(lambda _: self.wake())
+            self._queried = set(ids)
+
+    def take(self) -> tuple[set[str], dict[str, QueueStatus]]:
+        """The ids that were asked for and the answer: none, if there is none yet, or at all."""
+        if self._query is None or not self._query.done():
+            return set(), {}
+        query, self._query = self._query, None
+        error = query.exception()
+        self._failed = 0 if error is None else self._failed + 1
+        pause = self.interval_s * 2 ** min(self._failed, 10)
+        self._next = time.monotonic() + min(pause, max(BACK_OFF_S, self.interval_s))
+        if error is None:
+            self.state.clear_warning("query")
+            return self._queried, query.result()
+        self.state.warn("query", messages.query_failed(error))
+        return set(), {}
+
+    def postpone(self) -> None:
+        """Let an interval pass before the next query: what there is to see was just submitted."""
+        self._next = max(self._next, time.monotonic() + self.interval_s)
+
+    def disregard(self, job_id: str) -> None:
+        """Take the query under way for one of another job that had this id."""
+        self._queried.discard(job_id)
+
+    async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        """One query, and one more for the jobs that have left the queue."""
+        seen = await self.queue.query(ids)
+        gone = [job_id for job_id in ids if job_id not in seen]
+        if gone:
+            try:
+                seen |= await self.queue.departed(gone)
+                self.state.clear_warning("accounting")
+            except Exception as error:  # must not hide what the queue has shown
+                self.state.warn("accounting", messages.accounting_failed(error))
+        return seen
+
+    async def returned(self, tag: str) -> list[str]:
+        """Ids of the jobs with this tag that are there: SLURM's controller may lose an end."""
+        with contextlib.suppress(Exception):  # nobody can say, and all had ended before
+            async with asyncio.timeout(RETURNED_S):
+                tagged = await self.queue.tagged()
+                mine = [job for job, its_tag in tagged.items() if its_tag == tag]
+                seen = await self.queue.query(mine) if mine else {}
+                return [job.id for job in seen.values() if job.state not in OVER]
+        return []
+
+    def stop(self) -> list[asyncio.Task[dict[str, QueueStatus]]]:
+        """Give up the query under way, and return it to be awaited."""
+        if self._query is None:
+            return []
+        self._query.cancel()
+        return [self._query]
