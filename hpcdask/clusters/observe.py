@@ -47,9 +47,7 @@ def observe(
         queue starts it again. Otherwise a connected worker tells more than the queue, which lags.
     """
     lives = {name: _restarts(name) for name in workers}
-    newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
-    if newest > job.restarts or _put_back(job, seen, job.restarts in lives.values()):
-        job = Job(job.id, job.size, job.submitted, QueueState.REQUEUED, restarts=newest)
+    job = _in_its_present_life(job, seen, lives.values())
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
     if job.state in OVER:
         return _changed(job, workers=names, held=held)
@@ -64,30 +62,23 @@ def observe(
     # An answer about an earlier life says only that the queue knows the job.
     answer = seen if asked and seen and seen.restarts == job.restarts else None
     if answer and answer.state in OVER:
-        facts |= _times(job, answer)
-        facts |= {"state": answer.state, "reason": answer.reason, "exit_code": answer.exit_code}
-        return _changed(job, **facts)
+        return _changed(job, **facts, **_end(job, answer))
     if asked and not seen and not names and facts["missed"] >= policy.missed_max:
-        facts |= {"state": _vanished(job), "reason": "the queue no longer knows it"}
-        return _changed(job, **facts)
-
-    said = job.state
-    if asked and not seen:
-        said = QueueState.UNKNOWN
-    elif answer:
-        again = job.restarts > 0 or job.state is QueueState.REQUEUED
-        said = QueueState.REQUEUED if again and answer.state in WAITING else answer.state
-        if (
-            answer.state is QueueState.UNKNOWN
-        ):  # such as on a dead host: its workers have to show up
-            said = QueueState.STARTING
-    state = _state(job, said, len(names))
+        return _changed(job, **facts, state=_vanished(job), reason="the queue no longer knows it")
+    state = _state(job, _said(job, seen, answer, asked), len(names))
     facts |= {"state": state, "reason": _reason(job, state, answer)}
     facts |= _clocks(job, state, answer, now)
-    missing = facts["arrived"] and not complete
-    facts["incomplete_since"] = _first(job.incomplete_since, now) if missing else None
-    job = _changed(job, **facts)
+    since = _first(job.incomplete_since, now) if job.arrived and not complete else None
+    job = _changed(job, **facts, incomplete_since=since)
     return _changed(job, expiring=expires(job, now, policy), overdue=is_overdue(job, now, policy))
+
+
+def _in_its_present_life(job: Job, seen: QueueStatus | None, lives: Collection[int]) -> Job:
+    """The job, or a new one with its id if the queue or a worker shows that it was restarted."""
+    newest = max(job.restarts, seen.restarts if seen else 0, *lives)
+    if newest > job.restarts or _put_back(job, seen, job.restarts in lives):
+        return Job(job.id, job.size, job.submitted, QueueState.REQUEUED, restarts=newest)
+    return job
 
 
 def _restarts(name: str) -> int:
@@ -122,6 +113,18 @@ def _vanished(job: Job) -> QueueState:
     return QueueState.COMPLETED if job.leaving else QueueState.FAILED
 
 
+def _said(
+    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool
+) -> QueueState:
+    """The queue's last word on a job that is not over; an `answer` is about its present life."""
+    if answer is None:
+        return QueueState.UNKNOWN if asked and seen is None else job.state
+    if answer.state is QueueState.UNKNOWN:  # such as on a dead host: its workers have to show up
+        return QueueState.STARTING
+    again = job.restarts > 0 or job.state is QueueState.REQUEUED
+    return QueueState.REQUEUED if again and answer.state in WAITING else answer.state
+
+
 def _state(job: Job, said: QueueState, connected: int) -> QueueState:
     """The state of a job that is not over; `said` is the queue's last word."""
     if connected >= job.size:
@@ -137,6 +140,11 @@ def _reason(job: Job, state: QueueState, answer: QueueStatus | None) -> str:
     if answer:
         return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
     return job.reason if state is job.state else ""
+
+
+def _end(job: Job, answer: QueueStatus) -> dict[str, Any]:
+    end = {"state": answer.state, "reason": answer.reason, "exit_code": answer.exit_code}
+    return _times(job, answer) | end
 
 
 def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:

@@ -85,15 +85,6 @@ class Actions:
     failure: Failure | None = None
 
 
-# Names of workers
-
-
-# What is known of one job
-
-
-# Walltime
-
-
 # What went wrong so far
 
 
@@ -182,12 +173,7 @@ def plan(
         Every job is in it at most once, and never again once the caller has marked it.
     """
     present = [job for job in jobs.values() if not job.cancelled]
-    # What the queue forgot might come back when nobody counts on it any more.
-    hopeless = [
-        job
-        for job in present
-        if (job.missed >= policy.missed_max if job.state in OVER else is_overdue(job, now, policy))
-    ]
+    hopeless = [job for job in present if _is_hopeless(job, now, policy)]
     given_up = {job.id for job in hopeless}
     alive = [job for job in present if job.state not in OVER and job.id not in given_up]
     staying = [job for job in alive if not job.leaving]
@@ -210,6 +196,12 @@ def plan(
         retire=tuple(job.id for job in ending if job.workers),
         failure=failure,
     )
+
+
+def _is_hopeless(job: Job, now: float, policy: Policy) -> bool:
+    if job.state in OVER:  # what the queue forgot might come back when nobody counts on it any more
+        return job.missed >= policy.missed_max
+    return is_overdue(job, now, policy)
 
 
 def _age(job: Job) -> tuple[float, list[int], str]:

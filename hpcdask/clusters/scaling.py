@@ -44,6 +44,29 @@ def _workers(
     return number(value, f"adapt: {name}", of) * each / share
 
 
+def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
+    """The bounds in workers of whole jobs: the lower one rounded up, the upper one down."""
+    if 0 < high < size:
+        raise UsageError(
+            f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
+        )
+    least = math.ceil(low / size) * size
+    most = high if high == math.inf else int(high // size) * size
+    if least > most:
+        whole = f", in whole jobs of {size}" if size > 1 else ""
+        raise UsageError(
+            f"adapt: the minimum of {least} workers is above the maximum of {most:g}{whole}"
+        )
+    return least, most
+
+
+def _with_seconds(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of distributed's `Adaptive`, whose times may be texts."""
+    names = ["interval"] if keywords.get("interval") else []  # 0 is for who adapts by hand
+    names += ["target_duration"] if "target_duration" in keywords else []
+    return keywords | {name: seconds(keywords[name], f"adapt: {name}") for name in names}
+
+
 def _check_names(given: Collection[str]) -> None:
     bounds = [
         name for name in inspect.signature(Scaling.adapt).parameters if name[:3] in ("min", "max")
@@ -94,7 +117,7 @@ class Scaling(Cluster):
 
     queue: Queue
     options: JobOptions
-    controller: JobController | None
+    controller: JobController | None = None
 
     def scale(
         self,
@@ -208,43 +231,32 @@ class Scaling(Cluster):
         """
         if Adaptive is JobAdaptive:
             _check_names(kwargs)
-        memory, threads = self._worker_memory(), self._worker_threads()
         size = self.options.workers
-        low = max(
-            _workers(minimum, "minimum", "workers"),
-            _workers(minimum_jobs, "minimum_jobs", "jobs", each=size),
-            (parse_memory(minimum_memory, "minimum_memory") or 0) / memory,
-            _workers(minimum_cores, "minimum_cores", "cores", share=threads),
+        low = self._bounds("minimum", 0, minimum, minimum_jobs, minimum_memory, minimum_cores)
+        high = self._bounds(
+            "maximum", math.inf, maximum, maximum_jobs, maximum_memory, maximum_cores
         )
-        amount = parse_memory(maximum_memory, "maximum_memory")
-        high = min(
-            _workers(maximum, "maximum", "workers", default=math.inf),
-            _workers(maximum_jobs, "maximum_jobs", "jobs", each=size, default=math.inf),
-            math.inf if amount is None else amount / memory,
-            _workers(maximum_cores, "maximum_cores", "cores", share=threads, default=math.inf),
-        )
-        if 0 < high < size:
-            raise UsageError(
-                f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
-            )
-        least = math.ceil(low / size) * size
-        most = high if high == math.inf else int(high // size) * size
-        if least > most:
-            whole = f", in whole jobs of {size}" if size > 1 else ""
-            raise UsageError(
-                f"adapt: the minimum of {least} workers is above the maximum of {most:g}{whole}"
-            )
-        if kwargs.get("interval"):  # 0 is for who adapts by hand
-            kwargs["interval"] = seconds(kwargs["interval"], "adapt: interval")
-        if "target_duration" in kwargs:
-            duration = seconds(kwargs["target_duration"], "adapt: target_duration")
-            kwargs["target_duration"] = duration
+        least, most = _whole_jobs(max(low), min(high), size)
+        kwargs = _with_seconds(kwargs)
         controller = self._running_controller()
         self.queue.check()
         controller.reset_failures()
         if size > 1:
             kwargs.setdefault("worker_key", job_of)
         return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
+
+    def _bounds(
+        self, name: str, default: float, workers: Any, jobs: Any, memory: Any, cores: Any
+    ) -> list[float]:
+        """What each of a bound's four forms is in workers, `default` where it is not given."""
+        size, threads = self.options.workers, self._worker_threads()
+        amount = parse_memory(memory, f"{name}_memory")
+        return [
+            _workers(workers, name, "workers", default=default),
+            _workers(jobs, f"{name}_jobs", "jobs", each=size, default=default),
+            default if amount is None else amount / self._worker_memory(),
+            _workers(cores, f"{name}_cores", "cores", share=threads, default=default),
+        ]
 
     def _worker_memory(self) -> int:
         return max(1, self.options.spec.memory_limit or int(self.options.job.worker_memory))
