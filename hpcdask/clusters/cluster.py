@@ -12,50 +12,35 @@ import contextlib
 import inspect
 import os
 import re
-import socket
 import sys
-import textwrap
-import warnings
 import weakref
-from collections.abc import Awaitable, Iterable
-from datetime import timedelta
+from collections.abc import Awaitable, Collection, Iterable
 from typing import Any, ClassVar
 
-import dask.config
-from distributed import Scheduler, Security, rpc
-from distributed.comm import get_address_host
+from distributed import Scheduler, Security
 from distributed.core import Status
-from distributed.utils import format_dashboard_link, silence_logging_cmgr
+from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
-from hpcdask.node.scratch import scratch_folder
-from hpcdask.process import owner_text
 from hpcdask.queues.base import Queue
-from hpcdask.security import listening, private, webserver
-from hpcdask.security.credentials import (
-    FILES,
-    Credentials,
-    create_credentials,
-    save_credentials,
-    to_security,
-)
-from hpcdask.security.tls import ClusterSecurity
 
-from .configuration import import_jobqueue, log_directory, section
+from .configuration import configured, import_job_class, log_directory, section
 from .controller import JobController
-from .display import JobTable, html
+from .display import JobTable, html, text
 from .job import Job, Policy
-from .keywords import check_interface, number, seconds
-from .options import NO_ADDRESS, read_job_options
+from .keywords import number, seconds
+from .options import read_job_options
 from .scaling import Scaling
+from .scheduler import ClusterScheduler, read_scheduler_options
 from .state import ClusterState
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
-LOOPBACK = "127.0.0.1"
+#: Seconds that the workers of a job that runs get to connect.
+START_TIMEOUT_S = 300.0
 
 
 class JobCluster(Scaling):
@@ -66,6 +51,9 @@ class JobCluster(Scaling):
     #: Name of the queue in `hpcdask.queues.registry`.
     queue_name: ClassVar[str]
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
+    _folder: ClusterFolder | None = None
+    _watchdog: Any = None
+    _ending: asyncio.Future[None] | None = None
 
     def __init__(
         self,
@@ -89,73 +77,44 @@ class JobCluster(Scaling):
         loop: Any = None,
         **job_keywords: Any,
     ) -> None:
-        n_workers = number(n_workers or 0, "n_workers", "workers")
-        module, job_name = self.jobqueue
-        job_cls = getattr(import_jobqueue(module), job_name)
-        self._config_name = config_name or job_cls.default_config_name()
-        for keyword in ("dashboard_address", "host"):
-            if keyword in job_keywords:
-                raise UsageError(
-                    f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
-                )
+        self._n_workers = number(n_workers or 0, "n_workers", "workers")
+        job_cls = import_job_class(self.jobqueue)
+        usual = job_cls.default_config_name()
+        config_name = config_name or usual
+        _refuse_schedulers(job_keywords)
         self.queue = self._make_queue(job_keywords)
-        with section(self._config_name, job_cls.default_config_name()):
-            if interface is None:
-                interface = dask.config.get(f"jobqueue.{self._config_name}.interface", None)
+        with section(config_name, usual):
+            interface = configured("interface", {"interface": interface}, config_name)
             self.options = read_job_options(
                 job_cls,
                 self.queue,
-                self._config_name,
+                config_name,
                 gpus_per_job=gpus_per_job,
                 gpu_type=gpu_type,
                 nodes_per_job=nodes_per_job,
                 protocol=protocol,
                 given={**job_keywords, "interface": interface},
-                own=[
-                    name
-                    for name in inspect.signature(JobCluster).parameters
-                    if name != "job_keywords"
-                ],
+                own=_own_keywords(),
             )
             self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
-            walltime = self.options.walltime
-            self._policy = Policy(
-                start_timeout_s=seconds(start_timeout, "start_timeout") or 300.0,
-                walltime_s=None if walltime in (None, timedelta.max) else walltime.total_seconds(),
-            )
-            self._scheduler_cls = scheduler_cls
-            self._scheduler_options = self._read_scheduler_options(scheduler_options, interface)
-            self._base = shared_temp_directory or dask.config.get(
-                f"jobqueue.{self._config_name}.shared-temp-directory", None
-            )
-            self._logs = log_directory(job_keywords, self._config_name)
-        self._asked_security = security
-        self._n_workers = n_workers
+            self._start_timeout_s = seconds(start_timeout, "start_timeout") or START_TIMEOUT_S
+            base = configured("shared_temp_directory", {}, config_name)
+            self._base = shared_temp_directory or base
+            self._logs = log_directory(job_keywords, config_name)
+            local = self.queue_name == "local"
+            chosen = read_scheduler_options(scheduler_options, config_name, interface, local=local)
+        self._own_scheduler = ClusterScheduler(
+            scheduler_cls, chosen, security, local=local, say=self._say
+        )
         if n_workers:
             self.queue.check()
-        self._exits = contextlib.ExitStack()
-        if silence_logs:
-            self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
-        self.scheduler: Scheduler | None = None
-        self.controller: JobController | None = None
-        self._folder: ClusterFolder | None = None
-        self._address = NO_ADDRESS
-        self._watchdog: Any = None
-        self._ending: asyncio.Future[None] | None = None
-        self.security = Security()
-        if loop is None and asynchronous:
-            loop = IOLoop.current()
+        self._exits = _silenced(silence_logs)
+        loop = IOLoop.current() if loop is None and asynchronous else loop
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
-        # no dot and no dash but the last: see the tags of Moab and of hpcdask submit
-        self.id = re.sub(r"[^A-Za-z0-9_]+", "_", f"{self.name}")[:40] + f"-{os.urandom(3).hex()}"
+        self.id = _new_id(self.name)
         self._instances.add(self)
         if not self.called_from_running_loop:
-            self._loop_runner.start()
-            try:
-                self.sync(self._start)
-            except BaseException:
-                self.close()
-                raise
+            self._start_now()
 
     def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
         """The door to the queue; takes from the keywords what belongs to it."""
@@ -163,18 +122,23 @@ class JobCluster(Scaling):
 
         return queue_class(self.queue_name)()
 
-    def _read_scheduler_options(
-        self, given: dict[str, Any] | None, interface: str | None
-    ) -> dict[str, Any]:
-        configured = dask.config.get(f"jobqueue.{self._config_name}.scheduler-options", None)
-        chosen = dict(configured or {}) if given is None else dict(given)
-        if "host" not in chosen:
-            chosen.setdefault("interface", interface)
-            if self.queue_name == "local" and chosen["interface"] is None:
-                chosen["host"] = LOOPBACK
-            what = "interface" if chosen["interface"] == interface else "scheduler_options"
-            check_interface(chosen["interface"], what)
-        return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
+    def _start_now(self) -> None:
+        self._loop_runner.start()
+        try:
+            self.sync(self._start)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler; None before the start."""
+        return self._own_scheduler.server
+
+    @property
+    def security(self) -> Security:
+        """What lets workers and clients in."""
+        return self._own_scheduler.security
 
     # Start and end
 
@@ -185,11 +149,9 @@ class JobCluster(Scaling):
         folder = self._folder = ClusterFolder.create(self.id, self.queue_name, base=self._base)
         if self._logs is not None:
             folder.logs_in(self._logs)
-        credentials = self._credentials()
-        shared = {name: text for name, text in credentials.items() if "scheduler" not in name}
-        if shared:
-            save_credentials(shared, str(folder.keys))
-        await self._start_scheduler()
+        self._own_scheduler.save_keys(str(folder.keys))
+        await self._own_scheduler.start()
+        self.scheduler_comm = self._own_scheduler.connect()
         folder.write_script(self.job_script())
         for directive in self.queue.replaced(self.options.job):
             self._say(
@@ -203,7 +165,9 @@ class JobCluster(Scaling):
             self.scheduler,
             self.id,
             size=self.options.workers,
-            policy=self._policy,
+            policy=Policy(
+                start_timeout_s=self._start_timeout_s, walltime_s=self.options.walltime_s
+            ),
             say=self._say,
         )
         self.controller = JobController(
@@ -217,57 +181,6 @@ class JobCluster(Scaling):
         await super()._start()
         if self._n_workers:
             await self._scale(self._n_workers)
-
-    def _credentials(self) -> Credentials:
-        """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
-        asked = self._asked_security
-        if asked is False:
-            self._say("warning: security=False: any user who reaches a port of it runs code as you")
-            return {}
-        if isinstance(asked, Security):
-            self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
-            fields = FILES.values()
-            given = {field: getattr(asked, field) for field in fields if getattr(asked, field)}
-            return {field: _text(value) for field, value in given.items()}
-        made = create_credentials()
-        self.security = to_security(made)
-        return made
-
-    async def _start_scheduler(self) -> None:
-        protocol = "tls" if self.security.require_encryption else "tcp"
-        listening.prepare()
-
-        def announce(path: str) -> None:
-            self._exits.callback(private.remove, path, owner_text())
-
-        # distributed's usual one, which it puts on sys.path, may be another user's
-        scratch = scratch_folder(None, announce)
-        # the default port of the dashboard may be taken
-        with warnings.catch_warnings(), webserver.without_proxy():
-            warnings.filterwarnings("ignore", message="Port .* is already in use")
-            self.scheduler = self._scheduler_cls(
-                **{
-                    "protocol": protocol,
-                    "security": self.security,
-                    "port": 0,
-                    "dashboard": False,
-                    "local_directory": scratch,
-                    **self._scheduler_options,
-                }
-            )
-        webserver.guard(self.scheduler)
-        webserver.add_lazy_dashboard(self.scheduler)
-        await self.scheduler
-        listening.guard(self.scheduler)
-        self._address = self.scheduler.address
-        host = get_address_host(self._address)
-        if self.queue_name != "local" and host in ("127.0.0.1", "::1"):
-            self._say(
-                f"warning: the scheduler listens at {self._address}, which other nodes cannot "
-                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
-            )
-        access: Any = self.security.get_connection_args("client")
-        self.scheduler_comm = rpc(self.scheduler.address, connection_args=access)
 
     async def _close(self) -> None:
         await asyncio.shield(self._begin_to_end())  # who waits may give up, and close again
@@ -291,20 +204,20 @@ class JobCluster(Scaling):
         problem: HpcdaskError | None = None
         if self._adaptive is not None:
             self._adaptive.stop()
-        if self.scheduler is not None and self.controller is not None:
+        if self.controller is not None:
             self.controller.closing()
-            await self.scheduler.close(reason="the cluster is closed")  # its workers end as well
+        await self._own_scheduler.close()
+        if self.controller is not None:
             try:
                 await self.controller.close()
             except HpcdaskError as error:
                 problem = error
-        elif self.scheduler is not None:
-            await self.scheduler.close()
         await super()._close()
         if self._folder is not None:
             self._folder.remove_keys()
         if self._watchdog is not None and problem is None:
             self._watchdog.dismiss()
+        self._own_scheduler.remove_scratch()
         self._exits.close()
         if problem is not None:
             raise problem
@@ -363,7 +276,7 @@ class JobCluster(Scaling):
             self.queue,
             self.id,
             folder,
-            self._address,
+            self._own_scheduler.address,
             tls=self.security.require_encryption,
         )
 
@@ -387,14 +300,7 @@ class JobCluster(Scaling):
         if self._folder is None:
             return {}
         known = [str(job.id) for job in self.jobs()]
-        asked: list[str] = []
-        for some in ids:
-            asked += [str(some)] if isinstance(some, str | int) else map(str, some)
-        if unknown := set(asked) - set(known):
-            raise UsageError(
-                f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
-            )
-        chosen = asked if ids else known
+        chosen = _chosen(ids, known) if ids else known
         return {job_id: "\n".join(self._folder.tail(job_id, lines)) for job_id in chosen}
 
     @property
@@ -402,48 +308,61 @@ class JobCluster(Scaling):
         """Why nothing more is submitted; None while all is well."""
         return self.controller.failure if self.controller else None
 
-    def _say(self, text: str) -> None:
-        self._log(text)
-        print(f"hpcdask: {text}", file=sys.stderr, flush=True)
+    def _say(self, line: str) -> None:
+        self._log(line)
+        print(f"hpcdask: {line}", file=sys.stderr, flush=True)
 
     @property
     def dashboard_link(self) -> str:
         """Where the dashboard is, seen from this machine."""
-        server: Any = self.scheduler.http_server if self.scheduler is not None else None
-        if server is not None and server.address in (LOOPBACK, "::1"):
-            return str(format_dashboard_link(server.address, server.port))
-        return str(super().dashboard_link)
-
-    def _tunnel(self) -> str:
-        """The command that brings the dashboard to the user's machine; empty if none is needed."""
-        server: Any = self.scheduler.http_server if self.scheduler is not None else None
-        if self.queue_name == "local" or server is None or server.address != LOOPBACK:
-            return ""
-        return f"ssh -L {server.port}:{LOOPBACK}:{server.port} {socket.gethostname()}"
+        return self._own_scheduler.dashboard_link() or str(super().dashboard_link)
 
     def __repr__(self) -> str:
-        text = super().__repr__()
         link = self.dashboard_link if self.status == Status.running else ""
-        failed = textwrap.shorten(str(self.failure), 100, placeholder=" …") if self.failure else ""
-        parts = [
-            text.removesuffix(")"),
-            self.jobs().counts(),
-            f"dashboard {link}{self._tunnel() and f' ({self._tunnel()})'}" if link else "",
-            f"failed: {failed}" if failed else "",
-        ]
-        return f"{', '.join(filter(None, parts))})"
+        status = text(self.jobs(), self.failure, link, self._own_scheduler.tunnel())
+        return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.failure, self._tunnel())
+        status = html(self.jobs(), self.failure, self._own_scheduler.tunnel())
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 
-def _text(value: str) -> str:
-    """PEM text: given as such, or the path of a file."""
-    if "\n" in value:
-        return value
-    with open(value) as file:
-        return file.read()
+def _chosen(ids: Iterable[str | int | Iterable[str | int]], known: Collection[str]) -> list[str]:
+    """Ids of jobs from ids and lists of them."""
+    asked: list[str] = []
+    for some in ids:
+        asked += [str(some)] if isinstance(some, str | int) else map(str, some)
+    if unknown := set(asked) - set(known):
+        raise UsageError(
+            f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
+        )
+    return asked
+
+
+def _refuse_schedulers(given: Collection[str]) -> None:
+    """Refuse what dask-jobqueue takes for its scheduler."""
+    for keyword in ("dashboard_address", "host"):
+        if keyword in given:
+            raise UsageError(
+                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
+            )
+
+
+def _silenced(level: int | str | bool) -> contextlib.ExitStack:
+    """Leaves out distributed's messages below this level until it is closed."""
+    exits = contextlib.ExitStack()
+    if level:
+        exits.enter_context(silence_logging_cmgr(level=level))
+    return exits
+
+
+def _new_id(name: str) -> str:
+    """No dot and no dash but the last: see the tags of Moab and of hpcdask submit."""
+    return re.sub(r"[^A-Za-z0-9_]+", "_", f"{name}")[:40] + f"-{os.urandom(3).hex()}"
+
+
+def _own_keywords() -> list[str]:
+    return [name for name in inspect.signature(JobCluster).parameters if name != "job_keywords"]
 
 
 @atexit.register
@@ -462,10 +381,7 @@ def close_clusters() -> None:
 def _leave_to_parent() -> None:
     """In a child that was forked: the clusters, and what their schedulers have on disk, stay."""
     for cluster in list(JobCluster._instances):
-        # distributed removes the folder at the end of any process that knows it
-        folder = getattr(cluster.scheduler, "_workdir", None)
-        if folder is not None:
-            folder._finalizer.detach()
+        cluster._own_scheduler.leave_to_parent()
     JobCluster._instances.clear()
 
 

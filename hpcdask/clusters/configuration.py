@@ -41,6 +41,12 @@ def import_jobqueue(module: str) -> Any:
     return found
 
 
+def import_job_class(jobqueue: tuple[str, str]) -> Any:
+    """Import a Job class of dask-jobqueue: its module and its name."""
+    module, name = jobqueue
+    return getattr(import_jobqueue(module), name)
+
+
 @contextlib.contextmanager
 def section(config_name: str, usual: str) -> Iterator[None]:
     """What a section of the configuration leaves out is that of the usual one.

@@ -86,7 +86,6 @@ class JobController:
         over: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
-        self.queue = queue
         self.folder = folder
         self.poll_interval_s = poll_interval_s
         self.failure: HpcdaskError | None = None

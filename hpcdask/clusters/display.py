@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -86,6 +87,17 @@ def _age(seconds: float) -> str:
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
+    """What a terminal shows beside distributed's own summary of a cluster."""
+    failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
+    parts = [
+        jobs.counts(),
+        f"dashboard {link}{tunnel and f' ({tunnel})'}" if link else "",
+        f"failed: {failed}" if failed else "",
+    ]
+    return [part for part in parts if part]
 
 
 def html(jobs: JobTable, failure: HpcdaskError | None, tunnel: str = "") -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.configuration import import_job_class
 from hpcdask.clusters.options import JobOptions, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
@@ -59,7 +59,7 @@ def read(system: str, queue: Queue, asked: BatchRequest, *, torque: bool) -> Job
     """
     from hpcdask.clusters import classes
 
-    (module, name) = next(
+    jobqueue = next(
         cluster.jobqueue
         for cluster in vars(classes).values()
         if getattr(cluster, "queue_name", None) == system
@@ -69,7 +69,7 @@ def read(system: str, queue: Queue, asked: BatchRequest, *, torque: bool) -> Job
     directives = [*_configured_directives(system, queue), *own]
     own_gpus = any(requested_gpus(queue, line) is not None for line in own)
     options = read_job_options(
-        getattr(import_jobqueue(module), name),
+        import_job_class(jobqueue),
         queue,
         system,
         gpus_per_job=None if own_gpus else asked.gpus_per_node,

@@ -1,0 +1,195 @@
+"""The scheduler of a cluster of jobs: who may reach it, where it listens, and its dashboard."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import dask.config
+from distributed import Scheduler, Security, rpc
+from distributed.comm import get_address_host
+from distributed.utils import format_dashboard_link
+
+from hpcdask.node.scratch import scratch_folder
+from hpcdask.process import owner_text
+from hpcdask.security import listening, private, webserver
+from hpcdask.security.credentials import (
+    FILES,
+    Credentials,
+    create_credentials,
+    save_credentials,
+    to_security,
+)
+from hpcdask.security.tls import ClusterSecurity
+
+from .keywords import check_interface
+from .options import NO_ADDRESS
+
+LOOPBACK = "127.0.0.1"
+
+
+def read_scheduler_options(
+    given: dict[str, Any] | None, config_name: str, interface: str | None, *, local: bool
+) -> dict[str, Any]:
+    """The keywords of the scheduler: as given, else those of the section, and where it listens."""
+    configured = dask.config.get(f"jobqueue.{config_name}.scheduler-options", None)
+    chosen = dict(configured or {}) if given is None else dict(given)
+    if "host" not in chosen:
+        chosen.setdefault("interface", interface)
+        if local and chosen["interface"] is None:
+            chosen["host"] = LOOPBACK
+        what = "interface" if chosen["interface"] == interface else "scheduler_options"
+        check_interface(chosen["interface"], what)
+    return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
+
+
+class ClusterScheduler:
+    """A scheduler in the event loop of its cluster.
+
+    Parameters
+    ----------
+    scheduler_cls, options
+        Its class, and keywords from `read_scheduler_options`.
+    asked
+        Credentials of one's own; False for none, and otherwise new ones.
+    local
+        Whether all workers are on this machine.
+    say
+        Tells the user one line.
+
+    Attributes
+    ----------
+    server
+        The scheduler itself; None before the start.
+    address
+        Where it listens; before the start what stands for that in a preview.
+    security
+        What lets workers and clients in.
+    """
+
+    def __init__(
+        self,
+        scheduler_cls: type[Scheduler],
+        options: dict[str, Any],
+        asked: Security | bool | None,
+        *,
+        local: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.server: Scheduler | None = None
+        self.address = NO_ADDRESS
+        self.security = Security()
+        self._scheduler_cls = scheduler_cls
+        self._options = options
+        self._asked = asked
+        self._local = local
+        self._say = say
+        self._scratch = contextlib.ExitStack()
+
+    def save_keys(self, folder: str) -> None:
+        """Make the credentials, and save what workers need of them in `folder`."""
+        credentials = self._credentials()
+        shared = {name: text for name, text in credentials.items() if "scheduler" not in name}
+        if shared:
+            save_credentials(shared, folder)
+
+    def _credentials(self) -> Credentials:
+        """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
+        asked = self._asked
+        if asked is False:
+            self._say("warning: security=False: any user who reaches a port of it runs code as you")
+            return {}
+        if isinstance(asked, Security):
+            self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
+            fields = FILES.values()
+            given = {field: getattr(asked, field) for field in fields if getattr(asked, field)}
+            return {field: _text(value) for field, value in given.items()}
+        made = create_credentials()
+        self.security = to_security(made)
+        return made
+
+    async def start(self) -> None:
+        """Start the scheduler, and its dashboard once somebody looks at it."""
+
+        def announce(path: str) -> None:
+            self._scratch.callback(private.remove, path, owner_text())
+
+        listening.prepare()
+        # distributed's usual one, which it puts on sys.path, may be another user's
+        scratch = scratch_folder(None, announce)
+        # the default port of the dashboard may be taken
+        with warnings.catch_warnings(), webserver.without_proxy():
+            warnings.filterwarnings("ignore", message="Port .* is already in use")
+            self.server = self._scheduler_cls(
+                **{
+                    "protocol": "tls" if self.security.require_encryption else "tcp",
+                    "security": self.security,
+                    "port": 0,
+                    "dashboard": False,
+                    "local_directory": scratch,
+                    **self._options,
+                }
+            )
+        webserver.guard(self.server)
+        webserver.add_lazy_dashboard(self.server)
+        await self.server
+        listening.guard(self.server)
+        self.address = self.server.address
+        if not self._local and get_address_host(self.address) in (LOOPBACK, "::1"):
+            self._say(
+                f"warning: the scheduler listens at {self.address}, which other nodes cannot "
+                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
+            )
+
+    def connect(self) -> rpc:
+        """A connection to the scheduler, for distributed's side of the cluster."""
+        access: Any = self.security.get_connection_args("client")
+        return rpc(self.address, connection_args=access)
+
+    async def close(self) -> None:
+        """Close the scheduler if it was started. Its workers end as well."""
+        if self.server is not None:
+            await self.server.close(reason="the cluster is closed")
+
+    def remove_scratch(self) -> None:
+        """Remove what the scheduler had on this machine's disk."""
+        self._scratch.close()
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: what the scheduler has on disk stays.
+
+        distributed removes the folder at the end of any process that knows it.
+        """
+        folder = getattr(self.server, "_workdir", None)
+        if folder is not None:
+            folder._finalizer.detach()
+
+    # The dashboard
+
+    def dashboard_link(self) -> str:
+        """Where the dashboard is if it listens on this machine only; else empty."""
+        web = self._web_server()
+        if web is None or web.address not in (LOOPBACK, "::1"):
+            return ""
+        return str(format_dashboard_link(web.address, web.port))
+
+    def tunnel(self) -> str:
+        """The command that brings the dashboard to the user's machine; empty if none is needed."""
+        web = self._web_server()
+        if self._local or web is None or web.address != LOOPBACK:
+            return ""
+        return f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
+
+    def _web_server(self) -> Any:
+        return None if self.server is None else self.server.http_server
+
+
+def _text(value: str) -> str:
+    """PEM text: given as such, or the path of a file."""
+    if "\n" in value:
+        return value
+    with open(value) as file:
+        return file.read()
