@@ -6,7 +6,9 @@ from pathlib import Path
 
 from docutils import nodes
 
-sys.path.insert(0, str(Path(__file__).parent))  # for commands.py
+sys.path.insert(0, str(Path(__file__).parent))  # for commands.py and rooms.py
+
+from rooms import Rooms
 
 project = "hpcdask"
 author = "The hpcdask developers"
@@ -39,6 +41,7 @@ napoleon_use_rtype = False
 
 
 def setup(app):
+    app.add_directive("rooms", Rooms)
     app.connect("doctree-resolved", lambda app, tree, page: set_dashes(tree))
 
 

@@ -374,6 +374,19 @@ def test_links_lead_somewhere(page):
             assert anchor in map(slug, headings), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_paths_exist(page):
+    """Programs that are named by their folder, as a reader looks for them."""
+    text = (ROOT / page).read_text()
+    named = [
+        word for span in spans(text) for word in span.split() if re.search(r"\w/\w.*\.py$", word)
+    ]
+    assert len(named) > 5
+    for name in named:
+        found = [top for top in (ROOT, ROOT / "hpcdask", ROOT / "tests") if (top / name).exists()]
+        assert found or "NAME" in name, f"{page}: {name}"
+
+
 def test_every_page_is_in_the_table_of_contents():
     tables = "".join(t for kind, t in BLOCK.findall(PAGES["docs/index.md"]) if "toctree" in kind)
     listed = re.findall(r"^(?:.* <)?([a-z][\w/-]*)>?$", tables, re.MULTILINE)
