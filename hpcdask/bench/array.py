@@ -59,36 +59,10 @@ def run_array(
     chunk_nbytes: int | None = None,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure the array workload.
+    """Measure the array workload: the reference ``"sum"``, or one of `patterns.NAMES`.
 
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`.
-    nbytes
-        Size of the float64 array in bytes; it is streamed, so it need not fit in memory.
-    operation
-        ``"sum"``: the reference, ``(x + 1)[::2, ::2].sum()``; others:
-        `hpcdask.workloads.patterns.NAMES`.
-    form
-        ``"tuned"`` or ``"stock"``.
-    repeats
-        Timed runs, after one that is not.
-    chunk_nbytes
-        Bound of a chunk of the tuned form in bytes.
-    timeline
-        Record one more run.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON.
-
-    Raises
-    ------
-    WorkloadError
-        A size that is too small, an operation whose array does not fit the cluster, or a client
-        without GPU for the stock form on CuPy.
+    ``nbytes`` of float64 are streamed, so they need not fit in memory; ``chunk_nbytes`` bounds a
+    chunk of the tuned form.
     """
     if operation != SUM:
         return _run_pattern(cluster, nbytes, operation, form, repeats, chunk_nbytes, timeline)

@@ -69,12 +69,9 @@ def limit_name(name: str) -> str:
 def published(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the published figures of a record, and the time that its own size would take.
 
-    Returns
-    -------
-    list of dict
-        ``what`` and ``seconds`` as published; ``here``, the seconds times the ratio of the sizes;
-        ``scaled``, from what size, ``""`` where the sizes are the same or one is not known. Left
-        out are figures of more than a hundred times the size, or less than a hundredth.
+    To ``what`` and ``seconds`` come ``here``, the seconds times the ratio of the sizes, and
+    ``scaled``, from what size; ``""`` where the sizes are the same or one is not known. Figures of
+    more than a hundred times the size, or less than a hundredth, are left out.
     """
     found = []
     for one in record.get("published") or ():

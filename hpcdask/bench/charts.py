@@ -37,17 +37,7 @@ LABEL_CHARACTERS = 44
 
 @dataclass(frozen=True)
 class Mark:
-    """A line of a legend.
-
-    Attributes
-    ----------
-    colour
-        Of the shape.
-    shape
-        ``"dot"``, ``"bar"``, ``"tick"``, ``"diamond"`` or ``"hollow"``.
-    meaning
-        What it stands for.
-    """
+    """A line of a legend; the shape is a dot, bar, tick, diamond or hollow."""
 
     colour: str
     shape: str
@@ -111,12 +101,9 @@ def phases(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Chart
 
 
 def timeline(entries: Sequence[Mapping[str, Any]]) -> Chart:
-    """Draw what each thread did when: a row for each, what came to it below what it computed.
+    """Draw what each thread did when, of at least one entry of `hpcdask.bench.timeline.recorded`.
 
-    Parameters
-    ----------
-    entries
-        From :func:`hpcdask.bench.timeline.recorded`; one at least.
+    A row for each thread, what came to it below what it computed.
     """
     threads = sorted({(str(e["worker"]), int(e["thread"])) for e in entries}, key=_natural)
     several = len({worker for worker, _ in threads}) < len(threads)
@@ -193,16 +180,10 @@ def _natural(thread: tuple[str, int]) -> tuple[Any, ...]:
 
 
 def rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", **how: Any) -> Any:
-    """Make an empty figure with a named row for each label, the first at the top.
+    """Make an empty figure with a row of so many pixels for each label, the first at the top.
 
-    Parameters
-    ----------
-    labels
-        Rows 0, 1, ...; too long ones are cut, and some left out where rows are narrow.
-    row
-        Height of a row in pixels.
-    tools, how
-        For Bokeh's figure.
+    Too long labels are cut, and some left out where rows are narrow. The rest is for Bokeh's
+    figure.
     """
     size = 12 if row >= 16 else 10
     plot = figure(

@@ -37,20 +37,9 @@ WARM_POLL_S = 0.05
 class Cluster:
     """The workers of a cluster as a workload sees them.
 
-    Parameters
-    ----------
-    client
-        Connected to the cluster.
-    device
-        What the workers compute on.
-    devices
-        Name and number of workers on it, such as ``{"NVIDIA H200": 8}``.
-    n_slots
-        Worker threads in all.
-    memory_nbytes
-        Memory of all devices, or of all workers without a GPU, in bytes.
-    cupy
-        Version of CuPy on the workers.
+    ``devices`` maps names to numbers of workers, such as ``{"NVIDIA H200": 8}``; ``n_slots`` are
+    worker threads in all; ``memory_nbytes`` is that of all devices, or of all workers without a
+    GPU; ``cupy`` is the version there.
     """
 
     client: distributed.Client
@@ -102,19 +91,9 @@ def _nvml_count() -> int:
 
 
 def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
-    """Decide what to compute on from what the workers said.
+    """Decide what to compute on from the answers of `probe`, by worker address.
 
-    Parameters
-    ----------
-    found
-        Worker address to the answer of :func:`probe`.
-    wanted
-        ``"auto"``, ``"cuda"`` or ``"cpu"``.
-
-    Raises
-    ------
-    UsageError
-        A worker that should compute on its GPU cannot, or only some workers have one.
+    A worker that should compute on its GPU and cannot is a UsageError, and so is a mixture.
     """
     if wanted == "cpu":
         return "cpu"
@@ -135,20 +114,7 @@ def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
 
 
 def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S) -> None:
-    """Wait until all workers have exchanged their first data, where they do so by themselves.
-
-    Parameters
-    ----------
-    client
-        Connected to the cluster.
-    timeout
-        Seconds.
-
-    Raises
-    ------
-    ClusterError
-        Some worker is not warm by then.
-    """
+    """Wait until all workers have exchanged their first data, where they do so by themselves."""
     deadline = time.monotonic() + timeout
     while cold := [worker for worker, warm in client.run(_is_warm).items() if not warm]:
         if time.monotonic() > deadline:
@@ -186,15 +152,7 @@ def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:
 
 
 def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
-    """Ask all workers of a cluster what they compute on, once they are warm.
-
-    Raises
-    ------
-    UsageError
-        No worker within a minute, or see :func:`choose_device`.
-    ClusterError
-        See :func:`wait_until_warm`.
-    """
+    """Ask all workers of a cluster what they compute on, once they are warm."""
     try:
         client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
     except TimeoutError as exc:
@@ -216,13 +174,7 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
 
 
 def connect(scheduler_file: str | None) -> distributed.Client:
-    """Connect to the cluster of a scheduler file, or to the one that surrounds this program.
-
-    Raises
-    ------
-    UsageError
-        The file is stale or foreign.
-    """
+    """Connect to the cluster of a scheduler file, or to the one that surrounds this program."""
     if scheduler_file is not None:
         return connect_to_file(scheduler_file)
     return distributed.Client()

@@ -559,18 +559,7 @@ def _surround(argv: Sequence[str], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``hpcdask bench``.
-
-    Parameters
-    ----------
-    argv
-        Arguments; those of the process by default.
-
-    Returns
-    -------
-    int
-        Exit code: 0, 1 for a wrong result or a cluster that lost a part, 2 for bad input.
-    """
+    """Run ``hpcdask bench``; 1 is for a wrong result or a lost cluster, 2 for bad input."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)

@@ -27,20 +27,12 @@ SAME_WORKLOAD = ("workload", "form", "shape", "dtype", "devices", "workers", "la
 
 @dataclass(frozen=True)
 class Change:
-    """A workload in two runs.
+    """A workload in two runs: least, median and greatest seconds of each; None where it is not.
 
-    Attributes
-    ----------
-    name
-        What was measured, on what.
-    before, after
-        Least, median and greatest time in seconds; None where the run does not have it.
-    verdict
-        ``"slower"``: the ratio of the medians is above 1.05, and the times of the two runs do not
-        overlap. ``"faster"``: the other way round. ``"same"``: neither. ``"one run"``: one of
-        the two was timed once, which tells nothing. ``"wrong"``: a check failed after, whatever the
-        times. ``"only before"``, ``"only after"``: the other run does
-        not have it.
+    The verdict is ``"slower"`` where the ratio of the medians is above 1.05 and the times do not
+    overlap; ``"faster"`` the other way round; ``"same"`` for neither; ``"one run"`` where one was
+    timed once, which tells nothing; ``"wrong"`` where a check failed after, whatever the times;
+    ``"only before"``, ``"only after"``.
     """
 
     name: str
@@ -55,13 +47,7 @@ class Change:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """Read what ``hpcdask bench --json`` wrote, one record a line; empty lines do not count.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or a line is not such a record.
-    """
+    """Read what ``hpcdask bench --json`` wrote, one record a line; empty lines do not count."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
@@ -130,25 +116,11 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
-    """Compare two runs, workload by workload.
+    """Compare two runs, workload by workload, in the order of the first.
 
-    Records are of the same workload if workload, form, shape, dtype, devices, workers and label
-    are the same. Of several, the last of a run counts.
-
-    Parameters
-    ----------
-    before, after
-        Records, from :func:`load`.
-
-    Returns
-    -------
-    list of Change
-        In the order of the run before; what is only in the other one comes last.
-
-    Raises
-    ------
-    UsageError
-        No workload is in both.
+    Records are of the same workload if workload, form, shape, dtype, devices, workers and label are
+    the same. Of several, the last of a run counts. What is only after comes last; if nothing is in
+    both, that is a UsageError.
     """
     old, new = _by_workload(before), _by_workload(after)
     if not old.keys() & new.keys():
@@ -238,23 +210,10 @@ def _cells(times: tuple[float, float, float] | None) -> tuple[str, str]:
 
 
 def compare_files(before: str | Path, after: str | Path) -> tuple[str, int]:
-    """Compare two files of ``hpcdask bench --json``.
+    """Compare two files of ``hpcdask bench --json``: the text and the exit code.
 
-    Parameters
-    ----------
-    before, after
-        The files.
-
-    Returns
-    -------
-    text, code
-        The table, and below it the versions that differ and the limits that differ by more than
-        5 %; the exit code, 1 if anything got slower or wrong.
-
-    Raises
-    ------
-    UsageError
-        See :func:`load` and :func:`compare`.
+    Below the table stand the versions that differ, and the limits that differ by more than 5 %. The
+    code is 1 if anything got slower or wrong.
     """
     old, new = load(before), load(after)
     changes = compare(old, new)

@@ -46,34 +46,9 @@ def run_exchange(
 ) -> dict[str, Any]:
     """Measure all pairs of workers, all to all, and ``x + x.T``.
 
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`.
-    nbytes
-        Size of a block from one worker to another, in bytes. Default: 256 MB on GPUs, 16 MB
-        without, and less where memory is short.
-    square_nbytes
-        Size of x in bytes. Default: 8 GB on GPUs, 512 MB without, and less where memory is short.
-    repeats
-        Of everything, after one that is not counted.
-    alone
-        Measure one pair at a time instead of as many at once as there are workers for.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON. Times and GB/s at its top are those of
-        ``x + x.T``; all else is in ``result``, with rows of matrices for sources.
-
-    Raises
-    ------
-    UsageError
-        Fewer than two workers, or sizes that do not fit.
-    WorkloadError
-        Sizes that are too small.
-    ClusterError
-        A step does not end in time.
+    ``nbytes`` is the size of a block, ``square_nbytes`` that of x. ``alone`` measures one pair at a
+    time, instead of as many at once as there are workers for. Times and GB/s at the record's top
+    are those of ``x + x.T``; rows of the matrices in ``result`` are sources.
     """
     client, members = cluster.client, _members(cluster.client, cluster.device)
     nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)

@@ -30,12 +30,7 @@ STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
 class Members:
     """The workers that exchange, in the order of the matrices: by host, then by name.
 
-    Attributes
-    ----------
-    addresses, names, hosts
-        Of each; no two names are equal.
-    nvlink
-        Pairs whose GPUs NVLink joins, as numbers in this order.
+    No two names are equal; ``nvlink`` are pairs whose GPUs NVLink joins, as numbers in this order.
     """
 
     addresses: list[str]
@@ -48,14 +43,9 @@ class Members:
 
 
 class Pairs:
-    """Blocks between workers, from one buffer on each.
+    """Blocks between workers, from one buffer on each, which is freed with the list ``buffers``.
 
-    Attributes
-    ----------
-    buffers
-        A buffer on each worker, which is freed with this list.
-    n_wrong
-        Blocks so far that did not hold what they should.
+    ``n_wrong`` counts the blocks that did not hold what they should.
     """
 
     def __init__(
@@ -173,13 +163,7 @@ def steps(n: int, *, alone: bool) -> Iterator[list[tuple[int, int]]]:
 def wait(
     client: distributed.Client, what: Sequence[Any], members: Members, name: str, nbytes: float
 ) -> None:
-    """Wait for Dask tasks.
-
-    Raises
-    ------
-    ClusterError
-        They are not complete in two minutes, and the time that their bytes may take.
-    """
+    """Wait for Dask tasks, for two minutes and the time that their bytes may take."""
     deadline_s = STEP_DEADLINE_S + nbytes / LEAST_BYTES_PER_S
     try:
         distributed.wait(what, timeout=deadline_s)

@@ -30,19 +30,10 @@ NETWORK = ("tcp", "tls")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is slower than the others, or than it should be.
+    """Something that is slower than the others or than it should be, in GB/s.
 
-    Attributes
-    ----------
-    kind
-        What is named: a node, an ordered pair of nodes, a worker, an ordered pair of workers; or
-        a hint at the cause.
-    who
-        Its names.
-    text
-        One line for the user.
-    value, usual
-        GB/s, and what the others have.
+    It names a node, an ordered pair of nodes, a worker or an ordered pair of workers, or is a hint
+    at the cause; ``text`` is one line for the user.
     """
 
     kind: Kind
@@ -104,26 +95,12 @@ def judge(
     hosts: Sequence[str],
     transport: Sequence[Sequence[str | None]],
 ) -> list[Finding]:
-    """Name the slow nodes, workers and pairs, each cause once.
+    """Name the slow nodes, then workers, then pairs, each cause once, the slowest first.
 
-    Pairs within a node are compared with such pairs, and those between nodes with those. A pair is
-    slow below half of their median; a worker or a node if its median pair is below half of the
-    median worker's or node's, that is if most of its pairs are slow. What a slow node explains is
-    not said again of its workers, nor of their pairs.
-
-    Parameters
-    ----------
-    bandwidth
-        GB/s.
-    names, hosts
-        Of each worker.
-    transport
-        How each pair exchanges.
-
-    Returns
-    -------
-    list of Finding
-        Nodes first, then workers, then pairs, the slowest first.
+    Bandwidths are in GB/s. Pairs within a node are compared with such pairs, and those between
+    nodes with those. A pair is slow below half of their median; a worker or a node if its median
+    pair is below half of the median worker's or node's, that is if most of its pairs are slow. What
+    a slow node explains is not said again of its workers, nor of their pairs.
     """
     pairs = {
         (i, j): value
@@ -228,17 +205,7 @@ def hints(
     nvlink: Iterable[tuple[int, int]],
     nbytes: int,
 ) -> list[Finding]:
-    """Say where GPUs of one node do not use what joins them.
-
-    Parameters
-    ----------
-    bandwidth, hosts, transport
-        As for `judge`, of workers on GPUs.
-    nvlink
-        Pairs of workers whose GPUs NVLink joins, in any order.
-    nbytes
-        Size of the blocks.
-    """
+    """Say where GPUs of one node do not use what joins them, such as NVLink between these pairs."""
     found = []
     joined = {(*pair,) for a, b in nvlink for pair in ((a, b), (b, a))}
     for host in dict.fromkeys(hosts):
@@ -282,13 +249,7 @@ def summary(bandwidth: Matrix, hosts: Sequence[str]) -> dict[str, dict[str, floa
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Write the matrices as text; of more than 16 workers, those between nodes and a summary.
-
-    Parameters
-    ----------
-    result
-        The ``result`` of the record that `hpcdask.bench.exchange.run_exchange` returns.
-    """
+    """Write the matrices as text; of more than 16 workers, those between nodes and a summary."""
     names, hosts = result["names"], result["hosts"]
     parts = []
     for key, title in (("GB/s", "GB/s"), ("latency_ms", "ms for 8 bytes")):

@@ -30,25 +30,10 @@ def svg(
     unit: str,
     slow: Collection[tuple[int, ...]] = (),
 ) -> str:
-    """Draw a matrix between workers.
+    """Draw a matrix between workers: rows send, columns receive, None where nothing was measured.
 
-    Parameters
-    ----------
-    matrix
-        Rows send, columns receive; None where nothing was measured.
-    names, hosts
-        Of each worker; those of one host stand together.
-    title
-        One line above the picture.
-    unit
-        Of the values, for the legend.
-    slow
-        What to mark: a row and a column for a cell, or the one number of a worker.
-
-    Returns
-    -------
-    str
-        The text of an SVG file.
+    Workers of one host stand together. ``slow`` says what to mark: the row and column of a cell, or
+    the one number of a worker.
     """
     n = len(names)
     cell = 56 if n <= 8 else 44 if n <= MAX_NUMBERED else 20 if n <= MAX_NAMED else 12

@@ -55,16 +55,9 @@ LINK_FRACTION = 0.25
 class Work:
     """What a workload has to do, however it is written: the least there is.
 
-    Parameters
-    ----------
-    memory
-        Bytes read from the memory of the devices and written to it.
-    random
-        float64 normals drawn.
-    matrix_float64, matrix_float32
-        Floating-point operations of matrix products.
-    link
-        Bytes that go from one worker to another.
+    ``memory``: bytes read from the memory of the devices and written to it; ``random``: float64
+    normals drawn; ``matrix_float64`` and ``matrix_float32``: floating-point operations of matrix
+    products; ``link``: bytes from one worker to another.
     """
 
     memory: float = 0.0
@@ -75,25 +68,9 @@ class Work:
 
 
 def bound(work: Work, rates: Mapping[str, float]) -> dict[str, Any]:
-    """Tell how long a workload takes at least, and what limits it.
+    """Tell how many ``seconds`` a workload takes at least, and ``by`` which of its ``parts``.
 
-    Parameters
-    ----------
-    work
-        What it has to do.
-    rates
-        From :func:`measure`.
-
-    Returns
-    -------
-    dict
-        ``seconds``, the largest part; ``by``, the name of it; ``parts``, name to seconds. What
-        has no rate has no part: one worker has no link.
-
-    Raises
-    ------
-    WorkloadError
-        Nothing of the work has a rate.
+    What has no rate has no part: one worker has no link. Nothing with a rate is a WorkloadError.
     """
     parts = {
         name: amount / rates[name]
@@ -117,30 +94,16 @@ def against(limit: Mapping[str, Any], median_s: float) -> dict[str, Any]:
 
 
 def measure(cluster: Cluster) -> dict[str, float]:
-    """Measure the rates that a cluster reaches, all its workers at once.
+    """Measure the rates that a cluster reaches, all its workers at once, as totals per second.
+
+    ``memory`` are bytes read and written in a copy; ``random`` float64 normals of the array
+    workload's generators; ``matrix_float64`` and ``matrix_float32`` floating-point operations of a
+    square matrix product; ``link`` bytes received when each worker fetches a block from its
+    neighbour, absent with one worker.
 
     Each is the best of three rounds of 0.05 s, after one that does not count; without GPUs it takes
-    one or two seconds in all. Every thread of a worker computes, or its GPU.
-    Clusters with something else to do give lower rates.
-
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`.
-
-    Returns
-    -------
-    dict
-        Totals over the cluster: ``memory``, bytes read and written per second in a copy;
-        ``random``, float64 normals per second, of the generators of the array workload;
-        ``matrix_float64`` and ``matrix_float32``, floating-point operations per second in a
-        square matrix product; ``link``, bytes per second that workers receive when each fetches a
-        block from its neighbour, absent with one worker.
-
-    Raises
-    ------
-    ClusterError
-        A rate is not there after a minute, or blocks arrive wrong.
+    one or two seconds in all. Every thread of a worker computes, or its GPU. Clusters with
+    something else to do give lower rates.
     """
     members = _in_order(cluster.client)
     rates = {kind: _together(cluster, members, kind) for kind in _OPERATIONS}

@@ -53,19 +53,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a cell of a table.
-
-    Attributes
-    ----------
-    text
-        Not yet escaped.
-    fraction
-        Draws a bar of this part of the cell's width below the text.
-    number
-        Stands at the right.
-    bad
-        Stands out.
-    """
+    """A cell of a table: text not yet escaped, and a bar of a fraction of its width below."""
 
     text: str
     fraction: float | None = None

@@ -30,20 +30,9 @@ LEAST_TOLD_S = 0.005
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """What is measured: an array of ``n_chunks`` chunks, the ``largest`` of that shape.
 
-    Parameters
-    ----------
-    workload
-        Its name.
-    form
-        ``"tuned"`` or ``"stock"``.
-    shape, dtype
-        Of the array that is computed with.
-    n_chunks, largest
-        How many chunks it has, and the shape of the largest.
-    variant
-        Which of several computations of the workload.
+    ``variant`` tells which of several computations of the workload.
     """
 
     workload: str
@@ -98,18 +87,8 @@ def record(
 ) -> dict[str, Any]:
     """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds.
 
-    Parameters
-    ----------
-    case, cluster
-        What was measured on what.
-    timed
-        From `hpcdask.bench.timing.measure`.
-    result, checks
-        What was computed, and how that compares with what is known.
-    work
-        What the hardware has to do at the least.
-    published
-        Times that others have published: ``what``, ``seconds``, ``bytes``.
+    ``work`` is the least that the hardware has to do; ``published`` are times of others, with
+    ``what``, ``seconds`` and ``bytes``.
     """
     seconds = timed.seconds
     median = statistics.median(seconds)

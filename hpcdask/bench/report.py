@@ -38,20 +38,7 @@ RATES = {
 
 
 def write(records: Sequence[Record], path: str | Path) -> None:
-    """Write the report to a file.
-
-    Parameters
-    ----------
-    records
-        See :func:`html`.
-    path
-        Of the file, which is replaced.
-
-    Raises
-    ------
-    UsageError
-        See :func:`html`, or the file cannot be written.
-    """
+    """Write the report of records to a file, which is replaced."""
     text = html(records)
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -62,28 +49,9 @@ def write(records: Sequence[Record], path: str | Path) -> None:
 def html(records: Sequence[Record]) -> str:
     """Return the report as HTML: one page, which loads nothing from anywhere.
 
-    Parameters
-    ----------
-    records
-        What the bench writes as JSON. These keys are not in every record:
-
-        ``label``: a short text for this record, otherwise workload and form.
-        ``limit``: from :func:`hpcdask.bench.limits.against`.
-        ``published``: dicts with ``what``, ``seconds`` and, as far as known, ``bytes``.
-        ``phases``: dicts with ``name`` and ``seconds``, in their order.
-        ``timeline``: from :func:`hpcdask.bench.timeline.recorded`.
-        ``rates``: of a record whose workload is ``"limits"``, what
-        :func:`hpcdask.bench.limits.measure` told.
-
-    Returns
-    -------
-    str
-        What has no data has no section.
-
-    Raises
-    ------
-    UsageError
-        There are no records.
+    Records are what the bench writes as JSON. Some have ``label``, ``limit`` (of `limits.against`),
+    ``published``, ``phases``, ``timeline`` or, if the workload is ``"limits"``, ``rates`` (of
+    `limits.measure`); what has no data has no section. No records are a UsageError.
     """
     if not records:
         raise UsageError("a report needs one result at least, and there is none")

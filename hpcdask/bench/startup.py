@@ -41,25 +41,11 @@ Marks = Sequence[tuple[float, str]]
 
 
 def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
-    """Measure the start of a cluster, after the fact.
+    """Measure the start of a cluster, after the fact, of workers that hpcdask started.
 
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`; its workers were started by hpcdask.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON. ``seconds`` is the time from the start of the
-        launcher's process on the worker's node, or else of the worker's rank, to the worker's
-        registration, for the slowest worker; ``phases`` are medians over the workers, and
-        ``spread`` the least and greatest of each.
-
-    Raises
-    ------
-    WorkloadError
-        Some worker was not started by hpcdask.
+    ``seconds`` is the time from the start of the launcher's process on the worker's node, or else
+    of the worker's rank, to its registration, for the slowest worker; ``phases`` are medians over
+    the workers, and ``spread`` the least and greatest of each.
     """
     found = cluster.client.run(_marks)
     if strange := [worker for worker, marks in found.items() if not _has_started(marks)]:
@@ -94,13 +80,7 @@ def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
 
 
 def phases(marks: Marks) -> dict[str, float]:
-    """Seconds of each phase of one worker, in their order.
-
-    Parameters
-    ----------
-    marks
-        Seconds since launch and event. A worker that was started again has the later life.
-    """
+    """Seconds of each phase of one worker, in their order; of the later life, if it had several."""
     times = {event: seconds for seconds, event in marks if event in PHASES}
     before, found = 0.0, {}
     for event in sorted(times, key=times.__getitem__):

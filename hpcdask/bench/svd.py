@@ -36,18 +36,7 @@ EXACT_TOLERANCE = 1e-10
 
 
 def check_form(form: Form, *, packed: bool, stream: bool) -> None:
-    """Refuse options that a form does not have; needs no cluster.
-
-    Parameters
-    ----------
-    form, packed, stream
-        As for :func:`run_svd`.
-
-    Raises
-    ------
-    UsageError
-        The stock form of a packed or streamed matrix.
-    """
+    """Refuse options of `run_svd` that the stock form does not have; needs no cluster."""
     if packed and form == "stock":
         raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
     if stream and form == "stock":
@@ -69,41 +58,8 @@ def run_svd(
 ) -> dict[str, Any]:
     """Measure singular values and right vectors of a planted uint8 matrix held by the workers.
 
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`.
-    nbytes
-        Size of the matrix in bytes.
-    k
-        Number of singular triplets, which is also the rank of the matrix.
-    form
-        ``"tuned"`` or ``"stock"``.
-    passes
-        How often the tuned form reads the matrix.
-    packed
-        The matrix has values from 0 to 3, and four of them in a byte; only in the tuned form.
-    stream
-        Make the matrix whenever it is read, instead of holding it in the memory of the workers.
-    repeats
-        Timed runs, after a whole one that is not.
-    chunk_nbytes
-        Bound of a chunk of the tuned form in bytes.
-    timeline
-        Record one more run.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON.
-
-    Raises
-    ------
-    UsageError
-        The matrix does not fit, or see :func:`check_form`.
-    WorkloadError
-        A size that is too small, ``k`` out of range, or a client without GPU for the stock form
-        on CuPy.
+    ``k`` is also the rank of the matrix. ``packed``: values 0 to 3, four in a byte. ``stream``:
+    made whenever it is read, instead of held. Both are for the tuned form, as is ``chunk_nbytes``.
     """
     check_form(form, packed=packed, stream=stream)
     device, shape = cluster.device, svd_workload.shape_for(nbytes)
@@ -205,25 +161,7 @@ def run_svd_exact(
 ) -> dict[str, Any]:
     """Measure all singular values and right vectors of a random float64 matrix of 20 columns.
 
-    Parameters
-    ----------
-    cluster, form, repeats, chunk_nbytes, timeline
-        As for :func:`run_svd`.
-    nbytes
-        Size of the matrix in bytes; it has to fit the memory of the devices.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON. It is checked against the eigenvalues of the
-        Gram matrix, which workers compute with dask's own products.
-
-    Raises
-    ------
-    UsageError
-        The matrix does not fit.
-    WorkloadError
-        A size that is too small, or a client without GPU for the stock form on CuPy.
+    They are checked with the Gram matrix, which workers compute with dask's own products.
     """
     device, shape = cluster.device, svd_workload.exact_shape_for(nbytes)
     _check_room(nbytes, 1, cluster)

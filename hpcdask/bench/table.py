@@ -33,19 +33,7 @@ WIDE = 120
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of hardware.
-
-    Parameters
-    ----------
-    name
-        Of the hardware.
-    device
-        ``"cuda"`` or ``"cpu"``.
-    cores
-        CPU cores to run on; all for None.
-    gpus
-        For CUDA_VISIBLE_DEVICES; all for None.
-    """
+    """A kind of hardware, and the cores and GPUs (for CUDA_VISIBLE_DEVICES) to use; None is all."""
 
     name: str
     device: Device
@@ -54,15 +42,7 @@ class Row:
 
 
 def rows(cores: set[int], gpus: Sequence[str]) -> list[Row]:
-    """Return the kinds of hardware that there are.
-
-    Parameters
-    ----------
-    cores
-        That this process may use.
-    gpus
-        UUIDs of the GPUs that it may use.
-    """
+    """Return the kinds of hardware of these cores and UUIDs of GPUs."""
     found = [Row("one CPU core", "cpu", frozenset({min(cores)}))]
     if len(cores) > 1:
         found.append(Row(f"{len(cores)} CPU cores", "cpu"))
@@ -74,13 +54,7 @@ def rows(cores: set[int], gpus: Sequence[str]) -> list[Row]:
 
 
 def run_row(row: Row, nbytes: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure both forms of the array workload on one kind of hardware.
-
-    Raises
-    ------
-    ClusterError
-        The command failed, or took an hour.
-    """
+    """Measure both forms of the array workload on one kind of hardware, within an hour."""
     command = [
         *(*interpreter(), "-m", "hpcdask.bench", "array", "--device", row.device),
         *("--size", f"{nbytes}B", "--form", "both", "--repeats", str(repeats)),

@@ -29,20 +29,12 @@ def recorded(client: distributed.Client) -> Iterator[dict[str, Any]]:
     The scheduler keeps what its workers tell of each Dask task anyway, and sends it once, at the
     end. Its clock counts: distributed corrects the workers' clocks to it.
 
-    Parameters
-    ----------
-    client
-        Connected to the cluster.
-
-    Yields
-    ------
-    dict
-        Filled when the block ends, and ready for JSON. ``entries``: dicts with ``worker``, its
-        name; ``thread``, a number from 0 on for each worker; ``start`` and ``stop``, in seconds
-        from the start of the block; ``name``, the prefix of the Dask task's key; ``action``,
-        ``"compute"``, ``"transfer"`` (before the task, beside what the thread computes),
-        ``"deserialize"``, ``"disk-read"`` or ``"disk-write"``. At most `MAX_ENTRIES`, the longest
-        of them, in the order of their starts. ``left_out``: how many shorter ones there were.
+    The yielded dict is filled when the block ends, and ready for JSON. ``entries`` are the
+    `MAX_ENTRIES` longest, in the order of their starts, with ``worker``, its name; ``thread``, from
+    0 for each worker; ``start`` and ``stop`` in seconds of the block; ``name``, the prefix of the
+    key; ``action``, ``"compute"``, ``"transfer"`` (before the Dask task, beside what the thread
+    computes), ``"deserialize"``, ``"disk-read"`` or ``"disk-write"``. ``left_out`` counts the
+    others.
     """
     found: dict[str, Any] = {"entries": [], "left_out": 0}
     began = client.run_on_scheduler(_start)

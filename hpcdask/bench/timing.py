@@ -22,19 +22,9 @@ PROGRESS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class Timed:
-    """What `measure` found.
+    """What `measure` found: the seconds of each timed run, the results and Dask tasks of the last.
 
-    Parameters
-    ----------
-    seconds
-        Of each timed run.
-    results
-        Of the last.
-    n_tasks
-        Its number of Dask tasks.
-    timeline
-        What the workers did in one more run, from `hpcdask.bench.timeline.recorded`, if that was
-        asked for.
+    The timeline is of one more run, if that was asked for.
     """
 
     seconds: list[float]
@@ -51,20 +41,9 @@ def measure(
     n_warmup: int = 0,
     timeline: bool = False,
 ) -> Timed:
-    """Time ``repeats`` computations.
+    """Time ``repeats`` computations of the collections that ``build`` makes of their number.
 
-    Parameters
-    ----------
-    client
-        Connected to the cluster.
-    build
-        Repeat number to the collections to compute together.
-    repeats
-        Timed runs.
-    n_warmup
-        Whole runs before them, which are not reported.
-    timeline
-        Whether to record one more run, which is not timed.
+    The warm-up are whole runs too, which are not reported; the timeline is of one more run.
     """
     seconds: list[float] = []
     results: Any = None

@@ -47,35 +47,10 @@ def run_zarr(
 ) -> dict[str, Any]:
     """Measure "load, filter, normalise, decompose", and its parts alone.
 
-    Parameters
-    ----------
-    cluster
-        From :func:`hpcdask.bench.cluster.inspect`.
-    nbytes
-        Size of the genotypes that are made, in bytes, where there are none at ``path``.
-    path
-        Store, on a file system that all workers see. What is there is read; otherwise a store is
-        made there, and stays. None is a temporary one, if all workers are on this host.
-    component
-        Array in the store.
-    repeats
-        Timed runs, after one that is not.
-    timeline
-        Record one more run.
-
-    Returns
-    -------
-    dict
-        The record that the command prints as JSON. ``seconds`` are of the whole way; ``phases``
-        are loading alone and computing alone, from memory, which overlap in the whole. There is
-        no limit: what a file system can do is not measured.
-
-    Raises
-    ------
-    UsageError
-        No path, and workers on other hosts.
-    WorkloadError
-        As from `hpcdask.workloads.genotypes.population_structure`.
+    What is at ``path``, which all workers see, is read; otherwise a store of ``nbytes`` is made
+    there and stays. None is a temporary one, if all workers are on this host. ``seconds`` of the
+    record are of the whole way; ``phases`` are loading alone and computing alone, from memory,
+    which overlap in the whole. There is no limit: what a file system can do is not measured.
     """
     with _store(cluster, nbytes, path) as (where, written):
         stored = find(where, component)
@@ -114,13 +89,7 @@ def run_zarr(
 
 
 def within(v: Any) -> float:
-    """Return the part of the variance of the samples' coordinates that is within populations.
-
-    Parameters
-    ----------
-    v
-        Shape (k, samples), of the made-up genotypes.
-    """
+    """Return which part of the variance of coordinates, shape (k, samples), is in populations."""
     populations = made_genotypes.populations(v.shape[1], N_POPULATIONS)
     groups = [v[:, populations == number] for number in range(N_POPULATIONS)]
     inside = sum(((group - group.mean(axis=1, keepdims=True)) ** 2).sum() for group in groups)

@@ -18,13 +18,7 @@ KILL_DEADLINE_S = 30.0
 
 
 class Janitor:
-    """Handle on the janitor process of this rank.
-
-    Attributes
-    ----------
-    pid
-        Process id of the janitor.
-    """
+    """Handle on the janitor process of this rank."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid

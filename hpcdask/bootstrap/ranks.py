@@ -28,22 +28,12 @@ _launcher: tuple[int, str] | None = None
 
 @dataclass(frozen=True)
 class Rank:
-    """One process that a launcher started, and its place among the others.
+    """One process that a launcher started, and its place among all, and among those of its node.
 
-    Attributes
-    ----------
-    index, size
-        Number of this rank and how many there are.
-    local_index, local_size
-        The same among the ranks of this node.
-    host
-        This node's host name.
-    launcher
-        ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``pals``, ``srun``, ``mpi`` (found
-        out by asking MPI) or ``none`` (started by hand: one rank).
-    launch_id
-        The same for all ranks of one launch, and for no other launch: it holds the
-        launcher's own id, the job's id and its restart count.
+    The launcher is ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``pals``, ``srun``,
+    ``mpi`` (found out by asking MPI) or ``none`` (started by hand: one rank). The launch id is the
+    same for all ranks of one launch, and for no other: it holds the launcher's own id, the job's id
+    and its restart count.
     """
 
     index: int

@@ -64,14 +64,8 @@ def reexecute() -> None:
 def adopt_configured_pre_spawn(janitor: Janitor, **given: str) -> None:
     """Execute once more if the user's Dask configuration asks for other pre-spawn variables.
 
-    The janitor of this life goes first: it would take the next one's for what is left.
-
-    Parameters
-    ----------
-    janitor
-        Of this rank.
-    **given
-        More variables for the next life.
+    The janitor of this life goes first: it would take the next one's for what is left. More
+    variables for the next life may be given.
     """
     import dask.config
 

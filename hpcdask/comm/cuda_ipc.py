@@ -65,15 +65,7 @@ def _library() -> Any:
 
 
 class Mappings:
-    """Whose memory UCX has mapped in this process.
-
-    Only from the thread that drives UCX.
-
-    Parameters
-    ----------
-    version
-        UCX's.
-    """
+    """Whose memory UCX of this version has mapped here; only for the thread that drives UCX."""
 
     def __init__(self, version: tuple[int, ...]) -> None:
         self.known = version[:2] in KNOWN_VERSIONS
@@ -112,17 +104,7 @@ class Mappings:
 async def release_of_the_dead(
     mappings: Mappings, progress: Callable[[], None], worker: str
 ) -> None:
-    """Let go of the memory of each process that ends, for ever.
-
-    Parameters
-    ----------
-    mappings
-        Of this process.
-    progress
-        Drives UCX once.
-    worker
-        This worker's name, for messages.
-    """
+    """Let go of the memory of each process that ends, for ever."""
     starts: dict[tuple[int, int], str] = {}  # empty once it was let go of
     while mappings.known:
         await asyncio.sleep(LOOK_INTERVAL_S)

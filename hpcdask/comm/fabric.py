@@ -29,16 +29,10 @@ VIRTUAL = re.compile(r"(docker|podman|virbr|veth|lxc|lxd|cni|cali|flannel|br-[0-
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface with an IPv4 address.
+    """A network interface with an IPv4 address, such as ``ib0`` and ``10.1.0.7``.
 
-    Attributes
-    ----------
-    name, address
-        Such as ``ib0`` and ``10.1.0.7``.
-    kind
-        ``infiniband`` (IP over it), ``slingshot``, ``ethernet`` or ``other``.
-    speed
-        Mb/s; 0 where the driver does not tell.
+    Kinds are ``infiniband`` (IP over it), ``slingshot``, ``ethernet`` and ``other``; the speed is
+    in Mb/s, 0 where the driver does not tell.
     """
 
     name: str
@@ -54,22 +48,12 @@ class Interface:
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an RDMA device.
+    """A port of an RDMA device, by the name that UCX has for it: ``mlx5_0:1``.
 
-    Attributes
-    ----------
-    name
-        Device and port as UCX names them: ``mlx5_0:1``.
-    link_layer
-        ``InfiniBand``, or ``Ethernet`` for RoCE.
-    state
-        The port's state in words: ``ACTIVE``, ``DOWN``, ``INIT``, ...
-    speed
-        Mb/s; 0 where the driver does not tell.
-    accessible
-        Whether this process may open the device. A container often shows it in sysfs only.
-    interfaces
-        Names of the network interfaces of the same device, such as ``ib0``.
+    The link layer is ``InfiniBand``, or ``Ethernet`` for RoCE; the state ``ACTIVE``, ``DOWN``,
+    ``INIT``, ...; the speed is in Mb/s, 0 where the driver does not tell. A container often shows
+    ports in sysfs that this process may not open. ``interfaces`` are the network interfaces of the
+    same device.
     """
 
     name: str
@@ -92,25 +76,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What one process sees of its node's links.
+    """What one process sees of its node's links: interfaces that are up and lead to other nodes.
 
-    Attributes
-    ----------
-    interfaces
-        Network interfaces that are up and lead to other nodes.
-    infiniband
-        Ports of RDMA devices, those that are down too.
-    nvlink
-        Pairs of UUIDs of GPUs that NVLink joins, also through switches.
-    hidden_gpus
-        GPUs of the node that a cgroup or a container keeps from this process.
-    ucx
-        The UCX that a worker here would load.
-    gpus
-        UUIDs of the GPUs that NVML shows, or the driver's files where it is not asked, whatever
-        ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
-    nvlink_unknown
-        Pairs of which NVML does not tell.
+    ``infiniband`` has the ports of RDMA devices, those that are down too; ``nvlink`` the pairs of
+    UUIDs of GPUs that NVLink joins, also through switches, and ``nvlink_unknown`` those of which
+    NVML does not tell. ``hidden_gpus`` counts those that a cgroup or a container keeps from this
+    process. ``gpus`` are the UUIDs that NVML shows, or the driver's files where it is not asked,
+    whatever ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
     """
 
     interfaces: tuple[Interface, ...] = ()
@@ -144,16 +116,8 @@ def look(
 ) -> Fabric:
     """Look at everything. Missing hardware and packages are an answer, not an error.
 
-    Parameters
-    ----------
-    root
-        Folder that stands for ``/``, with a slash at its end.
-    environ
-        Environment of the worker; default: this process's.
-    gpus
-        Whether to ask NVML and look for GPUs that are hidden.
-    own
-        As of `nvlink_pairs`.
+    ``root`` stands for ``/``, and ends in one. Without ``gpus``, NVML is not asked, nor is looked
+    for GPUs that are hidden; ``own`` is as of `nvlink_pairs`.
     """
     pairs = nvlink_pairs(own) if gpus else Pairs((), (), ())
     return Fabric(
@@ -170,12 +134,8 @@ def look(
 def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]:
     """The network interfaces with an IPv4 address, by name.
 
-    Parameters
-    ----------
-    root
-        Folder that stands for ``/``, with a slash at its end.
-    every
-        Also those that lead to no other node: loopback, bridges of containers, links that are down.
+    ``every``: also those that lead to no other node: loopback, bridges of containers, links that
+    are down.
     """
     import socket
 
@@ -244,12 +204,8 @@ class Pairs(NamedTuple):
 def nvlink_pairs(own: Collection[str] | None = None) -> Pairs:
     """Ask NVML which of the GPUs that it shows reach each other's memory over NVLink.
 
-    A pair is unknown where the driver or NVML's package does not answer.
-
-    Parameters
-    ----------
-    own
-        UUIDs of the GPUs whose pairs matter. Default: all.
+    A pair is unknown where the driver or NVML's package does not answer. ``own`` are the UUIDs of
+    the GPUs whose pairs matter; None is all.
     """
     nothing = Pairs((), (), ())
     try:

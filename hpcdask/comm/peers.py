@@ -137,16 +137,8 @@ class PeerPool(ConnectionPool):
 class PeerWorker(Worker):
     """A worker that may talk ucx to its peers, and gets warm before it is used.
 
-    Parameters
-    ----------
-    exchange
-        ``ucx``, ``tcp``, or ``auto`` for ucx if it starts.
-    on_device
-        Whether what it exchanges is in device memory.
-    reach
-        ``all``: ucx to all workers; ``node``: to those of its node only.
-    tells
-        Whether it writes to stderr that it is warm.
+    The exchange is ``ucx``, ``tcp``, or ``auto`` for ucx if it starts; its reach ``all`` workers,
+    or those of its ``node``. ``tells``: it writes to stderr that it is warm.
     """
 
     def __init__(

@@ -42,17 +42,7 @@ USE_SYSTEM = (
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What one rank, or one node, brings to the choice.
-
-    Attributes
-    ----------
-    host
-        The node.
-    gpus
-        The GPUs of its workers; empty for a worker on the CPU.
-    fabric
-        What joins them.
-    """
+    """What one rank, or one node, brings to the choice: its workers' GPUs, and what joins them."""
 
     host: str
     gpus: tuple[Gpu, ...]
@@ -60,16 +50,9 @@ class NodeLinks:
 
 
 class Topology:
-    """The workers and what joins them.
+    """The workers and what joins them, per rank or per node.
 
-    Parameters
-    ----------
-    spec
-        The workers' options.
-    seats
-        One per rank, or per node.
-    alone
-        Whether they are one job of several, which knows neither the other jobs nor their nodes.
+    Where they are one job of several, it is alone: it knows neither the other jobs nor their nodes.
     """
 
     def __init__(

@@ -26,18 +26,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Choice:
-    """How workers exchange data.
+    """How workers exchange data, why, in one line for the user, and what else to know, a line each.
 
-    Attributes
-    ----------
-    protocol
-        ``tcp`` or ``ucx``.
-    reason
-        Why, for the user, in one line.
-    warnings
-        What the user should know beside it, a line each.
-    reach
-        Whether ucx is for all, or for the workers of one node among each other.
+    The reach of ucx is all workers, or those of one node among each other.
     """
 
     protocol: Literal["tcp", "ucx"]
@@ -47,44 +38,19 @@ class Choice:
 
 
 def choose(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> Choice:
-    """Choose between tcp and ucx for all workers.
+    """Choose between tcp and ucx for all workers, by what joins each rank or node.
 
-    ``auto`` takes ucx where every worker has a GPU, distributed-ucxx is there, and NVLink joins
-    the GPUs of a node or InfiniBand joins the nodes. With NVLink only, nodes exchange over tcp.
-
-    Parameters
-    ----------
-    spec
-        The workers' options.
-    nodes
-        One seat per rank, or per node.
-
-    Raises
-    ------
-    MissingExtra
-        ``--protocol ucx`` where a node lacks distributed-ucxx.
-    UsageError
-        ``--protocol ucx`` that cannot work otherwise, or switches of ucx with ``--protocol tcp``.
+    ``auto`` takes ucx where every worker has a GPU, distributed-ucxx is there, and NVLink joins the
+    GPUs of a node or InfiniBand joins the nodes. With NVLink only, nodes exchange over tcp. What
+    was asked for by name and cannot work is an error.
     """
     return _choose(Topology(spec, nodes))
 
 
 def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
-    """Choose for the workers of one job, which does not know the others.
+    """Choose for the workers of one job on this node, which does not know the others.
 
     Each pair of workers uses ucx if both have chosen it.
-
-    Parameters
-    ----------
-    spec
-        The workers' options.
-    seat
-        Of all workers of the job on this node.
-
-    Raises
-    ------
-    MissingExtra, UsageError
-        As `choose`.
     """
     return _choose(Topology(spec, [seat], alone=True))
 
@@ -129,21 +95,11 @@ def _best(site: Topology) -> Choice:
 
 
 def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, str]:
-    """The interface of each node: for ``auto``, the fastest that all of them have.
+    """The interface of each host: the explicit one, or for ``auto`` the fastest that all have.
 
     InfiniBand before Slingshot before Ethernet; among several of a kind, one whose name all nodes
-    have, the fastest of them (on the slowest node), the first by name.
-
-    Returns
-    -------
-    dict of str to str
-        Host to interface; the explicit one, which `check_interface` checks on its node; empty
-        where none is asked for.
-
-    Raises
-    ------
-    UsageError
-        The nodes have no kind of interface in common.
+    have, the fastest of them (on the slowest node), the first by name. Nothing in common is a
+    UsageError; nothing asked for is empty. `check_interface` checks the explicit one on its node.
     """
     if spec.interface != "auto":
         return {seat.host: spec.interface for seat in nodes} if spec.interface else {}
@@ -177,22 +133,7 @@ def _fastest(speeds: Mapping[str, int]) -> str:
 
 
 def check_interface(name: str, interfaces: Iterable[Interface], host: str) -> None:
-    """Refuse an interface that a node does not have.
-
-    Parameters
-    ----------
-    name
-        The explicit ``--interface``.
-    interfaces
-        What ``fabric.interfaces(every=True)`` found on the node.
-    host
-        The node.
-
-    Raises
-    ------
-    UsageError
-        It has none of this name with an IPv4 address.
-    """
+    """Refuse an interface that a node does not have, by ``fabric.interfaces(every=True)`` of it."""
     names = sorted(one.name for one in interfaces)
     if name not in names:
         raise UsageError(

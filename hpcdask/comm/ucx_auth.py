@@ -16,24 +16,11 @@ SECRET_NBYTES = 32
 
 
 async def authenticate(wire: Any, secret: bytes, *, listens: bool) -> None:
-    """Prove to each other that both know a secret, without telling it.
+    """Prove to each other over an `Endpoint` that both know a secret, without telling it.
 
     A challenge and its answer by HMAC-SHA256 in either direction, in messages of fixed size; the
-    answers of the two sides differ, so that none can be sent back.
-
-    Parameters
-    ----------
-    wire
-        An `Endpoint`.
-    secret
-        What both must know, `SECRET_NBYTES` long.
-    listens
-        Which of the two sides this is.
-
-    Raises
-    ------
-    PermissionError
-        The other side does not know the secret.
+    answers of the two sides differ, so that none can be sent back. The side that does not know it
+    meets a PermissionError.
     """
     mine, theirs = secrets.token_bytes(SECRET_NBYTES), bytearray(SECRET_NBYTES)
     await wire.wait(wire.send(mine), wire.receive(theirs))

@@ -42,13 +42,7 @@ def explicit_flags(spec: WorkerSpec, *, wanted: bool | None = None) -> str:
 
 
 def check(spec: WorkerSpec) -> None:
-    """Refuse switches that contradict each other.
-
-    Raises
-    ------
-    UsageError
-        Naming one to leave out.
-    """
+    """Refuse switches that contradict each other, naming one to leave out."""
     if spec.enable_rdmacm and spec.enable_infiniband is False:
         raise UsageError(
             "--enable-rdmacm connects by RDMA and --disable-infiniband forbids it: leave one out"
@@ -66,14 +60,7 @@ def check(spec: WorkerSpec) -> None:
 def excluded_by(spec: WorkerSpec, tls: str, link: Link) -> str:
     """Which setting keeps UCX from a link; empty where none does.
 
-    Parameters
-    ----------
-    spec
-        The worker's options.
-    tls
-        The user's ``UCX_TLS``, which counts more; empty for none.
-    link
-        The link.
+    The user's ``UCX_TLS`` counts more than the options; empty for none.
     """
     if tls:
         return "" if permits(tls, link) else f"UCX_TLS={tls}"
@@ -98,24 +85,12 @@ def permits(tls: str, part: Part) -> bool:
 
 
 def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a worker's environment, to be set before UCX starts.
+    """The variables for a worker's environment, to be set before UCX starts; the user's own stay.
 
-    Without switches there are none, and UCX chooses. ``--enable-nvlink`` or
-    ``--enable-infiniband`` limits UCX to what is enabled and what it needs to open connections: UCX
-    finds no way to another process without tcp or InfiniBand, even where shared memory would do.
-    ``--disable-...`` alone takes a transport out of UCX's choice.
-
-    Parameters
-    ----------
-    spec
-        The worker's options.
-    environ
-        The worker's environment; what it sets is left as it is.
-
-    Raises
-    ------
-    UsageError
-        The switches contradict each other.
+    Without switches there are none, and UCX chooses. ``--enable-nvlink`` or ``--enable-infiniband``
+    limits UCX to what is enabled and what it needs to open connections: UCX finds no way to another
+    process without tcp or InfiniBand, even where shared memory would do. ``--disable-...`` alone
+    takes a transport out of UCX's choice.
     """
     check(spec)
     cuda = spec.device != "cpu"
@@ -157,16 +132,8 @@ def reachable_interfaces(
 ) -> set[str]:
     """The names of the interfaces that UCX can use, the loopback perhaps among them.
 
-    Where it is not clear over which one a port is reached, all of them count.
-
-    Parameters
-    ----------
-    interfaces, ports
-        Of the node.
-    transports
-        As `installed.Ucx` has them.
-    settings
-        Those of `VARIABLES` that are set.
+    Transports are as `UcxInstall` has them, settings those of `VARIABLES` that are set. Where it is
+    not clear over which one a port is reached, all of them count.
     """
     tls, devices, managers = (settings.get(name, "") for name in VARIABLES)
     by_kind = {one.name: one.kind for one in interfaces}
@@ -189,21 +156,9 @@ def settings(ucx: UcxInstall) -> dict[str, str]:
 
 
 def blocking_settings(node: Fabric, given: Mapping[str, str], *, far: bool) -> list[str]:
-    """Which settings leave UCX no interface; empty where it has one.
+    """Which settings leave UCX no interface, to other nodes if far; empty where it has one.
 
-    Parameters
-    ----------
-    node
-        What there is.
-    given
-        Those of `VARIABLES` that are set.
-    far
-        Whether it has to reach other nodes.
-
-    Returns
-    -------
-    list of str
-        As ``UCX_TLS=sm``: those that do it alone, or all of them.
+    As ``UCX_TLS=sm``: those of `VARIABLES` that do it alone, or all that are set.
     """
     loopback = {LOOPBACK} if far else set()
 
@@ -218,14 +173,9 @@ def blocking_settings(node: Fabric, given: Mapping[str, str], *, far: bool) -> l
 
 
 def device_allowed(devices: str, name: str) -> bool:
-    """Whether the user's ``UCX_NET_DEVICES`` lets UCX use an interface or a port.
+    """Whether ``UCX_NET_DEVICES``, empty for all, lets UCX use ``eth0``, ``mlx5_0:1`` and the like.
 
-    Parameters
-    ----------
-    devices
-        Empty for all. Patterns that are not understood here count as met.
-    name
-        Such as ``eth0`` or ``mlx5_0:1``.
+    Patterns that are not understood here count as met.
     """
     listed = [entry.strip() for entry in devices.lstrip("^").split(",") if entry.strip()]
     if not listed or "all" in listed:
@@ -243,13 +193,7 @@ def _manages(managers: str, name: str) -> bool:
 def host(address: str, environ: Mapping[str, str] | None = None) -> str:
     """The address of this node at which UCX can be reached.
 
-    Parameters
-    ----------
-    address
-        That at which the worker is reached over tcp. It is taken for UCX too unless settings of
-        the user or of the worker's options keep UCX from its interface.
-    environ
-        The worker's environment; default: this process's.
+    That of tcp, unless settings of the user or of the worker's options keep UCX from its interface.
     """
     environ = os.environ if environ is None else environ
     settings = {name: value for name in VARIABLES if (value := environ.get(name))}

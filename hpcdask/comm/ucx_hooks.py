@@ -30,12 +30,8 @@ def install(configured: Mapping[str, object] | None = None) -> None:
     """Load UCX, if it is there as a package, and install its hooks.
 
     Call it where there is one thread; processes that are forked later have the hooks too. Where it
-    cannot be done UCX does it itself, when it starts.
-
-    Parameters
-    ----------
-    configured
-        Variables that the worker gets later, when UCX would not read them any more.
+    cannot be done UCX does it itself, when it starts. The variables configured are those that the
+    worker gets later, when UCX would not read them any more.
     """
     late = {name for name, value in (configured or {}).items() if os.environ.get(name) != value}
     own = PER_PROCESS & set(os.environ)

@@ -25,22 +25,12 @@ LDCONFIG_DEADLINE_S = 5.0
 
 @dataclass(frozen=True)
 class UcxInstall:
-    """The UCX that a worker would load.
+    """The UCX that a worker would load, from a ``package`` (of PyPI) or the ``system``.
 
-    Attributes
-    ----------
-    distributed_ucxx, ucx
-        Versions; empty where there is none, or none is known.
-    source
-        ``package`` (from PyPI) or ``system``.
-    transports
-        The transport modules beside it, such as ``cuda``, ``cma``, ``ib``, ``rdmacm``. Those that
-        are built in (tcp, shared memory) are not listed.
-    problem
-        One sentence if distributed cannot use it, and what to do; else empty.
-    tls, devices, managers
-        The user's ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_SOCKADDR_TLS_PRIORITY``; empty for
-        none.
+    Versions are empty where there is none, or none is known. ``transports`` are the modules beside
+    it, such as ``cuda``, ``cma``, ``ib``, ``rdmacm``, without those that are built in (tcp, shared
+    memory). ``problem`` is one sentence if distributed cannot use it, and what to do. The last
+    three are the user's ``UCX_TLS``, ``UCX_NET_DEVICES`` and ``UCX_SOCKADDR_TLS_PRIORITY``.
     """
 
     distributed_ucxx: str = ""
@@ -182,12 +172,6 @@ def _modules(folder: str, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def loaded_transports(maps: str = "/proc/self/maps") -> tuple[str, ...]:
-    """The transport modules that a process which runs UCX has loaded, by its memory map.
-
-    Parameters
-    ----------
-    maps
-        The map's file: ``/proc/PID/maps``.
-    """
+    """The transport modules that a process which runs UCX has loaded, by its memory map."""
     lines = read(maps).splitlines()
     return tuple(sorted({match[1] for line in lines if (match := MODULE.search(line))}))

@@ -36,18 +36,13 @@ class SilentConnections:
 
     It tells of one when it has read a whole request, for which it waits without end; and of one
     that sent more than a request can have it reads nothing more, but asks for it again and again.
-    They are known by their port, and by that nothing was ever sent to them: UCX answers when it
-    has told. A reset is the one thing after which it closes all of them. Where they use up the
+    They are known by their port, and by that nothing was ever sent to them: UCX answers when it has
+    told. A reset is the one thing after which it closes all of them. Where they use up the
     descriptors, the kernel drops what comes to the port for a moment, and others try again: UCX
     ends the process if it has no descriptor for a connection of somebody who asks properly.
 
-    Parameters
-    ----------
-    port
-        Where UCX listens.
-    deadline_s
-        Seconds after which such a connection is reset. A process that was busy or stopped for long
-        counts `TICK_S`.
+    They are reset after ``deadline_s``, in which a process that was busy or stopped for long counts
+    `TICK_S`.
     """
 
     def __init__(self, port: int, deadline_s: float) -> None:

@@ -18,13 +18,8 @@ SAFETY_S = 0.1
 class Progress:
     """Drives this process's one UCX worker from its event loop.
 
-    While somebody polls, UCX is progressed on each turn of the loop. Else it is armed, and its
-    file descriptor wakes the loop: an idle connection costs no processor time.
-
-    Parameters
-    ----------
-    worker
-        ucxx's worker.
+    While somebody polls, UCX is progressed on each turn of the loop. Else it is armed, and its file
+    descriptor wakes the loop: an idle connection costs no processor time.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -61,13 +56,7 @@ class Progress:
             self._arm()
 
     async def wait(self, request: Any) -> None:
-        """Wait for the end of a request; raises what UCX says of it.
-
-        Parameters
-        ----------
-        request
-            ucxx's.
-        """
+        """Wait for the end of a request of ucxx; raises what UCX says of it."""
         if not request.completed:
             self._progress()
         if not request.completed:

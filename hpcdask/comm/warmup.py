@@ -19,22 +19,10 @@ NO_IPC_CAUSES = (
 class LinkTest:
     """What one worker found when it first fetched from another.
 
-    Attributes
-    ----------
-    to, source
-        Names of the two workers.
-    transport
-        ``ucx`` or ``tcp``.
-    first_s
-        Seconds of the first, small transfer, in which memory is mapped.
-    rate
-        Bytes per second of a larger one after it.
-    same_host
-        Whether both are on one node.
-    cuda_ipc
-        Whether UCX maps device memory of one in the other (CUDA IPC); None if that is not known.
-    problem
-        Why nothing came; the rest is then void.
+    ``first_s`` are the seconds of the first, small transfer, in which memory is mapped, ``rate``
+    the bytes per second of a larger one after it. ``cuda_ipc``: whether UCX maps device memory of
+    one in the other; None if that is not known. ``problem`` is why nothing came; the rest is then
+    void.
     """
 
     to: str
@@ -49,30 +37,14 @@ class LinkTest:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What all links together say.
-
-    Attributes
-    ----------
-    line
-        For the user.
-    warnings
-        One line for each worker or pair that is slow or does not work.
-    """
+    """What all links together say, with a line for each worker or pair that is slow or broken."""
 
     line: str
     warnings: tuple[str, ...]
 
 
 def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
-    """Say which transport workers use and whether it is the fast one.
-
-    Parameters
-    ----------
-    links
-        Of all workers, or of one.
-    on_device
-        Whether they exchange device memory.
-    """
+    """Say which transport workers use and whether it is the fast one, by all links or some."""
     warnings = [
         f"no data came from worker {link.source} to {link.to}: {link.problem}"
         for link in links
@@ -103,15 +75,7 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
 
 
 def choose_peers(me: str, addresses: list[str]) -> list[str]:
-    """Whom a new worker gets warm with: all on its node, and some on others.
-
-    Parameters
-    ----------
-    me
-        The worker's address.
-    addresses
-        Those of all workers, in the order in which they came.
-    """
+    """Whom a new worker gets warm with: all on its node, and some on others, the first to come."""
     others = [address for address in addresses if address != me]
     here = get_address_host(me)
     near = [address for address in others if get_address_host(address) == here]

@@ -22,10 +22,7 @@ CONTEXT_MADE = "CUDA context made"
 def start_cuda() -> bool:
     """Start CUDA on the visible devices, without a context, and before anything is imported for it.
 
-    Returns
-    -------
-    bool
-        Whether there is a driver; who needs it says what is wrong.
+    False without a driver; who needs it says what is wrong.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
@@ -34,13 +31,7 @@ def start_cuda() -> bool:
 
 
 def make_context() -> None:
-    """Make the CUDA context of the one visible device.
-
-    Raises
-    ------
-    DeviceError
-        The driver refuses.
-    """
+    """Make the CUDA context of the one visible device."""
     try:
         # loaded by the template already, through RMM
         from cuda.bindings import driver

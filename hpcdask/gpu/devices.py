@@ -25,18 +25,10 @@ EACH_A_GPU = "--gpus-per-task=1 --gpu-bind=none"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA GPU or MIG slice, as this process sees it.
+    """One CUDA GPU or MIG slice, as this process sees it, with its memory in bytes.
 
-    Attributes
-    ----------
-    uuid
-        ``GPU-...`` or ``MIG-...``, as ``CUDA_VISIBLE_DEVICES`` takes it.
-    name
-        Product name.
-    memory
-        Bytes of device memory, of the slice where it is one.
-    cores
-        CPU cores near it, by NVML.
+    The UUID is ``GPU-...`` or ``MIG-...``, as ``CUDA_VISIBLE_DEVICES`` takes it; ``cores`` are the
+    CPU cores near it, by NVML.
     """
 
     uuid: str
@@ -61,13 +53,8 @@ def start_nvml() -> None:
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     """The GPUs and MIG slices that this process may use, in the order of `nvidia-smi`.
 
-    Honours ``CUDA_VISIBLE_DEVICES`` with indices, UUIDs (or their beginnings) and MIG names.
-    Makes no CUDA call.
-
-    Raises
-    ------
-    MissingExtra
-        There are NVIDIA device files but NVML's Python package is missing.
+    Honours ``CUDA_VISIBLE_DEVICES`` with indices, UUIDs (or their beginnings) and MIG names. Makes
+    no CUDA call. Device files without NVML's Python package are a MissingExtra.
     """
     return look_at_gpus(environ)[0]
 
@@ -112,16 +99,8 @@ def foreseen_gpus(
 ) -> list[Gpu]:
     """UUIDs of `visible_gpus`, as the driver's files tell them: at once, and not for certain.
 
-    Empty where they do not tell, or a GPU is sliced (MIG).
-
-    Parameters
-    ----------
-    files
-        What `driver_files` gave.
-    environ
-        Environment of the worker; default: this process's.
-    root
-        Folder that stands for ``/``, with a slash at its end.
+    Empty where they do not tell, or a GPU is sliced (MIG). ``root`` stands for ``/``, and ends in
+    one.
     """
     environ = os.environ if environ is None else environ
     usable = [gpu for gpu in files if gpu.accessible]

@@ -25,12 +25,8 @@ OF_CUDA = ("cupy-cuda{}x", "rmm-cu{}", "distributed-ucxx-cu{}")
 def cuda_extra(root: str = "/") -> str:
     """The extra of hpcdask that brings CUDA packages for this machine, for messages.
 
-    Asks the files of the driver, not NVML. Without a driver it is the newest.
-
-    Parameters
-    ----------
-    root
-        Folder that stands for ``/``, with a slash at its end.
+    Asks the files of the driver, not NVML. Without a driver it is the newest. ``root`` stands for
+    ``/``, and ends in one.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -48,14 +44,9 @@ def cuda_extra(root: str = "/") -> str:
 
 
 def extra_for(newest: int, packages: Collection[str]) -> str:
-    """The extra of hpcdask that brings CUDA packages.
+    """The extra of hpcdask that brings CUDA packages for the newest CUDA that runs here.
 
-    Parameters
-    ----------
-    newest
-        The newest CUDA that the driver and the GPUs run.
-    packages
-        Names of what is installed. Packages of two CUDA versions do not load together.
+    Packages of two CUDA versions do not load together, so it depends on what is installed.
     """
     older, newer = (
         any(form.format(cuda) in packages for form in OF_CUDA)
@@ -92,12 +83,8 @@ def has_nvidia_driver() -> bool:
 class DriverFile(NamedTuple):
     """What the driver's files tell of a GPU of this node.
 
-    Attributes
-    ----------
-    uuid
-        With question marks where no process has used the GPU yet.
-    accessible
-        Whether neither a cgroup nor a container keeps it from this process.
+    The UUID has question marks where no process has used the GPU yet; ``accessible`` says that
+    neither a cgroup nor a container keeps it from this process.
     """
 
     uuid: str

@@ -27,25 +27,10 @@ class _Taken(Exception):
 
 
 def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = None) -> list[Gpu]:
-    """Take `count` GPUs that no other job of this user on this node holds.
+    """Take `count` GPUs that no other job of this user on this node holds, for an owner to name.
 
-    A GPU is held by a lock on a file of its UUID, until this process ends, however it does.
-
-    Parameters
-    ----------
-    gpus
-        The GPUs that this job sees, at least `count`.
-    count
-        How many to take.
-    owner
-        Who takes them, for the messages of others.
-    folder
-        Where the files lie; by default `hpcdask.security.private.node_folder`.
-
-    Raises
-    ------
-    DeviceError
-        Too few are free, for `LOCK_DEADLINE_S`.
+    A GPU is held by a lock on a file of its UUID, until this process ends, however it does. If too
+    few are free for `LOCK_DEADLINE_S`, that is a DeviceError.
     """
     deadline = time.monotonic() + LOCK_DEADLINE_S
     if folder is None:

@@ -29,20 +29,9 @@ LEFT_FRACTION, LEAST_POOL = 0.9, 1 / 16
 def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
     """Set up the allocator, in the worker's process, after its CUDA context.
 
-    Before any library allocates: what they have by then stays outside of the pool.
-
-    Parameters
-    ----------
-    plan
-        The worker's.
-    restarted
-        Whether it takes the place of a worker that died. Memory of that one may be held for a
-        moment yet, so the pool waits for it; then it begins smaller, with what is free.
-
-    Raises
-    ------
-    DeviceError
-        The device has not enough free memory, or lacks the asynchronous allocator.
+    Before any library allocates: what they have by then stays outside of the pool. Memory of a dead
+    worker whose place this one takes may be held for a moment yet, so the pool waits for it; then
+    it begins smaller, with what is free.
     """
     if plan.allocator == "cuda":
         return
@@ -114,15 +103,8 @@ def _allocate_through_rmm(library: str) -> None:
 def store(plan: MemoryPlan, memory_limit: int) -> Any:
     """What distributed's worker takes as ``data``; None for its own store.
 
-    That one counts device memory as host memory, and would spill it to disk.
-
-    Parameters
-    ----------
-    plan
-        The worker's.
-    memory_limit
-        Bytes of host memory; 0 for no limit. Results on the host spill to disk above the same
-        fraction of it as in distributed's own store.
+    That one counts device memory as host memory, and would spill it to disk. Results on the host
+    spill above the same fraction of the limit, in bytes, as there; 0 is no limit.
     """
     import dask
 

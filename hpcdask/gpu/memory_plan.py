@@ -31,22 +31,10 @@ PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
 class MemoryPlan:
     """How one worker uses the memory of its device. The default is a worker on the CPU.
 
-    Attributes
-    ----------
-    name, uuid
-        The device; empty for the CPU.
-    total
-        Bytes of device memory, of the slice where it is one.
-    allocator
-        ``pool`` and ``async`` are RMM's; ``cuda``: every library has its own.
-    pool_size
-        Bytes that the pool starts with.
-    libraries
-        Libraries that allocate through RMM.
-    device_store
-        Whether results on the device and on the host are counted, and spilled, apart.
-    device_memory_limit
-        Bytes of results on the device above which they spill to host memory; None for never.
+    Sizes are in bytes; ``total`` is that of the slice where it is one. The allocators ``pool``,
+    which starts with ``pool_size``, and ``async`` are RMM's, for the ``libraries``; with ``cuda``
+    every library has its own. With a ``device_store``, results on the device and on the host are
+    counted, and spilled, apart: on the device above ``device_memory_limit``, None for never.
     """
 
     name: str = ""
@@ -81,24 +69,7 @@ def packages() -> frozenset[str]:
 
 
 def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None = None) -> None:
-    """Refuse what cannot work on any device.
-
-    Parameters
-    ----------
-    spec
-        What the user asked for.
-    protocol
-        ``tcp``, ``ucx``, or ``auto`` while that is not decided.
-    installed
-        As `packages`, which is the default.
-
-    Raises
-    ------
-    UsageError
-        Options that exclude each other.
-    MissingExtra
-        An option was given whose package is missing.
-    """
+    """Refuse what cannot work on any device, with ``auto`` for a protocol that is not decided."""
     installed = packages() if installed is None else installed
     if spec.rmm_async and spec.rmm_pool_size:
         raise UsageError(
@@ -150,27 +121,11 @@ def plan(
     shared: int = 1,
     installed: Collection[str] | None = None,
 ) -> MemoryPlan:
-    """Decide how a worker uses the memory of its device.
+    """Decide how a worker uses the memory of its device, which several may share.
 
-    Parameters
-    ----------
-    spec
-        What the user asked for.
-    gpu
-        The worker's device, or None for the CPU.
-    protocol
-        ``tcp`` or ``ucx``.
-    shared
-        Workers on this device. They have no pool unless it is asked for, and divide the default
-        limit; fractions that are asked for stay fractions of the whole device.
-    installed
-        As `packages`, which is the default. What nobody asked for is left out where its package is
-        missing; `missing` tells.
-
-    Raises
-    ------
-    UsageError
-        See `check`; or the workers of a device would take more than it has.
+    These have no pool unless it is asked for, and divide the default limit; fractions that are
+    asked for stay fractions of the whole device. What nobody asked for is left out where its
+    package is missing; `missing` tells.
     """
     if gpu is None:
         return MemoryPlan()

@@ -92,17 +92,7 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemoryError:
-    """Tell where memory ran out, what holds it, and what to do.
-
-    Parameters
-    ----------
-    worker
-        distributed's worker, in this process.
-    plan
-        Its memory.
-    error
-        What was raised; it becomes the cause.
-    """
+    """Tell where memory ran out, what holds it, and what to do; the error becomes the cause."""
     asked, held = asked_for(error), _held(worker.data)
     limit = plan.device_memory_limit
     spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
@@ -173,17 +163,7 @@ async def _explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
 
 
 def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
-    """Free what failed Dask tasks left on the device, and spill as much as the last one asked for.
-
-    Parameters
-    ----------
-    data
-        The worker's store.
-    plan
-        Its memory.
-    asked
-        Bytes that did not fit; None if that is not known.
-    """
+    """Free what failed Dask tasks left on the device, and spill the bytes that the last one asked."""
     # Frames of the traceback hold the arrays, and a thread may hold the error for a moment yet
     for one in gc.get_objects():
         if issubclass(type(one), BaseException) and device_out_of_memory(one):

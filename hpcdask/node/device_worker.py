@@ -32,16 +32,8 @@ TOLD_DEADLINE_S = 1.0
 class DeviceWorker(PeerWorker):
     """distributed's worker, bound to a place first.
 
-    Parameters
-    ----------
-    bind_cores
-        CPU cores to run on.
-    bind_gpu
-        UUID of the GPU whose CUDA context to make, before any transport starts; None for none.
-    device_memory
-        How to use its memory.
-    restarted
-        Whether it takes the place of a worker that died.
+    That is, to CPU cores and to a GPU by its UUID, whose context is made before any transport
+    starts. ``restarted``: it takes the place of a worker that died.
     """
 
     def __init__(
@@ -132,13 +124,7 @@ def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
 
 @contextlib.contextmanager
 def loading(modules: Sequence[str]) -> Iterator[None]:
-    """Import in a thread while the driver makes the context, which takes as long.
-
-    Parameters
-    ----------
-    modules
-        What must be there at the end of the block.
-    """
+    """Import modules in a thread while the driver makes the context, which takes as long."""
     thread = threading.Thread(target=load, args=(modules,), name="imports", daemon=True)
     thread.start()
     try:

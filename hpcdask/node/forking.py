@@ -23,17 +23,7 @@ from .gpu_probe import GpuProbe
 
 @dataclass
 class ForkedProcess:
-    """A forked process and the rank's end of its socket.
-
-    Attributes
-    ----------
-    pid
-        Process id.
-    sock
-        The rank's end.
-    ended
-        Whether it was seen to end.
-    """
+    """A forked process, the rank's end of its socket, and whether it was seen to end."""
 
     pid: int
     sock: socket.socket
@@ -63,10 +53,7 @@ class ForkedProcess:
 class Forker:
     """Forks children that hold nothing of the rank but their own socket.
 
-    Attributes
-    ----------
-    janitor, probe
-        Whose pipes only the rank may hold.
+    The pipes of janitor and probe only the rank may hold.
     """
 
     janitor: Janitor

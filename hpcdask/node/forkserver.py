@@ -51,17 +51,10 @@ def _leave_it(number: int, frame: object) -> None:
 
 
 def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = ()) -> None:
-    """Fork the template and make it this process's fork server.
+    """Fork the template and make it this process's fork server, with its socket in a 0700 folder.
 
-    Parameters
-    ----------
-    folder
-        A 0700 folder for its socket.
-    in_child
-        Called in the template first, to close what belongs to the rank.
-    preimport
-        Modules that the template imports while the rank goes on, where they are installed.
-        They must make no CUDA call.
+    ``in_child`` is called in it first, to close what belongs to the rank. It imports what is
+    installed of ``preimport``, which must make no CUDA call, while the rank goes on.
     """
     import dask.config
     import distributed.utils
@@ -106,15 +99,7 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
 
 
 def adopt(pid: int, line: socket.socket) -> None:
-    """Have the next process that is started be this one, which waits in `wait_for_worker`.
-
-    Parameters
-    ----------
-    pid
-        A child of this process.
-    line
-        To it.
-    """
+    """Have the next process that is started be this child, which waits in `wait_for_worker`."""
     _offered.append((pid, line))
 
 
@@ -142,10 +127,7 @@ _offered: list[tuple[int, socket.socket]] = []
 def _connect(fds: list[int]) -> tuple[int, int]:
     """In the place of multiprocessing's function: a new process, from the template or offered.
 
-    Returns
-    -------
-    tuple of int
-        Where the process's id and exit code can be read, and where it expects its work.
+    Returns where the process's id and exit code can be read, and where it expects its work.
     """
     server: Any = mp_forkserver._forkserver
     while _offered:

@@ -47,16 +47,9 @@ Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
 
 
 class ProbeResult(NamedTuple):
-    """What the probe saw.
+    """What the probe saw: the GPUs that the rank may use, and what joins them.
 
-    Attributes
-    ----------
-    gpus
-        The GPUs that the rank may use.
-    shown
-        Those that NVML was asked about, or None where this is left to the first rank of the node.
-    fabric
-        What joins them.
+    ``shown`` are those that NVML was asked about; None where the first rank of the node does that.
     """
 
     gpus: list[Gpu]
@@ -67,20 +60,9 @@ class ProbeResult(NamedTuple):
 class GpuProbe:
     """Looks for GPUs, and becomes the worker or holds the driver open.
 
-    Parameters
-    ----------
-    pid
-        Of the process that asks.
-    pipe
-        Where it writes.
-    line
-        Where it takes the order to be the worker.
-
-    Attributes
-    ----------
-    uuid
-        The GPU on which it is ready to be the worker, or soon will be; None if it does not.
-        Known after `report`.
+    It writes to the pipe, and takes the order to be the worker from the line. ``uuid`` is the GPU
+    on which it is ready to be the worker, or soon will be; None if it does not. Known after
+    `report`.
     """
 
     def __init__(self, pid: int, pipe: int, line: socket.socket) -> None:
@@ -96,12 +78,8 @@ class GpuProbe:
     ) -> GpuProbe | None:
         """Fork the probe, where there is a driver to ask.
 
-        Parameters
-        ----------
-        in_child
-            Called in the probe first, to close what belongs to the rank.
-        prestart
-            Makes it a worker, where it may become one.
+        ``in_child`` is called in it first, to close what belongs to the rank; ``prestart`` makes it
+        a worker, where it may become one.
         """
         if not has_nvidia_driver() and find_spec("pynvml") is None:
             return None
@@ -126,13 +104,7 @@ class GpuProbe:
         self._line.close()
 
     def report(self) -> ProbeResult:
-        """What it saw. Call it once, and `dismiss` when the workers are there.
-
-        Raises
-        ------
-        DeviceError
-            What it raised, or that the driver hangs.
-        """
+        """What it saw, or its error. Call it once, and `dismiss` when the workers are there."""
         deadline, text = time.monotonic() + PROBE_DEADLINE_S, b""
         while chunk := self._read_until(deadline):
             text += chunk
@@ -213,12 +185,7 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
 def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
     """What there is, or the error that keeps from seeing it, for JSON.
 
-    Parameters
-    ----------
-    environ
-        Of the rank.
-    every
-        Ask about the node's other GPUs too, for the ranks that leave it to this one.
+    ``every``: ask about the node's other GPUs too, for the ranks that leave it to this one.
     """
     try:
         with _one_start():

@@ -21,20 +21,9 @@ from .preflight import check_extras
 class Inventory:
     """What one rank reports of itself, for the choice of devices and cores.
 
-    Attributes
-    ----------
-    rank, host, local_index
-        The rank, its node, its number among the node's ranks.
-    gpus
-        The GPUs it sees, in CUDA's order.
-    cores
-        CPU cores it may run on.
-    memory
-        Bytes of host memory that the job may use on this node.
-    shown
-        The node's GPUs about which NVML was asked; None where it was not, see `complete`.
-    quota
-        Of how many cores a cgroup allows the time; None for all.
+    The GPUs it sees are in CUDA's order. ``shown`` are those of the node about which NVML was
+    asked; None where the node's first rank does that. ``memory`` are bytes of the host that the job
+    may use on this node; ``quota`` is of how many cores a cgroup allows the time, None for all.
     """
 
     rank: int
@@ -62,19 +51,7 @@ class Inventory:
 def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:
     """What a rank or a job's part sees here, checked, and what joins its devices.
 
-    Parameters
-    ----------
-    spec
-        The workers' options.
-    rank
-        Which one it is.
-    probe
-        Knows which GPUs it sees; None where there is no driver, or none are wanted.
-
-    Raises
-    ------
-    UsageError
-        The interface does not exist here, a package is missing, or the GPUs cannot be asked.
+    There is no probe where there is no driver, or no GPU is wanted.
     """
     gpus: list[Gpu] = []
     shown: list[Gpu] | None = []

@@ -70,16 +70,9 @@ class _Closed(Exception):
 
 
 class JobAgent:
-    """The workers of a job on this node.
+    """The workers of a job on this node, with a private scratch folder.
 
-    Parameters
-    ----------
-    asked
-        What the command line says.
-    scratch
-        Its private folder.
-    probe
-        Knows which GPUs are seen here; None where there is no driver.
+    There is no probe where there is no driver.
     """
 
     def __init__(self, asked: JobSpec, scratch: str, probe: GpuProbe | None) -> None:
@@ -296,10 +289,7 @@ class JobAgent:
     async def _hand_over(self) -> set[str]:
         """Have the scheduler move elsewhere what the job's workers hold, on all its nodes.
 
-        Returns
-        -------
-        set of str
-            The workers that were there.
+        Returns the workers that were there.
         """
         names = set(self.asked.names(0, self.rank.size))
         there: set[str] = set()

@@ -51,15 +51,7 @@ def command() -> click.Command:
 
 
 def parse(argv: Sequence[str]) -> JobSpec:
-    """Read the command line and the environment.
-
-    Raises
-    ------
-    UsageError
-        An option is unknown or its value is not understood, or the key folder is of no use.
-    SystemExit
-        After ``--help``.
-    """
+    """Read the command line and the environment."""
     try:
         with command().make_context("python -m hpcdask.worker", list(argv)) as context:
             values = dict(context.params)

@@ -38,12 +38,8 @@ NOT_RESTARTED = "the worker did not start again"
 class BoundNanny(Nanny):
     """A nanny that starts again what fails to start, up to a limit.
 
-    Attributes
-    ----------
-    reason
-        Why its worker closed for good, as distributed names it; None if that was not said.
-    early
-        The probe, which may have a process that is ready to be the first worker.
+    ``reason`` is why its worker closed for good, as distributed names it; None if that was not
+    said. The probe ``prestarted`` may have a process that is ready to be the first worker.
     """
 
     def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
@@ -165,18 +161,8 @@ def make_nanny(
 ) -> BoundNanny:
     """The nanny of one worker; await it to start both.
 
-    Parameters
-    ----------
-    spec, place
-        What the worker is and where.
-    scheduler
-        Its address.
-    security
-        Credentials, or an empty Security for plain tcp.
-    scratch
-        Folder for spilled data, removed by the rank.
-    tells
-        Whether the worker itself writes that it is warm.
+    An empty Security is plain tcp. The rank removes the scratch folder. ``tells``: the worker
+    itself writes that it is warm.
     """
     tcp = "tls" if security.require_encryption else "tcp"
     if place.interface is None:

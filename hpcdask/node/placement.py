@@ -30,16 +30,8 @@ def split_node(
 ) -> list[WorkerPlacement]:
     """Places on one node, whose cores and memory its workers share.
 
-    Parameters
-    ----------
-    spec
-        What the workers are.
-    given, names
-        Each worker's device and name.
-    cores, cpus, memory
-        What all workers of the node have together: which cores, the time of how many, bytes.
-    count
-        How many workers that is.
+    ``given`` and ``names`` are each worker's device and name. ``cores``, the time of ``cpus`` of
+    them and ``memory``, in bytes, are for all ``count`` workers of the node together.
     """
     return [
         WorkerPlacement(
@@ -60,25 +52,9 @@ def with_transport(
     choice: Choice,
     interfaces: Mapping[str, str],
 ) -> dict[int, list[WorkerPlacement]]:
-    """Complete places with what depends on the transport.
+    """Complete the places of each rank with what depends on the transport.
 
-    Parameters
-    ----------
-    spec
-        What the workers are.
-    places
-        Per rank.
-    seats
-        What joins them, per rank.
-    choice
-        Of the transport.
-    interfaces
-        Host to network interface, for those that have one to listen on.
-
-    Raises
-    ------
-    UsageError
-        Options that the device or the transport does not allow.
+    ``seats`` are what joins them, per rank; ``interfaces`` are of hosts that have one to listen on.
     """
     sharers = Counter(
         (seats[rank].host, place.gpu.uuid)
@@ -118,28 +94,11 @@ def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where one worker runs.
+    """Where one worker runs; its GPU is None for the CPU.
 
-    Attributes
-    ----------
-    name
-        The worker's name.
-    gpu
-        Its GPU, or None for the CPU.
-    cores
-        CPU cores it may run on.
-    nthreads
-        Threads for Dask tasks.
-    memory_limit
-        Bytes of host memory; 0 for no limit.
-    protocol
-        ``tcp`` or ``ucx``, between workers.
-    reach
-        Whether ucx is for ``all`` workers, or for those of one ``node`` among each other.
-    interface
-        Network interface to listen on; None for the one that leads to the scheduler.
-    device_memory
-        How it uses the memory of its GPU.
+    ``memory_limit`` is bytes of host memory, 0 for no limit; ucx reaches ``all`` workers, or those
+    of one ``node`` among each other; without an interface, it listens on the one that leads to the
+    scheduler.
     """
 
     name: str

@@ -11,13 +11,7 @@ from hpcdask.spec.specs import WorkerSpec
 
 
 def check_extras(*, cuda: bool) -> None:
-    """Refuse to start workers on GPUs without the package that makes their context.
-
-    Raises
-    ------
-    MissingExtra
-        Naming the extra to install.
-    """
+    """Refuse to start workers on GPUs without the package that makes their context."""
     from importlib.util import find_spec
 
     try:
@@ -29,13 +23,7 @@ def check_extras(*, cuda: bool) -> None:
 
 
 def check_preloads(spec: WorkerSpec) -> None:
-    """Find what workers and nannies are to load, before any of them starts.
-
-    Raises
-    ------
-    UsageError
-        There is no such file, or no such package. Packages are not imported for it.
-    """
+    """Find what workers and nannies are to load, before any of them starts; imports no package."""
     import importlib.util
     import sys
 

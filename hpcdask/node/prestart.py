@@ -32,14 +32,8 @@ def prestart(
 ) -> None:
     """Make this process ready to be a worker. Returns if it cannot be one.
 
-    Parameters
-    ----------
-    look
-        Finds the GPU: its UUID, or None if it is not clear which.
-    line
-        Where the rank gives the order, see `hpcdask.node.forkserver.adopt`.
-    foreseen
-        The UUID that `look` will probably find: it finds this one or none.
+    ``look`` finds the UUID of the GPU, or None if it is not clear which: probably the ``foreseen``
+    one or none. The rank gives the order on ``line``, see `hpcdask.node.forkserver.adopt`.
     """
     detach_standard_streams(output=False)
     if "tcp" not in words() and has_peers(ranks.detect()):

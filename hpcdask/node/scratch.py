@@ -21,19 +21,10 @@ from hpcdask.spec.specs import WorkerSpec
 
 
 def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
-    """A new private folder on the node, 0700.
+    """A new private folder on the node, 0700, by default where Dask's configuration has it.
 
-    Parameters
-    ----------
-    local_directory
-        The folder to make it in; None for that of Dask's configuration, or the usual one.
-    announce
-        Called with the path before there is anything, so that nothing is left whatever happens.
-
-    Raises
-    ------
-    UsageError
-        ``--local-directory`` cannot be written, or names a variable that this node lacks.
+    ``announce`` is called with the path before there is anything, so that nothing is left whatever
+    happens.
     """
     base = local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
     # variables of this node, not of who submits; the program may go to another folder

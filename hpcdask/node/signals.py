@@ -23,12 +23,8 @@ SAME_SIGNAL_S = 0.3
 class Signals:
     """Signals, and the end of the MPI launcher.
 
-    Parameters
-    ----------
-    leave
-        Ends this process at once, with an exit code.
-    pass_on
-        Takes signals that are for the program.
+    ``leave`` ends this process at once, with an exit code; ``pass_on`` takes signals that are for
+    the program.
     """
 
     def __init__(

@@ -24,25 +24,8 @@ CLOSE_DEADLINE_S = 2.0
 class WorkerGroup:
     """The workers of a rank, or of a job on one node, each with its nanny.
 
-    Attributes
-    ----------
-    nannies
-        Of the workers that were started.
-    probe
-        Knows which GPUs are seen here; None where there is no driver, or once it was dismissed.
-
-    Parameters
-    ----------
-    spec
-        What each worker is.
-    host
-        This node, for messages.
-    scratch
-        Folder for spilled data.
-    probe
-        As above.
-    tells
-        Whether each worker writes that it is warm, where nobody says it for all.
+    There is no probe where there is no driver, or once it was dismissed. ``tells``: each worker
+    writes that it is warm, where nobody says it for all.
     """
 
     def __init__(
@@ -73,17 +56,10 @@ class WorkerGroup:
         security: Security,
         failed: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Start the workers.
+        """Start the workers, one for each place.
 
-        Parameters
-        ----------
-        places
-            One for each worker.
-        scheduler, security
-            Its address, and what opens connections to it.
-        failed
-            Is told which one did not start, and why; one that ends later is told to the user.
-            Without it, the caller gets the error, and sees to their ends.
+        ``failed`` is told which one did not start, and why; one that ends later is told to the
+        user. Without it, the caller gets the error, and sees to their ends.
         """
         self.nannies = [
             make_nanny(

@@ -59,17 +59,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a result with its known value.
-
-    Parameters
-    ----------
-    name
-        What is compared.
-    value, expected
-        The two numbers.
-    tolerance
-        Largest absolute difference that passes.
-    """
+    """One comparison of a result with its known value, and the largest difference that passes."""
 
     name: str
     value: float
@@ -87,37 +77,19 @@ class Check:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number of 0 or more, such as a seed, before anything is computed.
-
-    Raises
-    ------
-    WorkloadError
-        Naming it.
-    """
+    """Refuse what is no whole number of 0 or more, such as a seed, before anything is computed."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
 
 
 def check_device(device: object) -> None:
-    """Refuse what is no `Device`.
-
-    Raises
-    ------
-    WorkloadError
-        Naming those there are.
-    """
+    """Refuse what is no `Device`."""
     if device not in get_args(Device):
         raise WorkloadError(f'device={device!r} is not accepted: "cuda" or "cpu"')
 
 
 def check_dask(x: object) -> None:
-    """Refuse what is no dask array.
-
-    Raises
-    ------
-    WorkloadError
-        Saying how to make one.
-    """
+    """Refuse what is no dask array."""
     if not isinstance(x, da.Array):
         raise WorkloadError(
             f"x is {type(x).__name__}, not a dask array: "
@@ -126,13 +98,7 @@ def check_dask(x: object) -> None:
 
 
 def check_unmasked(block: Any) -> None:
-    """Refuse a masked array, whose mask NumPy's functions would drop.
-
-    Raises
-    ------
-    WorkloadError
-        Saying how to fill it.
-    """
+    """Refuse a masked array, whose mask NumPy's functions would drop."""
     if isinstance(block, np.ma.MaskedArray):
         raise WorkloadError(
             "a chunk is a masked array: fill it first, x = da.ma.filled(x, fill_value)"
@@ -140,13 +106,7 @@ def check_unmasked(block: Any) -> None:
 
 
 def array_module(device: Device) -> Any:
-    """Return CuPy for ``"cuda"`` and NumPy for ``"cpu"``; for use on workers.
-
-    Raises
-    ------
-    WorkloadError
-        Another device, or CuPy is not installed where this runs.
-    """
+    """Return CuPy for ``"cuda"`` and NumPy for ``"cpu"``; for use on workers."""
     check_device(device)
     if device == "cpu":
         return np
@@ -158,13 +118,7 @@ def array_module(device: Device) -> Any:
 
 
 def client_cupy() -> Any:
-    """Return CuPy if this very process has a CUDA device, as the stock forms need it.
-
-    Raises
-    ------
-    WorkloadError
-        No CuPy or no CUDA device here.
-    """
+    """Return CuPy if this very process has a CUDA device, as the stock forms need it."""
     try:
         import cupy
 
@@ -200,32 +154,8 @@ def slab_rows(
 
     The number of slabs is the smallest that keeps each within ``max_nbytes`` and gives every slot
     ``per_slot`` of them, as long as they stay above 1 MiB; it is then raised to a multiple of the
-    slots so that all finish together.
-
-    Parameters
-    ----------
-    n_rows
-        Rows to cut.
-    row_nbytes
-        Bytes of one row.
-    n_slots
-        Worker threads that compute at once.
-    max_nbytes
-        Bound of a slab, in bytes. One ``multiple`` of rows is the least, whatever the bound.
-    multiple
-        Every slab but the last has a multiple of this many rows.
-    per_slot
-        Slabs for each slot, where there are rows enough.
-
-    Returns
-    -------
-    tuple of int
-        Rows of each slab.
-
-    Raises
-    ------
-    WorkloadError
-        Something is not positive, or there would be more than `MAX_SLABS`.
+    slots so that all finish together. Every slab but the last has a multiple of ``multiple`` rows,
+    and that is the least, whatever the bound. More than `MAX_SLABS` are a WorkloadError.
     """
     if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
         raise WorkloadError("rows, slots and slab size must be positive")

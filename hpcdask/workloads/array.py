@@ -47,13 +47,7 @@ CPU_TILE_NBYTES = 1 << 20
 
 
 def side(nbytes: int) -> int:
-    """Return the side of the largest square float64 array of even side within ``nbytes`` bytes.
-
-    Raises
-    ------
-    WorkloadError
-        Less than a 2 x 2 array.
-    """
+    """Return the side of the largest square float64 array of even side within ``nbytes`` bytes."""
     n = math.isqrt(max(nbytes, 0) // ITEM_NBYTES) // 2 * 2
     if n < 2:
         raise WorkloadError(f"size {nbytes} B is too small: the least is 32 B (2 x 2 float64)")
@@ -65,16 +59,7 @@ def chunk_rows(
 ) -> tuple[int, ...]:
     """Choose row chunks of full width and even height for an ``n`` x ``n`` float64 array.
 
-    Parameters
-    ----------
-    n
-        Side of the array.
-    device
-        Where it is computed; sets the default bound of a chunk (64 GB or 128 MB).
-    n_slots
-        Worker threads of the cluster.
-    max_nbytes
-        Bound of a chunk, in bytes.
+    A chunk has at most 64 GB on GPUs and 128 MB on CPUs by default.
     """
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
     return slab_rows(n, n * ITEM_NBYTES, n_slots=n_slots, max_nbytes=limit, multiple=2)
@@ -87,33 +72,15 @@ def tuned(
     device: Device = "cuda",
     seed: int = 0,
 ) -> da.Array:
-    """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, one Dask task per chunk.
+    """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, one Dask task per chunk and a tree.
 
-    Parameters
-    ----------
-    rows
-        Rows of each chunk; all but the last even, so that ``[::2]`` picks the same rows as on the
-        whole.
-    n_columns
-        Width of the array; chunks are not split along it.
-    device
-        ``"cuda"`` computes with CuPy on the workers, ``"cpu"`` with NumPy.
-    seed
-        Chunk ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``: the same numbers on any
-        cluster. cuRAND takes 32 bits of it, so 500 chunks contain a repeated stream with
-        probability 3e-5. The CPU uses SFC64, NumPy's fastest generator.
+    The result has shape (2,), float64, NumPy; building it needs no GPU and no CuPy. Chunks have
+    full width, and all but the last an even number of rows, so that ``[::2]`` picks the same rows
+    as on the whole.
 
-    Returns
-    -------
-    dask.array.Array
-        Shape (2,), float64, NumPy: the sum and the number of elements in it. Building it needs no
-        GPU and no CuPy. Number of Dask tasks: the chunks plus a tree of ``SPLIT_EVERY`` branches.
-
-    Raises
-    ------
-    WorkloadError
-        Empty array, a negative seed, another device, or a chunk with an odd number of rows before
-        the last.
+    Chunk ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``: the same numbers on any cluster.
+    cuRAND takes 32 bits of it, so 500 chunks contain a repeated stream with probability 3e-5. The
+    CPU uses SFC64, NumPy's fastest generator.
     """
     check_device(device)
     check_whole("seed", seed)
@@ -197,22 +164,7 @@ def _total_cpu(shape: tuple[int, int], seeds: np.random.SeedSequence) -> tuple[f
 def stock(n: int, *, device: Device = "cuda") -> da.Array:
     """Build the blog's program, unchanged: chunks of 10,000 x 10,000 and dask's own optimisation.
 
-    Parameters
-    ----------
-    n
-        Side of the array.
-    device
-        ``"cuda"`` needs a GPU on the client as well, which builds CuPy arrays and receives one.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (), float64: the sum. A CuPy array with ``"cuda"``.
-
-    Raises
-    ------
-    WorkloadError
-        ``"cuda"`` on a client without GPU or CuPy.
+    ``"cuda"`` needs a GPU on the client as well, which builds CuPy arrays and receives one.
     """
     check_device(device)
     library = client_cupy() if device == "cuda" else np
@@ -222,22 +174,7 @@ def stock(n: int, *, device: Device = "cuda") -> da.Array:
 
 
 def check(total: float, count: int, shape: tuple[int, int]) -> list[Check]:
-    """Compare a result with what is known of it.
-
-    Parameters
-    ----------
-    total
-        Sum of the selected elements.
-    count
-        How many were summed.
-    shape
-        Shape of the array before the selection.
-
-    Returns
-    -------
-    list of Check
-        The count, exactly; the mean, 11 within six of its standard errors.
-    """
+    """Compare a result with what is known: the count, and the mean, 11, in six standard errors."""
     expected = math.ceil(shape[0] / 2) * math.ceil(shape[1] / 2)
     return [
         Check("count", count, expected, 0),

@@ -46,12 +46,7 @@ INSTALL = 'pip install "hpcdask[zarr]"'
 class CompressedBlock:
     """One chunk, compressed. It pickles as it is, and ``numpy.asarray`` decompresses it.
 
-    Parameters
-    ----------
-    shape, dtype
-        Of the array.
-    data
-        What Blosc made of its bytes, in C order.
+    ``data`` is what Blosc made of its bytes, in C order.
     """
 
     shape: tuple[int, ...]
@@ -73,18 +68,7 @@ sizeof.register(CompressedBlock, _sizeof)  # what a worker counts as held, and s
 
 
 def compress(block: Any) -> CompressedBlock:
-    """Compress an array.
-
-    Parameters
-    ----------
-    block
-        Any shape, any dtype without Python objects, NumPy or CuPy, at most 2 GiB.
-
-    Raises
-    ------
-    WorkloadError
-        Python objects, a masked array, too many bytes, or no numcodecs where this runs.
-    """
+    """Compress an array of at most 2 GiB without Python objects, NumPy or CuPy."""
     check_unmasked(block)
     array = np.asarray(to_host(block), order="C")
     _validate(array.dtype, array.nbytes)
@@ -92,13 +76,7 @@ def compress(block: Any) -> CompressedBlock:
 
 
 def decompress(block: CompressedBlock) -> NDArray[Any]:
-    """Return the array that :func:`compress` was given, as NumPy.
-
-    Raises
-    ------
-    WorkloadError
-        Not a compressed block, or no numcodecs where this runs.
-    """
+    """Return the array that `compress` was given, as NumPy."""
     if not isinstance(block, CompressedBlock):
         raise WorkloadError(
             f"a chunk is {type(block).__name__}, not a CompressedBlock: decompress_array() takes "
@@ -111,23 +89,10 @@ def decompress(block: CompressedBlock) -> NDArray[Any]:
 
 
 def compress_array(x: da.Array) -> da.Array:
-    """Compress an array chunk by chunk on the workers.
+    """Compress an array chunk by chunk on the workers, in one Dask task each.
 
-    Parameters
-    ----------
-    x
-        Any shape and chunks, any dtype without Python objects.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape, dtype and chunks of ``x``, but every chunk is a :class:`CompressedBlock`: for
-        ``persist()`` and :func:`decompress_array`, not for arithmetic. One Dask task per chunk.
-
-    Raises
-    ------
-    WorkloadError
-        Python objects, or chunks above 2 GiB.
+    Shape, dtype and chunks are those of ``x``, but every chunk is a `CompressedBlock`: for
+    ``persist()`` and `decompress_array`, not for arithmetic.
     """
     check_dask(x)
     largest = math.prod(max(sizes) for sizes in x.chunks) * x.dtype.itemsize

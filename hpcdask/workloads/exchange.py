@@ -51,17 +51,9 @@ MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 32_000_000}
 
 
 def tournament(n: int) -> list[list[tuple[int, int]]]:
-    """Arrange all pairs in rounds, so that nobody is in two pairs of a round (circle method).
+    """Arrange all pairs of n workers in n - 1 rounds, or n if n is odd (circle method).
 
-    Parameters
-    ----------
-    n
-        Number of workers.
-
-    Returns
-    -------
-    list of list of tuple
-        n - 1 rounds, or n if n is odd; each pair is in one of them, once.
+    Nobody is in two pairs of a round.
     """
     circle: list[int | None] = list(range(n)) + [None] * (n % 2)
     size = len(circle)
@@ -77,16 +69,9 @@ def tournament(n: int) -> list[list[tuple[int, int]]]:
 
 
 class Received(NamedTuple):
-    """What a receiving worker tells of blocks that came to it.
+    """What a receiving worker tells of blocks, by its log: from the first request to the last byte.
 
-    Attributes
-    ----------
-    seconds
-        From the first request to the last byte, as the worker logged it.
-    nbytes
-        How much came.
-    n_wrong
-        How many of the blocks did not hold what they should.
+    ``n_wrong`` of them did not hold what they should.
     """
 
     seconds: float
@@ -136,23 +121,8 @@ def chain(
 ) -> list[Delayed]:
     """Build transfers from one worker to another, each of which begins when the last is over.
 
-    Parameters
-    ----------
-    buffer
-        From `fill`, on the source.
-    pair
-        Numbers of the source and the destination.
-    addresses
-        Of all workers.
-    sizes
-        Items of each transfer, in their order.
-    run
-        Part of the keys; no two chains of a pair have the same.
-
-    Returns
-    -------
-    list of Delayed
-        One `Received` for each transfer. Two Dask tasks each, the first of which makes a view.
+    ``sizes`` are items of each transfer; no two chains of a pair have the same ``run``, a part of
+    the keys. Two Dask tasks each: the first makes a view, the second is a `Received`.
     """
     source, destination = pair
     first = first_item(source, destination, len(addresses))
@@ -185,13 +155,7 @@ def block_key(name: str) -> str:
 def sink(
     blocks: Sequence[Any], names: Sequence[str], firsts: Sequence[int], n_items: int, _after: Any
 ) -> Received:
-    """Check the blocks that came for this Dask task, and tell how long they took.
-
-    Raises
-    ------
-    WorkloadError
-        The worker's log of transfers does not know them.
-    """
+    """Check the blocks that came for this Dask task, and tell how long they took."""
     keys = {block_key(name) for name in names}
     log = list(get_worker().transfer_incoming_log)
     entries = [entry for entry in log if keys & entry["keys"].keys()]
@@ -211,11 +175,8 @@ def sink(
 def transports(dask_worker: Any) -> dict[str, Any]:
     """Tell how this worker talks to others; runs on workers, with ``client.run``.
 
-    Returns
-    -------
-    dict
-        ``peers``: address of a worker to ``"ucx"``, ``"tcp"`` or the like, for those with which
-        the worker uses another transport than the one it is known by; ``scheme``: that one.
+    ``peers`` maps addresses to ``"ucx"``, ``"tcp"`` or the like, where that is another transport
+    than the one the worker is known by, which is ``scheme``.
     """
     peers = dict(getattr(dask_worker, "peer_transports", None) or {})
     return {"peers": peers, "scheme": dask_worker.address.partition("://")[0]}
@@ -225,18 +186,7 @@ def transports(dask_worker: Any) -> dict[str, Any]:
 
 
 def grid(nbytes: int, n_workers: int, device: Device) -> tuple[int, ...]:
-    """Cut the side of a square float64 array, so that its square chunks occupy all workers.
-
-    Returns
-    -------
-    tuple of int
-        Rows of each chunk, which are its columns too.
-
-    Raises
-    ------
-    WorkloadError
-        Less than one element for each chunk.
-    """
+    """Cut the side of a square float64 array, so that its square chunks occupy all workers."""
     n = math.isqrt(max(nbytes, 0) // ITEM_NBYTES)
     few = math.ceil(math.sqrt(CHUNKS_PER_WORKER * n_workers))
     edge = math.isqrt(MAX_CHUNK_NBYTES[device] // ITEM_NBYTES)
@@ -270,14 +220,8 @@ def square_block(
 def to_cross(where: Mapping[tuple[int, int], str], rows: Sequence[int]) -> int:
     """Return the bytes that have to go from one worker to another for ``x + x.T``.
 
-    Of a chunk and its mirror image on different workers, one at least has to move.
-
-    Parameters
-    ----------
-    where
-        Place of a chunk to the worker that holds it.
-    rows
-        From `grid`.
+    ``where`` maps places of chunks to workers. Of a chunk and its mirror image on different
+    workers, one at least has to move.
     """
     return sum(
         ITEM_NBYTES * rows[i] * rows[j]
@@ -289,11 +233,8 @@ def to_cross(where: Mapping[tuple[int, int], str], rows: Sequence[int]) -> int:
 def verify(y: da.Array, seed: int, device: Device) -> da.Array:
     """Compare every element of ``x + x.T`` with what it should be, where it lies.
 
-    Returns
-    -------
-    dask.array.Array
-        Shape (p, 2 p) for p x p chunks: for each the sum of its elements and their largest
-        deviation, as NumPy.
+    The result has shape (p, 2 p) for p x p chunks: for each the sum of its elements and their
+    largest deviation, as NumPy.
     """
     parts = y.numblocks[0]
     found = da.map_blocks(

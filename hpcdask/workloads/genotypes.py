@@ -152,26 +152,9 @@ def normalise(
     min_maf: float = MIN_MAF,
     dtype: DTypeLike = np.float64,
 ) -> Any:
-    """Filter and normalise some variants.
+    """Filter and normalise variants, (variants, samples) uint8, NumPy or CuPy.
 
-    Parameters
-    ----------
-    tile
-        Shape (variants, samples), uint8, NumPy or CuPy.
-    max_missing, min_maf
-        As for `population_structure`.
-    dtype
-        Of the result.
-
-    Returns
-    -------
-    array
-        Of the same shape and library; each row has mean 0, or is 0 if it is filtered.
-
-    Raises
-    ------
-    WorkloadError
-        A value above 3, or another type than uint8.
+    Each row of the result has mean 0, or is 0 if it is filtered.
     """
     xp = array_module("cpu" if isinstance(tile, np.ndarray) else "cuda")
     missing, p, common, known = _judge(xp, tile, max_missing, min_maf)
@@ -191,24 +174,9 @@ def count_variants(
     min_maf: float = MIN_MAF,
     device: Device = "cuda",
 ) -> da.Array:
-    """Count the variants that `normalise` keeps and drops.
+    """Count the variants that `normalise` keeps and drops, as ``variants`` of `Structure`.
 
-    Parameters
-    ----------
-    x
-        Shape (variants, samples), uint8, chunks of full width.
-    max_missing, min_maf, device
-        As for `population_structure`.
-
-    Returns
-    -------
-    dask.array.Array
-        As ``variants`` of `Structure`. One Dask task per chunk and a tree.
-
-    Raises
-    ------
-    WorkloadError
-        A threshold is out of range; from workers, a value above 3, or another type than uint8.
+    One Dask task per chunk, which has full width, and a tree.
     """
     _check_thresholds(max_missing, min_maf)
     check_device(device)

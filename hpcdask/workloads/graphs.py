@@ -20,12 +20,7 @@ SPLIT_EVERY = 64
 class Graph:
     """A graph of plain functions, ended by a tree that merges small NumPy arrays.
 
-    Parameters
-    ----------
-    name
-        Part of the keys.
-    *token
-        What the results depend on: with equal tokens, Dask takes two graphs for the same.
+    The token is what the results depend on: with equal tokens, Dask takes two graphs for the same.
     """
 
     def __init__(self, name: str, *token: Any) -> None:
@@ -46,21 +41,10 @@ class Graph:
         after: Sequence[Any],
         **kwargs: Any,
     ) -> da.Array:
-        """Return what a function makes of arguments, which may be no array, as one block.
+        """Return what a last Dask task makes of its arguments, which may be no array, as one block.
 
-        Parameters
-        ----------
-        function, args, kwargs
-            The last Dask task.
-        ndim
-            Dimensions of the array that the block passes for, each of length 1.
-        after
-            Arrays whose blocks the graph refers to.
-
-        Returns
-        -------
-        dask.array.Array
-            Its only block is what ``function`` returns.
+        The block passes for an array of ``ndim`` dimensions of length 1; ``after`` are arrays whose
+        blocks the graph refers to.
         """
         key = (self.name, *[0] * ndim)
         self.tasks[key] = Task(key, function, *args, **kwargs)
@@ -79,23 +63,9 @@ class Graph:
         finish: Callable[..., Any],
         size: int | None = None,
     ) -> da.Array:
-        """Merge partial results, and return the last one as an array.
+        """Merge partial results, up to 64 in one Dask task, and return the last one as an array.
 
-        Parameters
-        ----------
-        parts
-            At least one.
-        merge
-            Makes one partial result of up to 64.
-        finish
-            Makes the result, a float64 NumPy array or scalar, of up to 64 partial ones.
-        size
-            Length of the result; without it, it is a scalar.
-
-        Returns
-        -------
-        dask.array.Array
-            Number of Dask tasks: those that were added, the merges, and the finish.
+        ``finish`` makes a float64 NumPy array of ``size``, or a scalar, of the last partial ones.
         """
         while len(parts) > SPLIT_EVERY:
             parts = [

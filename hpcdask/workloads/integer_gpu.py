@@ -52,23 +52,12 @@ def can_multiply() -> bool:
 
 
 def multiply(matrix: Any, right: Any, per_byte: int = 1) -> Any:
-    """Return ``matrix``, unpacked, times ``right``.
+    """Return a uint8 matrix (m, b), unpacked, times ``right`` (n, l), float32 or float64.
 
-    Parameters
-    ----------
-    matrix
-        Shape (m, b), uint8.
-    right
-        Shape (n, l), float32 or float64; n is b, or for packed values between 4b - 3 and 4b.
-    per_byte
-        1, or 4 for packed values.
-
-    Returns
-    -------
-    cupy.ndarray
-        Shape (m, l), float64. Elements of ``right`` are rounded by at most 1.2e-7 (float32) or
-        2.8e-17 (float64) of the largest magnitude of their column, the sums of products are exact,
-        hence always the same, and a column with NaN or infinity gives NaN.
+    n is b, or for four packed values per byte between 4b - 3 and 4b. The result is float64, (m, l).
+    Elements of ``right`` are rounded by at most 1.2e-7 (float32) or 2.8e-17 (float64) of the
+    largest magnitude of their column, the sums of products are exact, hence always the same, and a
+    column with NaN or infinity gives NaN.
     """
     cupy = array_module("cuda")
     rows = _Matrix.of(matrix, per_byte)
@@ -90,23 +79,9 @@ def multiply(matrix: Any, right: Any, per_byte: int = 1) -> Any:
 
 
 def multiply_transposed(matrix: Any, left: Any, n: int, per_byte: int = 1) -> Any:
-    """Return the transpose of ``matrix``, unpacked, times ``left``.
+    """Return the transpose of ``matrix``, unpacked to n columns, times ``left`` (m, l).
 
-    Parameters
-    ----------
-    matrix
-        Shape (m, b), uint8.
-    left
-        Shape (m, l), float32 or float64.
-    n
-        Columns of the unpacked matrix.
-    per_byte
-        1, or 4 for packed values.
-
-    Returns
-    -------
-    cupy.ndarray
-        Shape (n, l), float64, as exact as :func:`multiply`.
+    The result is float64, (n, l), as exact as `multiply`.
     """
     cupy = array_module("cuda")
     rows = _Matrix.of(matrix, per_byte)

@@ -45,47 +45,16 @@ def write_genotypes(
     seed: int = 0,
     overwrite: bool = False,
 ) -> da.Array:
-    """Write made-up genotypes of some populations to a Zarr store, from the workers.
+    """Write made-up genotypes (variants, samples) to a Zarr store from the workers; sum them.
 
-    The store and its metadata are made at once, its chunks when the result is computed. Allele
-    frequencies are up to 0.5, populations differ by an FST of 0.1, and 3 % of the genotypes are
-    missing, of some variants many more. Same seed, shape and chunk height: same genotypes, on any
-    cluster.
+    The store and its metadata are made at once, on a file system that client and workers share, its
+    chunks when the result, uint64 of shape (), is computed: whole ones in each Dask task, at most
+    128 MB if they are not larger. Allele frequencies are up to 0.5, populations differ by an FST of
+    0.1, and 3 % of the genotypes are missing, of some variants many more.
 
-    Parameters
-    ----------
-    path
-        Folder to make, on a file system that client and workers share.
-    shape
-        (variants, samples).
-    chunks
-        Rows and columns of a chunk of the store.
-    n_slots
-        Worker threads of the cluster.
-    n_populations
-        Number of populations; `populations` tells who is in which.
-    zarr_format
-        2 or 3.
-    codec
-        Of Blosc, with bits shuffled, which makes files three to four times smaller. lz4 is read
-        faster than zstd. None writes uncompressed chunks.
-    seed
-        Row i of chunks draws from ``SeedSequence(seed, spawn_key=(i,))``.
-    overwrite
-        Delete what is at ``path``.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (), uint64, NumPy: the sum of all elements written, as
-        `hpcdask.workloads.zarr.read_all` finds it. Each Dask task writes whole chunks, at most
-        128 MB if they are not larger.
-
-    Raises
-    ------
-    WorkloadError
-        Shape, chunks or populations out of range, ``path`` exists or cannot be made; zarr is not
-        installed. From workers: the store is not on a shared file system.
+    Row i of chunks draws from ``SeedSequence(seed, spawn_key=(i,))``. Same seed, shape and chunk
+    height: same genotypes, on any cluster. The codec is Blosc's, with bits shuffled, which makes
+    files three to four times smaller; lz4 is read faster than zstd.
     """
     check_whole("seed", seed)
     if min(*shape, *chunks) < 1:

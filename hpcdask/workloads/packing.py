@@ -43,23 +43,7 @@ MIN_TILE_ROWS = 64
 
 
 def pack(values: Any) -> Any:
-    """Pack values 0 to 3 along the last axis.
-
-    Parameters
-    ----------
-    values
-        Shape (..., n), any integer type or bool, NumPy or CuPy.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        Shape (..., ceil(n / 4)), uint8.
-
-    Raises
-    ------
-    WorkloadError
-        No axis, not integers, a masked array, or a value that is not 0 to 3.
-    """
+    """Pack integers 0 to 3 along the last axis: (..., n) to (..., ceil(n / 4)) uint8."""
     if not _on_gpu(values):
         check_unmasked(values)
         values = np.asarray(values)
@@ -78,30 +62,7 @@ def pack(values: Any) -> Any:
 
 
 def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) -> Any:
-    """Undo :func:`pack`.
-
-    Parameters
-    ----------
-    packed
-        Shape (..., ceil(n / 4)), uint8, NumPy or CuPy.
-    n
-        Values of a row.
-    dtype
-        Of the result.
-    out
-        NumPy array to fill instead, contiguous, of shape (..., n) and any dtype, where ``packed``
-        is NumPy's too.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        Shape (..., n).
-
-    Raises
-    ------
-    WorkloadError
-        Not uint8, rows that are not ceil(n / 4) bytes, or ``out`` that does not fit.
-    """
+    """Undo `pack` for rows of n values, into ``out`` if given: contiguous NumPy of any dtype."""
     if not _on_gpu(packed):
         packed = np.asarray(packed)
     _validate_packed(packed, n)
@@ -121,27 +82,10 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
 
 
 def multiply(packed: Any, right: Any, n: int) -> Any:
-    """Multiply an unpacked matrix (m x n) and ``right``.
+    """Multiply an unpacked matrix (m x n) and ``right`` (n x l), float32 or float64, as the result.
 
-    Parameters
-    ----------
-    packed
-        Shape (m, ceil(n / 4)), uint8, NumPy or CuPy.
-    right
-        Shape (n, l), float32 or float64, of the same library.
-    n
-        Columns of the unpacked matrix.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        Shape (m, l), dtype of ``right``. On a CPU it is what BLAS makes of it. On a GPU with
-        integer tensor cores, it is as exact as :func:`hpcdask.workloads.integer_gpu.multiply`.
-
-    Raises
-    ------
-    WorkloadError
-        Shapes or types that do not fit.
+    On a CPU it is what BLAS makes of it. On a GPU with integer tensor cores, it is as exact as
+    `hpcdask.workloads.integer_gpu.multiply`.
     """
     _validate_product(packed, right, n, n_rows=n)
     if _on_gpu(packed) and 0 not in (*packed.shape, *right.shape) and _gpu().can_multiply():
@@ -151,27 +95,9 @@ def multiply(packed: Any, right: Any, n: int) -> Any:
 
 
 def multiply_transposed(packed: Any, left: Any, n: int) -> Any:
-    """Multiply the transpose of an unpacked matrix (m x n) and ``left``.
+    """Multiply the transpose of an unpacked matrix (m x n) and ``left`` (m x l), in its dtype.
 
-    Parameters
-    ----------
-    packed
-        Shape (m, ceil(n / 4)), uint8, NumPy or CuPy.
-    left
-        Shape (m, l), float32 or float64, of the same library.
-    n
-        Columns of the unpacked matrix.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        Shape (n, l), dtype of ``left``. Sums over tiles of rows are float64 on a CPU; on a GPU
-        everything is as with :func:`multiply`.
-
-    Raises
-    ------
-    WorkloadError
-        Shapes or types that do not fit.
+    Sums over tiles of rows are float64 on a CPU; on a GPU everything is as with `multiply`.
     """
     _validate_product(packed, left, n, n_rows=len(packed))
     if _on_gpu(packed) and 0 not in (*packed.shape, *left.shape) and _gpu().can_multiply():
@@ -219,27 +145,7 @@ def pack_array(x: da.Array) -> da.Array:
 
 
 def unpack_array(packed: da.Array, n: int, dtype: DTypeLike = np.uint8) -> da.Array:
-    """Undo :func:`pack_array`.
-
-    Parameters
-    ----------
-    packed
-        Shape (..., ceil(n / 4)), uint8.
-    n
-        Values of a row.
-    dtype
-        Of the result.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (..., n), NumPy or CuPy chunks as in ``packed``. One Dask task per chunk.
-
-    Raises
-    ------
-    WorkloadError
-        Not uint8, rows that are not ceil(n / 4) bytes, or chunks of unknown size.
-    """
+    """Undo `pack_array` for rows of n values, one Dask task per chunk."""
     _validate_chunks(packed)
     _validate_packed(packed, n)
     bounds = [0, *(min(PER_BYTE * stop, n) for stop in itertools.accumulate(packed.chunks[-1]))]

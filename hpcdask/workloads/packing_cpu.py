@@ -52,13 +52,7 @@ def _tiles(n_rows: int, n: int) -> Iterator[tuple[slice, slice]]:
 
 
 def pack(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pack integers or booleans of shape (..., n) into (..., ceil(n / 4)) bytes.
-
-    Raises
-    ------
-    WorkloadError
-        A value is not 0 to 3.
-    """
+    """Pack integers or booleans 0 to 3 of shape (..., n) into (..., ceil(n / 4)) bytes."""
     *others, n = values.shape
     out = np.empty((*others, n_bytes(n)), np.uint8)
     n_rows = math.prod(others)

@@ -155,12 +155,7 @@ def edges(x: Any) -> Any:
 def five_points(x: Any, before: Any, after: Any, *, device: Device) -> Floats:
     """Moments of the average of each element and its four neighbours, periodic along rows.
 
-    Parameters
-    ----------
-    x
-        Chunk of full rows.
-    before, after
-        Edges of the chunks above and below.
+    ``before`` and ``after`` are the edges of the chunks above and below.
     """
     if device == "cuda":
         y = array_module(device).empty_like(x)

@@ -75,37 +75,13 @@ def build(
     *,
     max_nbytes: int | None = None,
 ) -> da.Array:
-    """Build one of the computations.
+    """Build one of ``NAMES`` for an array of side n, at least ``LEAST_SIDE``, as a float64 array.
 
-    Parameters
-    ----------
-    name
-        One of ``NAMES``.
-    n
-        Side of the array; at least ``LEAST_SIDE``.
-    device
-        Where it is computed. The stock form needs a GPU on the client as well for ``"cuda"``.
-    form
-        ``"tuned"`` or ``"stock"``.
-    n_slots
-        Worker threads of the cluster, for the tuned form's chunks.
-    seed
-        The tuned form's chunk ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``, block
-        ``(i, j)`` of ``transpose`` from ``spawn_key=(i, j)``.
-    max_nbytes
-        Bound of a chunk of the tuned form in bytes, instead of 2 GB on GPUs and 128 MB on CPUs.
-
-    Returns
-    -------
-    dask.array.Array
-        float64; shape (n // 2 + 1,) for ``"fft"``, else (). The tuned form's result is NumPy, and
-        building it needs no GPU and no CuPy.
-
-    Raises
-    ------
-    WorkloadError
-        An unknown name or form, an array that is too small, a negative seed, a chunk bound in which
-        no row fits, or ``"stock"`` on ``"cuda"`` where the client has no GPU.
+    Its shape is (n // 2 + 1,) for ``"fft"``, else (). The tuned form's result is NumPy, and
+    building it needs no GPU; stock on ``"cuda"`` needs one on the client. ``max_nbytes`` bounds a
+    tuned chunk, instead of 2 GB on GPUs and 128 MB on CPUs. Tuned chunk ``i`` draws from
+    ``SeedSequence(seed, spawn_key=(i,))``, block ``(i, j)`` of ``transpose`` from ``spawn_key=(i,
+    j)``.
     """
     _validate(name, n)
     check_whole("seed", seed)
@@ -144,13 +120,7 @@ def build(
 
 
 def slabs(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
-    """Choose row chunks of full width for all tuned forms but ``transpose``.
-
-    Raises
-    ------
-    WorkloadError
-        No row fits the bound of a chunk.
-    """
+    """Choose row chunks of full width for all tuned forms but ``transpose``."""
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
     if limit < n * ITEM_NBYTES:
         raise WorkloadError(
@@ -161,13 +131,7 @@ def slabs(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -
 
 
 def grid(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
-    """Choose the rows of square chunks for ``transpose``, which are their columns too.
-
-    Raises
-    ------
-    WorkloadError
-        No element fits the bound of a chunk.
-    """
+    """Choose the rows of square chunks for ``transpose``, which are their columns too."""
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
     if limit < ITEM_NBYTES:
         raise WorkloadError(f"a chunk of {limit} B has no room: {ITEM_NBYTES} B are the least")
@@ -178,22 +142,7 @@ def grid(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) ->
 
 
 def check(name: str, result: Any, n: int) -> list[Check]:
-    """Compare a result with what is known of it, within six standard errors.
-
-    Parameters
-    ----------
-    name
-        One of ``NAMES``.
-    result
-        Of ``build``, as NumPy.
-    n
-        Side of the array.
-
-    Raises
-    ------
-    WorkloadError
-        An unknown name, or an array that is too small.
-    """
+    """Compare a result, as NumPy, with what is known of it, within six standard errors."""
     _validate(name, n)
     if name == "fft":
         # A row sums to N(10 n, n), and its other frequencies have exponential power of mean n.
@@ -219,28 +168,10 @@ def check(name: str, result: Any, n: int) -> list[Check]:
 def work(name: str, n: int, n_workers: int = 1) -> dict[str, float]:
     """Return the least that hardware has to do, however the computation is laid out.
 
-    Parameters
-    ----------
-    name
-        One of ``NAMES``.
-    n
-        Side of the array.
-    n_workers
-        Workers that share it; between them nothing moves within one.
-
-    Returns
-    -------
-    dict
-        ``"random"``: normals drawn. ``"memory"``: bytes of the array, written once and read once.
-        For ``"matmul"`` also ``"matrix_float64"``: FLOP of one triangle of the product, and
-        ``"link"``: bytes between workers. One that computes 1/W of the triangle needs n/√W rows at
-        least and holds n/W of them; that counts products of whole rows, which is what a worker
-        computes here.
-
-    Raises
-    ------
-    WorkloadError
-        An unknown name, or an array that is too small.
+    ``"random"``: normals drawn. ``"memory"``: bytes of the array, written once and read once. For
+    ``"matmul"`` also ``"matrix_float64"``: FLOP of one triangle of the product, and ``"link"``:
+    bytes between workers. One that computes 1/W of the triangle needs n/√W rows at least and holds
+    n/W of them; that counts products of whole rows, which is what a worker computes here.
     """
     _validate(name, n)
     least = {"memory": 2.0 * ITEM_NBYTES * n**2, "random": float(n**2)}

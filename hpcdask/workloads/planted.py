@@ -28,40 +28,15 @@ def matrix(
     cupy_meta: bool = False,
     packed: bool = False,
 ) -> tuple[da.Array, Floats]:
-    """Make a uint8 matrix of known singular values, chunk by chunk on the workers.
+    """Make a uint8 matrix of known singular values, chunk by chunk on the workers; return both.
 
-    The matrix is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C.
-    Its singular values are those of diag(√rows) C diag(√columns), with the sizes of the groups
-    of rows and columns, and exactly ``rank`` of them are not zero.
+    The matrix is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C. Its
+    singular values are those of diag(√rows) C diag(√columns), with the sizes of the groups of rows
+    and columns, and exactly ``rank`` of them, 1 to min(m, n, 64), are not zero.
 
-    Parameters
-    ----------
-    shape
-        (m, n).
-    rank
-        Number of non-zero singular values, 1 to ``min(m, n, 64)``.
-    chunks
-        Row and column chunks, in full.
-    device
-        Where the chunks are made.
-    cupy_meta
-        Say in the graph that chunks are CuPy arrays, as ``svd.stock`` needs; takes a GPU on the
-        client.
-    packed
-        Values from 0 to 3, four in a byte, as `hpcdask.workloads.packing.pack` makes them;
-        column chunks are not split.
-
-    Returns
-    -------
-    x : dask.array.Array
-        Shape (m, n), uint8; (m, ceil(n / 4)) if packed.
-    s : numpy.ndarray
-        Shape (rank,), float64, descending.
-
-    Raises
-    ------
-    WorkloadError
-        ``rank`` out of range.
+    ``packed``: values from 0 to 3, four in a byte as `packing.pack` makes them, of undivided
+    columns. ``cupy_meta`` says in the graph that chunks are CuPy arrays, as ``svd.stock`` needs;
+    that takes a GPU on the client.
     """
     if not 1 <= rank <= min(*shape, 64):
         raise WorkloadError(
@@ -128,17 +103,7 @@ def uniform(
     device: Device = "cuda",
     cupy_meta: bool = False,
 ) -> da.Array:
-    """Make a float64 matrix of numbers between 0 and 1, the same on any cluster.
-
-    Parameters
-    ----------
-    shape
-        (m, n).
-    rows
-        Of each chunk; chunks have full width.
-    device, cupy_meta
-        As in `matrix`.
-    """
+    """Make a float64 matrix of numbers between 0 and 1, the same on any cluster, in row chunks."""
     library = client_cupy() if cupy_meta else np
     return cast(
         "da.Array",
@@ -166,24 +131,9 @@ def check(
     u_rows: Floats,
     expected: Floats,
 ) -> list[Check]:
-    """Compare an SVD of the matrix with what is known of it.
+    """Compare an SVD of the matrix with what is known of it, by some rows of the matrix and of u.
 
-    Parameters
-    ----------
-    s, v
-        Singular values, shape (k,), and right singular vectors, shape (k, n).
-    u_gram
-        uᵀu, shape (k, k).
-    rows, u_rows
-        Some rows of the matrix, shape (p, n), and the same rows of u, shape (p, k).
-    expected
-        The k singular values, shape (k,).
-
-    Returns
-    -------
-    list of Check
-        Largest relative error of a singular value, largest deviation of uᵀu and vvᵀ from the
-        identity, and relative residual of the rows.
+    Shapes: s and expected (k,), v (k, n), u_gram = uᵀu (k, k), rows (p, n), u_rows (p, k).
     """
     one = np.eye(s.size)
     exact = rows.astype(np.float64)

@@ -91,11 +91,6 @@ def shape_for(nbytes: int) -> tuple[int, int]:
 
     Rows of more than 32 columns are a multiple of that, as those of the reference are: packed or
     not, each begins where a GPU likes to read.
-
-    Raises
-    ------
-    WorkloadError
-        Less than one column.
     """
     n = math.isqrt(max(nbytes, 0) // ASPECT)
     if n < 1:
@@ -105,13 +100,7 @@ def shape_for(nbytes: int) -> tuple[int, int]:
 
 
 def exact_shape_for(nbytes: int) -> tuple[int, int]:
-    """Return the shape of a float64 matrix of 20 columns within ``nbytes`` bytes.
-
-    Raises
-    ------
-    WorkloadError
-        It would not be tall.
-    """
+    """Return the shape of a tall float64 matrix of 20 columns within ``nbytes`` bytes."""
     m = nbytes // (8 * EXACT_COLUMNS)
     if m < EXACT_COLUMNS:
         raise WorkloadError(
@@ -129,21 +118,7 @@ def chunk_rows(
     itemsize: int = 1,
     max_nbytes: int | None = None,
 ) -> tuple[int, ...]:
-    """Choose row chunks of full width (by default at most 4 GB on GPUs, 128 MB on CPUs).
-
-    Parameters
-    ----------
-    shape
-        Of the matrix.
-    device
-        Where it is computed with.
-    n_slots
-        Worker threads of the cluster.
-    itemsize
-        Bytes of an element.
-    max_nbytes
-        Bound of a chunk, in bytes.
-    """
+    """Choose row chunks of full width (by default at most 4 GB on GPUs, 128 MB on CPUs)."""
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
     return slab_rows(
         shape[0],
@@ -440,19 +415,8 @@ def _item(solution: Any, *, part: int) -> Any:
 def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:
     """Return ``dask.array.linalg.svd_compressed(x, k)``, as in the blog.
 
-    Parameters
-    ----------
-    x
-        Shape (m, n), chunks 20,000 x 5,000 in the blog.
-    k
-        Number of singular triplets.
-    device
-        ``"cuda"`` needs a GPU on the client as well, and returns CuPy arrays.
-
-    Raises
-    ------
-    WorkloadError
-        ``"cuda"`` on a client without GPU or CuPy, or ``k`` out of range.
+    Chunks are 20,000 x 5,000 there. ``"cuda"`` needs a GPU on the client as well, and returns CuPy
+    arrays.
     """
     check_device(device)
     check_dask(x)

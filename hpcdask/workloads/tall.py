@@ -81,20 +81,10 @@ class Solution(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """How chunks become floats.
+    """How the chunks of ``n`` columns on a device become floats.
 
-    Parameters
-    ----------
-    n
-        Columns of the matrix.
-    work
-        Name of the float type in which chunks are multiplied.
-    device
-        What the chunks are on.
-    prepare
-        Applied to each tile of rows.
-    packed
-        Chunks are 2-bit values, four in a byte.
+    They are multiplied in the float type ``work``; ``prepare`` is applied to each tile of rows;
+    ``packed`` chunks are 2-bit values, four in a byte.
     """
 
     n: int
@@ -225,13 +215,7 @@ def _column_sums(y: Any, xp: Any) -> Any:
 def products(
     block: Any, start: Any, basis: Any = None, *, rows: Rows, width: int, seed: int | None
 ) -> tuple[Any, Any, Any, list[Part]]:
-    """Return the sums of one chunk.
-
-    Raises
-    ------
-    WorkloadError
-        NaN or infinite values, a masked array, or another kind of chunk than said.
-    """
+    """Return the sums of one chunk, which holds finite values of the library that was said."""
     block, first = _chunk(block, rows.device), int(only(start)[0])
     matrix, by_qr = _basis(basis, rows, width, seed)
     if by_qr:
@@ -416,10 +400,7 @@ def solve(
 ) -> Solution:
     """Decompose the small matrix B, on the host, and choose the signs.
 
-    Parameters
-    ----------
-    sign_of_left
-        The sums of the left vectors are not negative, instead of those of the right ones.
+    The sums of the left vectors, or else those of the right ones, are not negative.
     """
     z, gram, y_sums, parts = only(sums)
     matrix = _host_basis(basis, rows, width, seed)

@@ -40,18 +40,7 @@ TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 21}
 def find(path: str | os.PathLike[str], component: str | None = None) -> StoredArray:
     """Look at a matrix in a Zarr store, without reading any of it.
 
-    Parameters
-    ----------
-    path
-        Folder of the store.
-    component
-        Array in the store, such as ``"calls/genotype"``; not needed if the store is one array.
-
-    Raises
-    ------
-    WorkloadError
-        No such path, no Zarr store, a group of arrays without ``component``, or no matrix of real
-        numbers; zarr is not installed.
+    ``component`` names the array, such as ``"calls/genotype"``, unless the store is one array.
     """
     return _found(_open(path, component), os.path.abspath(path))
 
@@ -60,11 +49,6 @@ def n_missing_chunks(path: str | os.PathLike[str], component: str | None = None)
     """Count the chunks that are not in a store and so are read as fill values; lists its files.
 
     Where chunks are kept together in shards, shards are counted.
-
-    Raises
-    ------
-    WorkloadError
-        As from `find`.
     """
     array = _open(path, component)
     files = array.shards or array.chunks
@@ -223,18 +207,8 @@ def _chunk(*, stored: StoredArray, device: Device, prefetch: bool, block_info: A
 def read_all(x: da.Array, *, device: Device = "cuda") -> da.Array:
     """Read every chunk and do no more than add up its elements: what loading takes by itself.
 
-    Parameters
-    ----------
-    x
-        From `open_rows`.
-    device
-        What the chunks of ``x`` are on.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (), NumPy: the sum of the elements, in float64, or in int64 or uint64, which wrap.
-        Number of Dask tasks: the chunks plus a tree of ``SPLIT_EVERY`` branches.
+    The sum is NumPy, in float64, or in int64 or uint64, which wrap. One Dask task per chunk and a
+    tree of ``SPLIT_EVERY`` branches.
     """
     total = {"f": "float64", "i": "int64"}.get(x.dtype.kind, "uint64")
     partial = da.map_blocks(

@@ -36,13 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def zarr_module() -> Any:
-    """Return zarr-python.
-
-    Raises
-    ------
-    WorkloadError
-        It is not installed where this runs, or is older than 3.
-    """
+    """Return zarr-python 3 or later; WorkloadError where this runs without."""
     try:
         import zarr
         import zarr.api.asynchronous
@@ -54,25 +48,13 @@ def zarr_module() -> Any:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A matrix in a Zarr store, as the client found it.
+    """A matrix in a Zarr store, as the client found it, in the byte order of the machine.
 
-    Parameters
-    ----------
-    path
-        Folder of the store.
-    component
-        Array in the store, ``""`` for the store itself.
-    shape, dtype
-        Of the matrix, in the byte order of the machine.
-    chunk
-        Rows and columns of what is one file: a chunk, or a shard.
-    fill_value
-        What the elements of a chunk are that the store does not have.
-    plain
-        Files hold the elements as they are in memory: Zarr format 3, no compression, no
-        shards, little-endian.
-    stamp
-        When its metadata were written, in ns: a store that is written anew has other Dask keys.
+    ``component`` is ``""`` for the store itself; ``chunk`` is the rows and columns of what is one
+    file: a chunk, or a shard; elements of a chunk that is not there are ``fill_value``. ``plain``
+    says that files hold the elements as they are in memory: format 3, no compression, no shards,
+    little-endian. ``stamp`` is when its metadata were written, in ns: a store that is written anew
+    has other Dask keys.
     """
 
     path: str
@@ -88,13 +70,7 @@ class StoredArray:
         return os.path.join(self.path, self.component) if self.component else self.path
 
     async def open(self, store: Any, mode: str = "r") -> Any:
-        """Open the array as zarr's ``AsyncArray``, and see that it is still what the client found.
-
-        Raises
-        ------
-        WorkloadError
-            Not there, or not the same.
-        """
+        """Open the array as zarr's ``AsyncArray``, and see that it is still the one that was found."""
         host = socket.gethostname()
         try:
             array = await zarr_module().api.asynchronous.open_array(
@@ -119,25 +95,11 @@ class StoredArray:
 
 
 class StoredRows:
-    """Some rows of a stored matrix, all being read since this was made.
+    """Rows of a stored matrix, from ``start`` to before ``stop``, being read since this was made.
 
     A chunk of `hpcdask.workloads.zarr.open_rows` with ``prefetch=True``. ``rows[a:b]`` waits for
-    those rows only and returns them as an array of the device; ``rows[:]`` is the whole. Pickled,
-    it is a note of where to read again.
-
-    Parameters
-    ----------
-    stored
-        The matrix.
-    start, stop
-        First row, and the one after the last.
-    device
-        ``"cuda"`` for CuPy arrays, ``"cpu"`` for NumPy arrays.
-
-    Raises
-    ------
-    WorkloadError
-        From a slice: the store cannot be seen or has changed, or a chunk cannot be read.
+    those rows only and returns them as an array of the device; ``rows[:]`` is the whole. What
+    cannot be read, a slice raises as WorkloadError. Pickled, it is a note of where to read again.
     """
 
     ndim = 2
@@ -260,15 +222,9 @@ def _checked_store() -> Any:
     class CheckedStore(local_store):  # type: ignore[misc] # zarr's are Any here
         """Refuses what is shorter than it says: c-blosc reads past the end of its chunks.
 
-        Attributes
-        ----------
-        blosc
-            Files are chunks of Blosc.
-        index_nbytes
-            Files are shards, which have this much at least: where their chunks are.
-        index_type
-            Of the numbers that say so, in shards that begin with them. Others are found to be cut
-            off, but for empty ones, which zarr takes for missing.
+        Files are chunks of ``blosc``, or shards, which have ``index_nbytes`` at least: where their
+        chunks are. ``index_type`` is of the numbers that say so, in shards that begin with them.
+        Others are found to be cut off, but for empty ones, which zarr takes for missing.
         """
 
         blosc = False
