@@ -1,41 +1,44 @@
 """``hpcdask bench``: measure the bundled workloads on this machine or on a cluster.
 
-Where no cluster is given or surrounds the program, the command starts itself again as the program
-of the runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and ``srun``.
 One JSON line per measurement goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import click
-import dask
 from click.core import ParameterSource
-from dask.utils import parse_bytes
-from distributed import KilledWorker
 
-from hpcdask.bench import exchange_report, limits, table
+from hpcdask.bench import exchange_report, table
 from hpcdask.bench.array import OPERATIONS, run_array
-from hpcdask.bench.cluster import Cluster, connect, inspect
+from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
-from hpcdask.bench.records import decimal_bytes, describe, say, tell
-from hpcdask.bench.startup import AHEAD, age, run_startup
+from hpcdask.bench.execution import Measurement, check_outputs, execute, reported
+from hpcdask.bench.options import (
+    OutputFile,
+    Size,
+    common_options,
+    form_options,
+    json_option,
+    repeats_option,
+    report_option,
+)
+from hpcdask.bench.records import decimal_bytes, say, tell
+from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import ranks
-from hpcdask.bootstrap.reexec import interpreter
-from hpcdask.errors import ClusterError, HpcdaskError, UsageError
+from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.devices import visible_gpus
-from hpcdask.workloads import Device, Form, WorkloadError
+from hpcdask.workloads import Device, Form
 
 __all__ = ["bench", "main"]
 
@@ -59,197 +62,6 @@ SIZES: dict[Device, dict[str, int]] = {
         "zarr": 100 * 10**6,
     },
 }
-
-
-class Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes with a unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """Parse ``200GB`` and the like."""
-        nbytes = 0
-        if any(map(str.isdigit, str(value))):  # parse_bytes takes "" for 1
-            with contextlib.suppress(ValueError, OverflowError):
-                nbytes = int(parse_bytes(value))
-        if nbytes < 1:
-            forms = "a number of bytes with a unit, such as 200GB, 64GiB or 2TB"
-            self.fail(f"{value!r} is not a size: {forms}", param, ctx)
-        return nbytes
-
-
-class OutputFile(click.ParamType):  # type: ignore[type-arg]
-    """A file of which is known before anything is measured that it can be made."""
-
-    name = "file"
-
-    def __init__(self, suffix: str = "") -> None:
-        self.suffix = suffix
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
-        """Take a name with the right suffix, in a folder where files can be made."""
-        path = Path(value)
-        if self.suffix and path.suffix != self.suffix:
-            self.fail(f"{value!r}: the name has to end in {self.suffix}", param, ctx)
-        if not _can_be_written(path):
-            self.fail(f"{value!r} cannot be written: no such folder, or not yours", param, ctx)
-        return path
-
-
-def _can_be_written(path: Path) -> bool:
-    if os.path.exists(path):  # also /dev/stdout, whose folder is not the user's
-        return os.access(path, os.W_OK) and not path.is_dir()
-    return os.access(path.parent, os.W_OK | os.X_OK)
-
-
-def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all workloads have."""
-    for option in (
-        click.option(
-            "--report",
-            "report_file",
-            type=OutputFile(".html"),
-            metavar="FILE.html",
-            help="Write a page with charts.",
-        ),
-        click.option(
-            "--json",
-            "json_file",
-            type=OutputFile(),
-            metavar="FILE",
-            help="Append the JSON lines to this file.",
-        ),
-        click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
-        click.option(
-            "--device",
-            type=click.Choice(["auto", "cuda", "cpu"]),
-            default="auto",
-            show_default=True,
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-repeats_option = click.option(
-    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Timed runs."
-)
-
-
-def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of workloads that have two forms."""
-    for option in (
-        repeats_option,
-        click.option(
-            "--chunk-size", "chunk_nbytes", type=Size(), help="Largest chunk of the tuned form."
-        ),
-        click.option(
-            "--form",
-            "forms",
-            type=click.Choice(["tuned", "stock", "both"]),
-            default="tuned",
-            show_default=True,
-            callback=lambda _ctx, _option, form: ["tuned", "stock"] if form == "both" else [form],
-            help="stock: as one writes it with dask.array.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-Measurement = Callable[..., dict[str, Any]]
-
-
-def _execute(
-    measurements: Sequence[Measurement],
-    *,
-    scheduler_file: str | None,
-    device: str,
-    json_file: Path | None,
-    report_file: Path | None,
-    finish: Callable[[dict[str, Any]], None] | None = None,
-    leave_out: bool = False,
-) -> None:
-    """Make the measurements on the cluster, and tell of each when it is made."""
-    _check_outputs(json_file, report_file)
-    if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
-        _surround(click.get_current_context().find_root().obj, device)
-    code = 0
-    try:
-        with connect(scheduler_file) as client, _reported(report_file) as lines:
-            cluster = inspect(client, device)
-            rates: dict[str, float] = {}
-            for measurement in measurements:
-                try:
-                    line = measurement(cluster, timeline=report_file is not None)
-                except (UsageError, WorkloadError) as exc:
-                    if not leave_out:
-                        raise
-                    say(f"left out: {exc}")
-                    continue
-                except (KilledWorker, MemoryError) as exc:
-                    text = f"{type(exc).__name__}: {exc}"
-                    if not leave_out:
-                        raise ClusterError(text) from exc
-                    say(f"error: {text}")
-                    code = 1
-                    continue
-                lines.append(line)
-                if "work" in line:
-                    if not rates:  # bad input is known by now
-                        rates = limits.measure(cluster)
-                        known = {"workload": limits.LIMITS, "rates": rates}
-                        lines.insert(0, {**known, **describe(cluster)})
-                    _complete(line, rates)
-                code = max(code, tell(line, json_file))
-                if finish is not None:
-                    finish(line)
-    except WorkloadError as exc:
-        raise UsageError(str(exc)) from exc
-    except OSError as exc:
-        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
-    if code:
-        raise SystemExit(code)
-
-
-@contextlib.contextmanager
-def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
-    """Write the report of the records in this list at the end, also if what fills it fails.
-
-    Or is ended: a queueing system sends SIGTERM some seconds before it kills.
-    """
-    lines: list[dict[str, Any]] = []
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        yield lines
-    except BaseException:
-        if path is not None and lines:
-            try:
-                _write_report(lines, path)
-            except UsageError as exc:  # the exit code is that of the failure
-                say(f"warning: {exc}")
-        raise
-    finally:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
-    if path is not None:
-        _write_report(lines, path)
-
-
-def _write_report(lines: list[dict[str, Any]], path: Path) -> None:
-    from hpcdask.bench import report  # Bokeh takes half a second to import
-
-    report.write(lines, path)
-    say(f"report: {path}")
-
-
-def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
-    """Add the rates of the hardware, and how far from them the workload is."""
-    limit = limits.bound(limits.Work(**line["work"]), rates)
-    line["limit"] = limits.against(limit, line["seconds_median"])
-    line["rates"] = rates
 
 
 class Workloads(click.Group):
@@ -338,7 +150,7 @@ def array_command(
     """Time computations on a square array of normal(10, 1) float64."""
     how: dict[str, Any] = {"operation": operation, "repeats": repeats, "chunk_nbytes": chunk_nbytes}
     name = "array" if operation == "sum" else "operation"
-    _execute([_sized(name, run_array, size, form=form, **how) for form in forms], **options)
+    execute([_sized(name, run_array, size, form=form, **how) for form in forms], **options)
 
 
 def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -> Measurement:
@@ -387,7 +199,7 @@ def svd_command(
         how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes)}
         how |= {"packed": packed, "stream": stream}
         run = partial(run_svd, **how)
-    _execute([partial(run, form=form) for form in forms], **options)
+    execute([partial(run, form=form) for form in forms], **options)
 
 
 def _refuse_beside_exact(*names: str) -> None:
@@ -417,14 +229,14 @@ def zarr_command(
 ) -> None:
     """Time the way from a Zarr store of genotypes to its population structure."""
     where: dict[str, Any] = {"path": path, "component": component}
-    _execute([partial(run_zarr, nbytes=size, repeats=repeats, **where)], **options)
+    execute([partial(run_zarr, nbytes=size, repeats=repeats, **where)], **options)
 
 
 @bench.command("startup")
 @common_options
 def startup_command(**options: Any) -> None:
     """Tell what the time from launch to workers went into."""
-    _execute([run_startup], **options)
+    execute([run_startup], **options)
 
 
 @bench.command("table")
@@ -433,20 +245,20 @@ def startup_command(**options: Any) -> None:
     "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
 )
 @repeats_option
-@click.option("--json", "json_file", type=OutputFile(), metavar="FILE")
-@click.option("--report", "report_file", type=OutputFile(".html"), metavar="FILE.html")
+@json_option
+@report_option
 def table_command(
     size: int | None, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
 ) -> None:
     """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
     if (rank := ranks.detect()) is not None and rank.size > 1:
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
-    _check_outputs(json_file, report_file)
+    check_outputs(json_file, report_file)
     gpus = [gpu.uuid for gpu in visible_gpus()]
     if size is not None and not gpus:
         raise UsageError("--size is that on GPUs, and this machine has none: see --cpu-size")
     try:
-        with _reported(report_file) as lines:
+        with reported(report_file) as lines:
             for row in table.rows(os.sched_getaffinity(0), gpus):
                 nbytes = cpu_size if row.device == "cpu" else size or TABLE_NBYTES
                 for line in table.run_row(row, nbytes, repeats):
@@ -455,11 +267,6 @@ def table_command(
             table.show(lines)
     except OSError as exc:
         raise UsageError(f"{type(exc).__name__}: {exc}") from exc
-
-
-def _check_outputs(json_file: Path | None, report_file: Path | None) -> None:
-    if report_file is not None and json_file is not None and report_file == json_file:
-        raise UsageError(f"--json and --report are both {report_file}: name two files")
 
 
 @bench.command("all")
@@ -484,7 +291,7 @@ def all_command(repeats: int, **options: Any) -> None:
         _sized("zarr", run_zarr, **how),
         _exchange(None, None, repeats=repeats, alone=False),
     ]
-    _execute(measurements, leave_out=True, **options)
+    execute(measurements, leave_out=True, **options)
 
 
 @bench.command("exchange")
@@ -523,7 +330,7 @@ def exchange_command(
             picture.write_text(heat_map(line), encoding="utf-8")
 
     run = _exchange(size, transpose_size, repeats=repeats, alone=alone)
-    _execute([run], finish=draw, **options)
+    execute([run], finish=draw, **options)
 
 
 def _exchange(
@@ -547,15 +354,6 @@ def _tell_exchange(result: dict[str, Any]) -> None:
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
     say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
     say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
-
-
-def _surround(argv: Sequence[str], device: str) -> None:
-    """Become the program of the runner, which makes a cluster of this machine or these ranks."""
-    options = [] if device == "auto" else ["--device", device]
-    command = [*interpreter(), "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
-    sys.stdout.flush()
-    os.environ[AHEAD] = repr(age())
-    os.execv(command[0], command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

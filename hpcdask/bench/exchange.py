@@ -174,11 +174,7 @@ def _transports(client: distributed.Client, members: Members) -> list[list[str |
 
 
 def _sizes(
-    cluster: Cluster,
-    n_workers: int,
-    nbytes: int | None,
-    square_nbytes: int | None,
-    repeats: int,
+    cluster: Cluster, n_workers: int, nbytes: int | None, square_nbytes: int | None, repeats: int
 ) -> tuple[int, int]:
     item = workload.ITEM_NBYTES
     most = int(BLOCKS_FRACTION * cluster.memory_nbytes / n_workers / (repeats + 2))

@@ -272,11 +272,7 @@ def _ring(cluster: Cluster, members: Members) -> float:
     n, run = len(members), uuid.uuid4().hex
     chains = [
         exchange_workload.chain(
-            pairs.buffers[i],
-            (i, (i + 1) % n),
-            members.addresses,
-            [n_items] * (1 + REPEATS),
-            run,
+            pairs.buffers[i], (i, (i + 1) % n), members.addresses, [n_items] * (1 + REPEATS), run
         )
         for i in range(n)
     ]

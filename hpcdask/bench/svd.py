@@ -1,14 +1,9 @@
-"""Measure singular value decompositions, and check them.
-
-What is timed is what a user waits for: from the call that computes a graph, already built, to the
-result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of
-its own with other random numbers, so that nothing is remembered from the one before.
-"""
+"""Measure singular value decompositions, and check them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import dask.array as da
 import distributed
@@ -16,8 +11,9 @@ import numpy as np
 
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
-from hpcdask.bench.records import Case, announce, decimal_bytes, record
-from hpcdask.bench.timing import hold, measure
+from hpcdask.bench.records import Case, decimal_bytes
+from hpcdask.bench.timing import Timed
+from hpcdask.bench.workload import Workload, run
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
@@ -65,13 +61,7 @@ def run_svd(
     device, shape = cluster.device, svd_workload.shape_for(nbytes)
     if not stream:
         _check_room(math.prod(shape), 4 if packed else 1, cluster, "--stream")
-    if form == "tuned":
-        rows = svd_workload.chunk_rows(
-            shape, device=device, n_slots=cluster.n_slots, max_nbytes=chunk_nbytes
-        )
-        chunks: tuple[tuple[int, ...], tuple[int, ...]] = (rows, (shape[1],))
-    else:
-        chunks = da.core.normalize_chunks(svd_workload.STOCK_CHUNKS, shape)
+    chunks = _chunks(shape, form, cluster, chunk_nbytes)
     largest = max(chunks[0]), max(chunks[1])
     traits = {"2 bits": packed, "streamed": stream, "two passes": passes == 2 and form == "tuned"}
     variant = " ".join(name for name, it_is in traits.items() if it_is)
@@ -85,33 +75,39 @@ def run_svd(
         packed=packed,
     )
 
-    def decompose(index: int) -> tuple[Any, Any, Any]:
+    def decompose(x: Any, index: int) -> tuple[Any, Any, Any]:
         if form == "tuned":
-            columns = shape[1] if packed else None
-            return svd_workload.svd_rows(
-                x, k, seed=index, passes=passes, packed_columns=columns, device=device
-            )
+            how: Any = {"packed_columns": shape[1] if packed else None, "device": device}
+            return svd_workload.svd_rows(x, k, seed=index, passes=passes, **how)
         return svd_workload.stock(x, k, device=device)
 
-    decompose(0)
-    announce(case, cluster)
-    if not stream:
-        x = hold(cluster.client, x)
-    timed = measure(
-        cluster.client, lambda i: decompose(i)[1:], repeats, n_warmup=1, timeline=timeline
-    )
-    s, v = (to_host(result) for result in timed.results)
-    checks = _check_svd(cluster.client, x, shape[1], decompose(repeats + 1), (s, v), expected)
-    return record(
+    def finish(x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
+        s, v = (to_host(result) for result in timed.results)
+        triplets = decompose(x, repeats + 1)
+        checks = _check_svd(cluster.client, x, shape[1], triplets, (s, v), expected)
+        return {"k": k, "singular_values": s.tolist()}, checks
+
+    workload = Workload(
         case,
-        cluster,
-        timed,
-        {"k": k, "singular_values": s.tolist()},
-        checks,
+        lambda x, index: decompose(x, index)[1:],
+        finish,
+        input=x,
+        held=not stream,
         # A is read once, and multiplied by k columns from the right and from the left
         work=Work(memory=float(x.nbytes), matrix_float64=4.0 * math.prod(shape) * k),
         published=PUBLISHED,
     )
+    return run(workload, cluster, repeats, timeline)
+
+
+def _chunks(
+    shape: tuple[int, int], form: Form, cluster: Cluster, max_nbytes: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if form == "stock":
+        stock = da.core.normalize_chunks(svd_workload.STOCK_CHUNKS, shape)
+        return cast("tuple[tuple[int, ...], tuple[int, ...]]", stock)
+    how: dict[str, Any] = {"device": cluster.device, "n_slots": cluster.n_slots}
+    return svd_workload.chunk_rows(shape, max_nbytes=max_nbytes, **how), (shape[1],)
 
 
 def _check_room(nbytes: int, per_byte: int, cluster: Cluster, instead: str = "") -> None:
@@ -175,27 +171,19 @@ def run_svd_exact(
     case = Case("svd", form, shape, "float64", len(rows), (max(rows), shape[1]), "exact")
     x = planted.uniform(shape, rows=rows, device=device, cupy_meta=on_gpu)
 
-    def decompose(_: int) -> tuple[Any, Any, Any]:
+    def decompose(x: Any) -> tuple[Any, Any, Any]:
         if form == "tuned":
             return svd_workload.svd_exact(x, device=device)
         return tuple(da.linalg.svd(x))
 
-    decompose(0)
-    announce(case, cluster)
-    x = hold(cluster.client, x)
-    timed = measure(
-        cluster.client, lambda i: decompose(i)[1:], repeats, n_warmup=1, timeline=timeline
-    )
-    s, v = (to_host(result) for result in timed.results)
-    checks = _check_exact(cluster.client, x, decompose(0)[0], s, v)
-    return record(
-        case,
-        cluster,
-        timed,
-        {"singular_values": s.tolist()},
-        checks,
-        work=Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2),
-    )
+    def finish(x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
+        s, v = (to_host(result) for result in timed.results)
+        checks = _check_exact(cluster.client, x, decompose(x)[0], s, v)
+        return {"singular_values": s.tolist()}, checks
+
+    work = Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2)
+    workload = Workload(case, lambda x, _: decompose(x)[1:], finish, input=x, held=True, work=work)
+    return run(workload, cluster, repeats, timeline)
 
 
 def _check_exact(client: distributed.Client, x: Any, u: Any, s: Any, v: Any) -> list[Check]:

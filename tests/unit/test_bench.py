@@ -20,8 +20,9 @@ from distributed import Client, KilledWorker, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, exchange, limits, startup, table, timing, zarr
+from hpcdask.bench import command, exchange, execution, limits, startup, table, timing, zarr
 from hpcdask.bench.array import run_array
+from hpcdask.bench.options import OutputFile
 from hpcdask.bench.records import Case, record
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.reexec import interpreter
@@ -209,7 +210,7 @@ def no_cluster(monkeypatch):
     def start(*_):
         raise AssertionError("a cluster was asked for")
 
-    monkeypatch.setattr(command, "connect", start)
+    monkeypatch.setattr(execution, "connect", start)
     monkeypatch.setattr(os, "execv", start)
 
 
@@ -557,8 +558,8 @@ def test_json_that_cannot_be_written_is_refused_at_once(
 
 
 def test_json_may_go_to_what_is_no_file(tmp_path):
-    assert command.OutputFile().convert(os.devnull, None, None) == Path(os.devnull)
-    assert command.OutputFile().convert(str(tmp_path / "new"), None, None) == tmp_path / "new"
+    assert OutputFile().convert(os.devnull, None, None) == Path(os.devnull)
+    assert OutputFile().convert(str(tmp_path / "new"), None, None) == tmp_path / "new"
 
 
 @pytest.mark.parametrize(
@@ -601,12 +602,14 @@ def test_report_of_the_rows_before_one_that_fails(capsys, monkeypatch, tmp_path)
 
 def test_report_of_what_was_measured_before_sigterm(monkeypatch, tmp_path):
     written = []
-    monkeypatch.setattr(command, "_write_report", lambda lines, path: written.append((lines, path)))
+    monkeypatch.setattr(
+        execution, "_write_report", lambda lines, path: written.append((lines, path))
+    )
     before = signal.getsignal(signal.SIGTERM)
     page = tmp_path / "report.html"
 
     def measure():
-        with command._reported(page) as lines:
+        with execution.reported(page) as lines:
             lines.append({"workload": "array"})
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(600)
@@ -622,7 +625,7 @@ def test_a_report_that_fails_too_leaves_the_exit_code(capsys, tmp_path):
     page = tmp_path / "report.html"
 
     def fill():
-        with command._reported(page) as lines:
+        with execution.reported(page) as lines:
             lines.append({"workload": "array"})
             page.mkdir()
             raise ClusterError("a worker is gone")

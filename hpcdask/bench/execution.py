@@ -1,0 +1,138 @@
+"""Make measurements on a cluster, tell of each when it is made, and write the report.
+
+Where no cluster is given or surrounds the program, it starts itself again as the program of the
+runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and ``srun``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+from distributed import KilledWorker
+
+from hpcdask.bench import limits
+from hpcdask.bench.cluster import connect, inspect
+from hpcdask.bench.records import describe, say, tell
+from hpcdask.bench.startup import AHEAD, age
+from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.errors import ClusterError, UsageError
+from hpcdask.workloads import WorkloadError
+
+__all__ = ["Measurement", "check_outputs", "execute", "reported"]
+
+Measurement = Callable[..., dict[str, Any]]
+
+
+def execute(
+    measurements: Sequence[Measurement],
+    *,
+    scheduler_file: str | None,
+    device: str,
+    json_file: Path | None,
+    report_file: Path | None,
+    finish: Callable[[dict[str, Any]], None] | None = None,
+    leave_out: bool = False,
+) -> None:
+    """Make the measurements on the cluster, and tell of each when it is made."""
+    check_outputs(json_file, report_file)
+    if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
+        _surround(click.get_current_context().find_root().obj, device)
+    code = 0
+    try:
+        with connect(scheduler_file) as client, reported(report_file) as lines:
+            cluster = inspect(client, device)
+            rates: dict[str, float] = {}
+            for measurement in measurements:
+                try:
+                    line = measurement(cluster, timeline=report_file is not None)
+                except (UsageError, WorkloadError) as exc:
+                    if not leave_out:
+                        raise
+                    say(f"left out: {exc}")
+                    continue
+                except (KilledWorker, MemoryError) as exc:
+                    text = f"{type(exc).__name__}: {exc}"
+                    if not leave_out:
+                        raise ClusterError(text) from exc
+                    say(f"error: {text}")
+                    code = 1
+                    continue
+                lines.append(line)
+                if "work" in line:
+                    if not rates:  # bad input is known by now
+                        rates = limits.measure(cluster)
+                        known = {"workload": limits.LIMITS, "rates": rates}
+                        lines.insert(0, {**known, **describe(cluster)})
+                    _complete(line, rates)
+                code = max(code, tell(line, json_file))
+                if finish is not None:
+                    finish(line)
+    except WorkloadError as exc:
+        raise UsageError(str(exc)) from exc
+    except OSError as exc:
+        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
+    if code:
+        raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
+    """Write the report of the records in this list at the end, also if what fills it fails.
+
+    Or is ended: a queueing system sends SIGTERM some seconds before it kills.
+    """
+    lines: list[dict[str, Any]] = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        yield lines
+    except BaseException:
+        if path is not None and lines:
+            try:
+                _write_report(lines, path)
+            except UsageError as exc:  # the exit code is that of the failure
+                say(f"warning: {exc}")
+        raise
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, before)
+    if path is not None:
+        _write_report(lines, path)
+
+
+def _write_report(lines: list[dict[str, Any]], path: Path) -> None:
+    from hpcdask.bench import report  # Bokeh takes half a second to import
+
+    report.write(lines, path)
+    say(f"report: {path}")
+
+
+def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
+    """Add the rates of the hardware, and how far from them the workload is."""
+    limit = limits.bound(limits.Work(**line["work"]), rates)
+    line["limit"] = limits.against(limit, line["seconds_median"])
+    line["rates"] = rates
+
+
+def check_outputs(json_file: Path | None, report_file: Path | None) -> None:
+    """Refuse one file for both."""
+    if report_file is not None and json_file is not None and report_file == json_file:
+        raise UsageError(f"--json and --report are both {report_file}: name two files")
+
+
+def _surround(argv: Sequence[str], device: str) -> None:
+    """Become the program of the runner, which makes a cluster of this machine or these ranks."""
+    options = [] if device == "auto" else ["--device", device]
+    command = [*interpreter(), "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
+    sys.stdout.flush()
+    os.environ[AHEAD] = repr(age())
+    os.execv(command[0], command)
