@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hpcdask.process import process_start
@@ -55,97 +55,111 @@ class Rank:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
-    """Read this process's rank from the launcher's variables.
+    """Read this process's rank from the launcher's variables, by default those of this process.
 
-    Parameters
-    ----------
-    environ
-        The environment, by default this process's.
-
-    Returns
-    -------
-    Rank or None
-        None where a launcher started this process but says too little:
-        then MPI must be asked.
+    None where a launcher started this process but says too little: then MPI must be asked.
     """
     environ = {**os.environ, **_given} if environ is None else environ
-
-    def number(*names: str) -> int | None:
-        for name in names:
-            if re.fullmatch(r"\d+", environ.get(name, "")):
-                return int(environ[name])
-        return None
-
-    def rank(launcher: str, launch: str, *numbers: int | None) -> Rank | None:
-        if any(value is None for value in numbers):
-            return None
-        index, size, local_index, local_size = (value or 0 for value in numbers)
-        launch_id = "-".join(filter(None, (launcher, launch, job_id(environ))))
-        return Rank(index, size, local_index, local_size, host, launcher, launch_id)
-
     if GIVEN in environ:
         return Rank(**json.loads(environ[GIVEN]))
-    host = socket.gethostname()
-    one = _launcher_id()
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return rank(
-            "openmpi",
-            environ.get("PMIX_NAMESPACE", one),
-            number("OMPI_COMM_WORLD_RANK"),
-            number("OMPI_COMM_WORLD_SIZE"),
-            number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
-    if "MV2_COMM_WORLD_RANK" in environ:
-        return rank(
-            "mvapich",
-            one,
-            number("MV2_COMM_WORLD_RANK"),
-            number("MV2_COMM_WORLD_SIZE"),
-            number("MV2_COMM_WORLD_LOCAL_RANK"),
-            number("MV2_COMM_WORLD_LOCAL_SIZE"),
-        )
-    if "PALS_RANKID" in environ:
-        return rank(
-            "pals",
-            environ.get("PALS_APID", one),
-            number("PALS_RANKID"),
-            number("PMI_SIZE", "PALS_SIZE"),
-            number("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-            number("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-        )
-    alone = Rank(0, 1, 0, 1, host, "none", f"none-{one}")
-    if (
-        "SLURM_PTY_PORT" in environ
-        and environ.get("SLURM_STEP_NUM_TASKS") == "1"
-        and "MPI_LOCALRANKID" not in environ
-    ):
-        return alone  # a shell from `srun --pty`: the user is the launcher
-    if (
-        "SLURM_STEP_ID" in environ
-        and "SLURM_STEP_NUM_TASKS" in environ
-        and ("PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ)
-    ):
-        return rank(
-            "srun",
-            f"step{environ['SLURM_STEP_ID']}",
-            number("SLURM_PROCID"),
-            number("SLURM_STEP_NUM_TASKS"),
-            number("SLURM_LOCALID"),
-            _slurm_local_size(environ),
-        )
-    if "PMI_RANK" in environ:
-        return rank(
-            "hydra",
-            one,
-            number("PMI_RANK"),
-            number("PMI_SIZE"),
-            number("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-            number("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        )
-    if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
+    found = ((name, numbers) for name, read in LAUNCHERS.items() if (numbers := read(environ)))
+    launcher, numbers = next(found)
+    *places, launch = numbers
+    if any(place is None for place in places):
         return None
-    return alone
+    launcher, job = ("none", "") if numbers is ALONE else (launcher, job_id(environ))
+    launch_id = "-".join(filter(None, (launcher, launch or _launcher_id(), job)))
+    index, size, local_index, local_size = (place or 0 for place in places)
+    return Rank(index, size, local_index, local_size, socket.gethostname(), launcher, launch_id)
+
+
+#: Index and size of a rank, the same on its node, and the launcher's own id of the launch if it has
+#: one; None for a number that is not said.
+Numbers = tuple[int | None, int | None, int | None, int | None, str | None]
+ALONE: Numbers = (0, 1, 0, 1, None)
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    found = (environ[name] for name in names if re.fullmatch(r"\d+", environ.get(name, "")))
+    return next(map(int, found), None)
+
+
+def _openmpi(environ: Mapping[str, str]) -> Numbers | None:
+    return _world(environ, "OMPI_COMM_WORLD", environ.get("PMIX_NAMESPACE"))
+
+
+def _mvapich(environ: Mapping[str, str]) -> Numbers | None:
+    return _world(environ, "MV2_COMM_WORLD")
+
+
+def _world(environ: Mapping[str, str], prefix: str, launch: str | None = None) -> Numbers | None:
+    if f"{prefix}_RANK" not in environ:
+        return None
+    parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    index, size, local_index, local_size = (_number(environ, f"{prefix}_{part}") for part in parts)
+    return index, size, local_index, local_size, launch
+
+
+def _pals(environ: Mapping[str, str]) -> Numbers | None:
+    if "PALS_RANKID" not in environ:
+        return None
+    return (
+        _number(environ, "PALS_RANKID"),
+        _number(environ, "PMI_SIZE", "PALS_SIZE"),
+        _number(environ, "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        _number(environ, "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        environ.get("PALS_APID"),
+    )
+
+
+def _shell(environ: Mapping[str, str]) -> Numbers | None:
+    """A shell from ``srun --pty``: the user is the launcher."""
+    one = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    return ALONE if one and "MPI_LOCALRANKID" not in environ else None
+
+
+def _srun(environ: Mapping[str, str]) -> Numbers | None:
+    if not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+        return None
+    if {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys():
+        return None  # of Hydra's mpirun, which starts its daemons by srun
+    return (
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_STEP_NUM_TASKS"),
+        _number(environ, "SLURM_LOCALID"),
+        _slurm_local_size(environ),
+        f"step{environ['SLURM_STEP_ID']}",
+    )
+
+
+def _hydra(environ: Mapping[str, str]) -> Numbers | None:
+    if "PMI_RANK" not in environ:
+        return None
+    return (
+        _number(environ, "PMI_RANK"),
+        _number(environ, "PMI_SIZE"),
+        _number(environ, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        _number(environ, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        None,
+    )
+
+
+def _no_launcher(environ: Mapping[str, str]) -> Numbers:
+    if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
+        return None, None, None, None, None  # of one that says no more
+    return ALONE
+
+
+#: In the order in which they are looked for: a launcher may start its ranks by another one.
+LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Numbers | None]] = {
+    "openmpi": _openmpi,
+    "mvapich": _mvapich,
+    "pals": _pals,
+    "shell": _shell,
+    "srun": _srun,
+    "hydra": _hydra,
+    "none": _no_launcher,
+}
 
 
 def from_mpi(comm: object) -> Rank:
