@@ -31,11 +31,7 @@ PROGRESS_TURNS = 64
 
 
 class _Key(ctypes.Structure):
-    _fields_ = (
-        ("pid", ctypes.c_int),
-        ("namespace", ctypes.c_ulong),
-        ("device", ctypes.c_int),
-    )
+    _fields_ = (("pid", ctypes.c_int), ("namespace", ctypes.c_ulong), ("device", ctypes.c_int))
 
 
 class _Table(ctypes.Structure):

@@ -126,7 +126,5 @@ def device_host_disk(
     from dask_cuda.device_host_file import DeviceHostFile
 
     return DeviceHostFile(
-        worker_local_directory,
-        device_memory_limit=device_memory_limit,
-        memory_limit=memory_limit,
+        worker_local_directory, device_memory_limit=device_memory_limit, memory_limit=memory_limit
     )

@@ -163,7 +163,7 @@ async def _explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
 
 
 def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
-    """Free what failed Dask tasks left on the device, and spill the bytes that the last one asked."""
+    """Free what failed Dask tasks left on the device, and spill what the last one asked."""
     # Frames of the traceback hold the arrays, and a thread may hold the error for a moment yet
     for one in gc.get_objects():
         if issubclass(type(one), BaseException) and device_out_of_memory(one):

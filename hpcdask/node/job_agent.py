@@ -54,11 +54,7 @@ ANSWER_DEADLINE_S = 5.0
 FOREVER_S = 1e8
 #: Why a worker closes, in distributed's words: with the scheduler, and when nobody asked it to.
 SCHEDULER_CLOSED = "scheduler-close"
-ABNORMAL = (
-    None,
-    "worker-handle-scheduler-connection-broken",
-    "worker-heartbeat-error",
-)
+ABNORMAL = (None, "worker-handle-scheduler-connection-broken", "worker-heartbeat-error")
 
 
 class _Signalled(Exception):

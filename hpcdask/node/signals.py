@@ -28,9 +28,7 @@ class Signals:
     """
 
     def __init__(
-        self,
-        leave: Callable[[int], NoReturn],
-        pass_on: Callable[[int], None] = lambda number: None,
+        self, leave: Callable[[int], NoReturn], pass_on: Callable[[int], None] = lambda number: None
     ) -> None:
         self._leave, self._pass_on = leave, pass_on
         self._without_launcher: Callable[[], None]

@@ -66,11 +66,7 @@ def chunk_rows(
 
 
 def tuned(
-    rows: tuple[int, ...],
-    n_columns: int,
-    *,
-    device: Device = "cuda",
-    seed: int = 0,
+    rows: tuple[int, ...], n_columns: int, *, device: Device = "cuda", seed: int = 0
 ) -> da.Array:
     """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, one Dask task per chunk and a tree.
 
@@ -102,12 +98,7 @@ def tuned(
 
 
 def _chunk_total(
-    *,
-    rows: tuple[int, ...],
-    n_columns: int,
-    device: Device,
-    seed: int,
-    block_id: tuple[int, int],
+    *, rows: tuple[int, ...], n_columns: int, device: Device, seed: int, block_id: tuple[int, int]
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     seeds = np.random.SeedSequence(seed, spawn_key=(block_id[0],))
     shape = rows[block_id[0]], n_columns

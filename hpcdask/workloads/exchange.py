@@ -113,11 +113,7 @@ def is_right(block: Any, first: int, n_items: int) -> bool:
 
 
 def chain(
-    buffer: Delayed,
-    pair: tuple[int, int],
-    addresses: Sequence[str],
-    sizes: Sequence[int],
-    run: str,
+    buffer: Delayed, pair: tuple[int, int], addresses: Sequence[str], sizes: Sequence[int], run: str
 ) -> list[Delayed]:
     """Build transfers from one worker to another, each of which begins when the last is over.
 

@@ -28,13 +28,7 @@ from hpcdask.workloads.svd import svd_rows
 from hpcdask.workloads.zarr import SPLIT_EVERY, find, n_missing_chunks, open_rows
 from hpcdask.workloads.zarr_reading import StoredArray
 
-__all__ = [
-    "MISSING",
-    "Structure",
-    "count_variants",
-    "normalise",
-    "population_structure",
-]
+__all__ = ["MISSING", "Structure", "count_variants", "normalise", "population_structure"]
 
 MISSING = 3
 MAX_MISSING = 0.1
@@ -45,17 +39,10 @@ TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 20}
 class Structure(NamedTuple):
     """Population structure, from `population_structure`.
 
-    Parameters
-    ----------
-    s
-        Singular values, shape (k,), float64. The variance along axis i is ``s[i] ** 2`` over the
-        number of variants kept.
-    v
-        Coordinates of the samples on k axes of unit length, shape (k, samples), float64.
-    variants
-        Shape (3,), int64: the variants kept, those dropped because too many samples miss them, and
-        of the others those dropped as too rare. Reading is shared if it is computed along with the
-        others.
+    ``s`` are k singular values, float64: the variance along axis i is ``s[i] ** 2`` over the number
+    of variants kept. ``v`` are coordinates of the samples on k axes of unit length, (k, samples).
+    ``variants``, int64: those kept, those dropped because too many samples miss them, and of the
+    others those dropped as too rare; reading is shared if it is computed along with the others.
     """
 
     s: da.Array

@@ -24,13 +24,7 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import (
-    WorkloadError,
-    array_module,
-    check_dask,
-    check_unmasked,
-    packing_cpu,
-)
+from hpcdask.workloads import WorkloadError, array_module, check_dask, check_unmasked, packing_cpu
 from hpcdask.workloads.packing_cpu import PER_BYTE, n_bytes, padded, validate_values
 
 __all__ = ["multiply", "multiply_transposed", "pack", "pack_array", "unpack", "unpack_array"]

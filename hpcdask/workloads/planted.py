@@ -75,12 +75,7 @@ def _group_bounds(size: int, rank: int) -> NDArray[np.int64]:
 
 
 def _block(
-    *,
-    shape: tuple[int, int],
-    rank: int,
-    device: Device,
-    packed: bool,
-    block_info: Any,
+    *, shape: tuple[int, int], rank: int, device: Device, packed: bool, block_info: Any
 ) -> Any:
     xp = array_module(device)
     (top, bottom), (start, stop) = block_info[None]["array-location"]
@@ -124,12 +119,7 @@ def _uniform_block(*, device: Device, block_info: Any) -> Any:
 
 
 def check(
-    s: Floats,
-    v: Floats,
-    u_gram: Floats,
-    rows: Floats,
-    u_rows: Floats,
-    expected: Floats,
+    s: Floats, v: Floats, u_gram: Floats, rows: Floats, u_rows: Floats, expected: Floats
 ) -> list[Check]:
     """Compare an SVD of the matrix with what is known of it, by some rows of the matrix and of u.
 

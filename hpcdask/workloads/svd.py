@@ -31,13 +31,10 @@ Z is also what a power iteration needs next: Ω ← orth(Z), one more pass for e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import List, TaskRef
-from dask.core import flatten
 from numpy.typing import DTypeLike
 
 from hpcdask.workloads import (
@@ -51,19 +48,8 @@ from hpcdask.workloads import (
     run_bench,
     slab_rows,
 )
-from hpcdask.workloads.graphs import Graph
-from hpcdask.workloads.tall import (
-    Prepare,
-    Rows,
-    combine,
-    end,
-    left,
-    only,
-    orthonormal,
-    precondition,
-    products,
-    solve,
-)
+from hpcdask.workloads.svd_graph import decompose
+from hpcdask.workloads.tall import Prepare, Rows
 
 __all__ = ["chunk_rows", "exact_shape_for", "shape_for", "stock", "svd_exact", "svd_rows"]
 
@@ -72,18 +58,8 @@ ALIGNED_COLUMNS = 32
 EXACT_COLUMNS = 20
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-# Partial sums are (n + l) x l float64, 3.2 MB at the reference size. So many are added in one Dask
-# task if they are small, or smaller than a chunk; else two, so that few have to be kept.
-SPLIT_EVERY = 8
-SMALL_NBYTES = 1 << 24
 #: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
-# Blocks are tuples, of which dask needs to know no more than that they are not CuPy arrays
-FREE_FORM: dict[str, Any] = {
-    "align_arrays": False,
-    "dtype": np.float64,
-    "meta": np.empty((0, 0)),
-}
 
 
 def shape_for(nbytes: int) -> tuple[int, int]:
@@ -147,79 +123,65 @@ def svd_rows(
     Parameters
     ----------
     x
-        Shape (m, n), real, chunks ``(rows, n)`` of CuPy arrays (``device="cuda"``) or NumPy
-        arrays. Each pass reads it once: persist it unless it is cheap to make again. Tall is
-        fast; wide works.
-    k
-        Number of singular triplets, at most ``min(m, n)``.
-    oversample
-        Additional columns of the range finder. The slower the singular values decrease, the more
-        come out too low, and a larger number helps. Where ``k + oversample`` is more than half of
-        the columns of a tall ``x``, all of them are used.
+        Shape (m, n), real, chunks ``(rows, n)`` of CuPy (``device="cuda"``) or NumPy arrays. Each
+        pass reads it once: persist it unless it is cheap to make again. Tall is fast; wide works.
+    k, oversample
+        Number of singular triplets, at most ``min(m, n)``, and additional columns of the range
+        finder, for values that decrease slowly. Beyond half of the columns, all are used.
     n_power_iter
-        Additional passes, for values that decrease slowly, such as 1/i. Where they hardly decrease,
-        as those of random numbers, all stay some percent too low: take `svd_exact`.
+        Additional passes, for values such as 1/i. Where they hardly decrease, as those of random
+        numbers, all stay some percent too low: take `svd_exact`.
     passes
-        1 reads ``x`` once for ``s`` and ``v``, which may be a stream that would not fit in memory,
-        and resolves singular values down to 1e-6 σ₁; 2 resolves them down to eps σ₁. That is how
-        small they may be: how exact they are, `oversample` and `n_power_iter` decide.
+        1 reads ``x`` once for ``s`` and ``v``, so it may be a stream that would not fit in memory,
+        and resolves values down to 1e-6 σ₁; 2 resolves them down to eps σ₁.
     prepare
         Turns a tile of rows of ``x`` into floats of the same shape, row by row, whenever it is
-        read: for scaling that would not fit in memory. It has to be picklable, gets NumPy or CuPy
-        arrays as ``device`` says, and must not write into them.
+        read. It has to be picklable, and must not write into the tile.
     packed_columns
-        ``x`` holds this many columns of 2-bit values as `hpcdask.workloads.packing.pack` makes
-        them: shape (m, ceil(n / 4)), uint8.
+        ``x`` is uint8, (m, ceil(n / 4)): so many columns of `hpcdask.workloads.packing.pack`.
     dtype
-        float64 or float32, in which chunks are multiplied; sums over tiles and chunks are always
-        float64. float64 is no slower on GPUs made for HPC. float32 resolves only σₖ > 0.02 σ₁, and
-        less with more than 60 columns of the range finder.
-    seed
-        Of the range finder.
-    device
-        What the chunks of ``x`` are on.
+        In which chunks are multiplied; sums are float64. float32 resolves only σₖ > 0.02 σ₁, less
+        with more than 60 columns of the range finder, and is no faster on GPUs made for HPC.
+    seed, device
+        Of the range finder; what the chunks of ``x`` are on.
 
     Returns
     -------
     u, s, v : dask.array.Array
-        Shapes (m, k), (k,), (k, n), float64, NumPy, as from ``numpy.linalg.svd``: ``u * s @ v``
-        is the best approximation found. No row of ``v`` has a negative sum, as from
-        ``dask.array.linalg``. With one pass, they are zero past the rank of ``x`` as far as it is
-        resolved. For ``s`` and ``v`` there is one Dask task per chunk and pass, and one more for
-        ``u``, which reads ``x`` another time.
+        Shapes (m, k), (k,), (k, n), float64, NumPy. No row of ``v`` has a negative sum. With one
+        pass, they are zero past the resolved rank. One Dask task per chunk and pass; ``u`` reads
+        ``x`` another time.
 
     Raises
     ------
     WorkloadError
-        Not a matrix, not real, unknown chunk sizes, columns that are split, ``k`` out of range, or
-        a number that is not whole; before anything is computed. NaN or infinite values, masked
-        arrays, or values whose products overflow or underflow; in the first pass.
+        Wrong arguments, before anything is computed; NaN, infinity, masks or overflow, later.
     """
-    work = np.dtype(dtype)
     check_device(device)
     n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
-    m = x.shape[0]
-    whole: dict[str, Any] = {
-        "k": k,
-        "oversample": oversample,
-        "n_power_iter": n_power_iter,
-        "seed": seed,
-    }
-    for name, value in whole.items():
+    m, work = x.shape[0], np.dtype(dtype)
+    _check_numbers((m, n), (k, oversample, n_power_iter, seed), passes, work)
+    rows = Rows(n, work.name, device, prepare, packed_columns is not None)
+    width = _width(k + oversample, m, n)
+    drawn = seed if width < n else None  # all columns need no random directions
+    return decompose(x, rows, k, width, drawn, n_power_iter=n_power_iter, passes=passes)
+
+
+def _check_numbers(
+    shape: tuple[int, int], whole: tuple[int, ...], passes: int, work: np.dtype[Any]
+) -> None:
+    for name, value in zip(("k", "oversample", "n_power_iter", "seed"), whole, strict=True):
         check_whole(name, value)
-    if not 1 <= k <= min(m, n):
+    k, side = whole[0], min(shape)
+    if not 1 <= k <= side:
         raise WorkloadError(
-            f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
-            f"so k is 1 to {min(m, n)}"
+            f"k={k} is out of range: a {shape[0]} x {shape[1]} matrix has {side} singular values, "
+            f"so k is 1 to {side}"
         )
     if passes not in (1, 2):
         raise WorkloadError(f"passes={passes} is not accepted: 1 or 2")
     if work not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
-    rows = Rows(n, work.name, device, prepare, packed_columns is not None)
-    width = _width(k + oversample, m, n)
-    drawn = seed if width < n else None  # all columns need no random directions
-    return _decompose(x, rows, k, width, drawn, n_power_iter=n_power_iter, passes=passes)
 
 
 def _width(wanted: int, m: int, n: int) -> int:
@@ -270,7 +232,7 @@ def _exact(
 ) -> tuple[da.Array, da.Array, da.Array]:
     n = x.shape[1]
     rows = Rows(n, "float64", device)
-    return _decompose(x, rows, n, n, None, passes=2, sign_of_left=sign_of_left)
+    return decompose(x, rows, n, n, None, passes=2, sign_of_left=sign_of_left)
 
 
 def _check_matrix(x: da.Array, axis: int = 1) -> int:
@@ -300,116 +262,6 @@ def _check_packed(x: da.Array, n: int) -> int:
             f"{n} packed columns are {-(-n // 4)} columns of uint8; x is {x.shape[1]} of {x.dtype}"
         )
     return n
-
-
-def _decompose(
-    x: da.Array,
-    rows: Rows,
-    k: int,
-    width: int,
-    seed: int | None,
-    *,
-    n_power_iter: int = 0,
-    passes: int = 1,
-    sign_of_left: bool = False,
-) -> tuple[da.Array, da.Array, da.Array]:
-    how = {"rows": rows, "width": width, "seed": seed}
-    basis: tuple[da.Array, ...] = ()
-    branches = _branches(x, rows.n, width)
-    sums = _sums(x, basis, how, "0")
-    for number in range(n_power_iter + passes - 1):
-        if number < n_power_iter:
-            basis = (_ended(orthonormal, sums, (), 2, branches, rows=rows, m=x.shape[0]),)
-        else:
-            basis = (_ended(precondition, sums, basis, 2, branches, **how),)
-        sums = _sums(x, basis, how, str(number + 1))
-    solution = _ended(solve, sums, basis, 1, branches, k=k, sign_of_left=sign_of_left, **how)
-    s = _part(solution, "k", 0, {"k": k})
-    v = _part(solution, "kv", 1, {"k": k, "v": rows.n})
-    u = da.blockwise(
-        left, "in", x, "in", _starts(x, "left"), "i", solution, "n",
-        adjust_chunks={"n": lambda _: k}, rows=rows, **FREE_FORM,
-    )  # fmt: skip
-    return u, s, v
-
-
-def _sums(x: da.Array, basis: tuple[da.Array, ...], how: dict[str, Any], reader: str) -> da.Array:
-    """Sums of `tall.products` over each chunk.
-
-    All indices are in the result, or dask would not fuse this with what makes x and the starts.
-    """
-    pairs = (basis[0], "nl") if basis else ()
-    return cast(
-        "da.Array",
-        da.blockwise(
-            products, "inl", x, "in", _starts(x, reader), "i", *pairs,
-            new_axes={} if basis else {"l": how["width"]},
-            adjust_chunks={"i": lambda _: 1},
-            **FREE_FORM, **how,
-        ),
-    )  # fmt: skip
-
-
-def _ended(
-    function: Callable[..., Any],
-    sums: da.Array,
-    basis: tuple[da.Array, ...],
-    ndim: int,
-    branches: int,
-    **how: Any,
-) -> da.Array:
-    """Add the sums of all chunks and hand them to a function, as one block.
-
-    The last of the tree's Dask tasks is the function's: each level takes the scheduler and the
-    workers some milliseconds.
-    """
-    graph = Graph(function.__name__, sums.name, [b.name for b in basis], how)
-    parts: list[Any] = [TaskRef(key) for key in flatten(sums.__dask_keys__())]
-    while len(parts) > branches:
-        parts = [
-            graph.task(combine, List(*parts[i : i + branches]))
-            for i in range(0, len(parts), branches)
-        ]
-    bases = [TaskRef((b.name, 0, 0)) for b in basis]
-    return graph.block(end, function, List(*parts), *bases, ndim=ndim, after=[sums, *basis], **how)
-
-
-def _branches(x: da.Array, n: int, width: int) -> int:
-    """How many sums are added in one Dask task."""
-    chunk_nbytes = max(x.chunks[0]) * x.shape[1] * x.dtype.itemsize
-    sums_nbytes = SPLIT_EVERY * (n + width) * width * np.dtype(np.float64).itemsize
-    return SPLIT_EVERY if sums_nbytes <= max(chunk_nbytes, SMALL_NBYTES) else 2
-
-
-def _starts(x: da.Array, reader: str) -> da.Array:
-    """First row of each chunk, for one reader: shared by two, it would be Dask tasks of its own."""
-    starts = tuple(int(start) for start in np.cumsum([0, *x.chunks[0][:-1]]))
-    return cast(
-        "da.Array",
-        da.map_blocks(
-            _start,
-            starts=starts,
-            name=f"start-{reader}-{x.name}",
-            chunks=((1,) * len(starts),),
-            dtype=np.int64,
-            meta=np.empty(0, np.int64),
-        ),
-    )
-
-
-def _start(*, starts: tuple[int, ...], block_id: tuple[int]) -> Any:
-    return np.array([starts[block_id[0]]])
-
-
-def _part(solution: da.Array, index: str, part: int, sizes: dict[str, int]) -> da.Array:
-    return cast(
-        "da.Array",
-        da.blockwise(_item, index, solution, "n", part=part, new_axes=sizes, **FREE_FORM),
-    )
-
-
-def _item(solution: Any, *, part: int) -> Any:
-    return only(solution)[part]
 
 
 def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:

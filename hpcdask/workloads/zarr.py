@@ -148,33 +148,28 @@ def open_rows(
         Folder of the store, which the workers see under the same name.
     device
         ``"cuda"`` reads into CuPy arrays, ``"cpu"`` into NumPy arrays. Uncompressed chunks of
-        format 3 go straight into device memory where kvikio is installed; `reading_way` of
-        `hpcdask.workloads.zarr_reading` tells.
+        format 3 go straight into device memory where kvikio is installed.
     n_slots
         Worker threads of the cluster.
     max_nbytes
-        Bound of a chunk, in bytes (4 GB on GPUs, 128 MB on CPUs); the least is one row of the
-        store's chunks.
+        Bound of a chunk, 4 GB on GPUs and 128 MB on CPUs; one row of the store's is the least.
     component
         Array in the store, if it is a group.
     prefetch
-        Chunks are `StoredRows` of `hpcdask.workloads.zarr_reading`, which are still being read
-        while their Dask task goes on: for programs that go through a chunk by slices of rows, as
-        `hpcdask.workloads.svd` does. They are finished before they are read: persist arrays, not
-        these.
+        Chunks are still being read while their Dask task goes on, for programs that go through
+        them by slices of rows, as `hpcdask.workloads.svd.svd_rows` does. Do not persist these.
 
     Returns
     -------
     dask.array.Array
-        As stored in shape and dtype, in the byte order of the machine. Each chunk but the
-        last is a multiple of the store's chunks high, so that no file is read twice. One Dask task
-        per chunk. Building it needs no GPU.
+        As stored in shape and dtype, in the byte order of the machine. Each chunk but the last is a
+        multiple of the store's high, so that no file is read twice. Building it needs no GPU.
 
     Raises
     ------
     WorkloadError
-        As from `find`, before anything is computed. From workers: the store is not on a shared
-        file system, it has changed, or a chunk in it is damaged.
+        Before anything is computed: no such store, array or matrix of real numbers. From workers:
+        the store is not on a shared file system, has changed, or has a damaged chunk.
     """
     check_device(device)
     stored = find(path, component)

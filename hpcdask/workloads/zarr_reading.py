@@ -70,7 +70,7 @@ class StoredArray:
         return os.path.join(self.path, self.component) if self.component else self.path
 
     async def open(self, store: Any, mode: str = "r") -> Any:
-        """Open the array as zarr's ``AsyncArray``, and see that it is still the one that was found."""
+        """Open the array as zarr's ``AsyncArray``, and see that it is what was found."""
         host = socket.gethostname()
         try:
             array = await zarr_module().api.asynchronous.open_array(
