@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,3 +113,26 @@ def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
             cluster.adapt(**{keyword: 2})
         adaptive = cluster.adapt(maximum=0, interval="2 s", target_duration=3, wait_count=1)
         assert (adaptive.wait_count, adaptive.interval) == (1, 2)
+
+
+FIRST_IN_A_BLOCK = """
+import dask
+from hpcdask.clusters.configuration import import_jobqueue
+
+with dask.config.set({"jobqueue.slurm.walltime": "01:00:00"}):
+    import_jobqueue("slurm")
+import_jobqueue("slurm")
+print(dask.config.get("jobqueue.slurm.walltime"), "python" in dask.config.get("jobqueue.slurm"))
+"""
+
+
+def test_a_first_cluster_inside_a_block_of_configuration(tmp_path):
+    """The block's end took dask-jobqueue's defaults away, and the next cluster was a KeyError."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_IN_A_BLOCK],
+        env={**os.environ, "HOME": str(tmp_path), "DASK_CONFIG": str(tmp_path / "dask")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "00:30:00 True\n", done.stderr
