@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 def spread(asked: JobSpec, janitor: Janitor) -> None:
     """In a job of several nodes, become an srun that starts this command on each of them.
 
-    Raises
-    ------
-    UsageError
-        Another queueing system gave several nodes, or srun does not start.
+    Raises UsageError if another queueing system gave several nodes, or srun does not start.
     """
     if not is_job_of_queue(asked.job) or "SLURM_STEP_ID" in os.environ:
         return

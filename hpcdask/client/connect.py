@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def configure_client(order: dict[str, Any]) -> None:
     """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
 
-    Parameters
-    ----------
-    order
-        ``address``, and ``file``, the scheduler file with the key folder.
+    `order` has ``address``, and ``file``, the scheduler file with the key folder.
     """
     import dask
     import dask.config

@@ -58,11 +58,8 @@ def remove(path: str, address: str) -> None:
 def check_writable(path: str) -> None:
     """Refuse a scheduler file that cannot be written or is not ours to replace.
 
-    Raises
-    ------
-    SchedulerFileError
-        Its folder is missing or closed or open to all, or the file exists and is something else,
-        or belongs to a cluster that still answers.
+    Raises SchedulerFileError if its folder is missing or closed or open to all, or the file exists
+    and is something else, or belongs to a cluster that still answers.
     """
     if not path:
         raise SchedulerFileError(
@@ -101,11 +98,8 @@ def check_writable(path: str) -> None:
 def read(path: str) -> dict[str, Any]:
     """The content of a scheduler file.
 
-    Raises
-    ------
-    SchedulerFileError
-        It does not exist, is not a scheduler file, belongs to another user, or others may
-        write it.
+    Raises SchedulerFileError if it does not exist, is not a scheduler file, belongs to another
+    user, or others may write it.
     """
     path = os.path.abspath(path)
     try:

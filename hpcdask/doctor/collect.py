@@ -23,16 +23,9 @@ DEADLINE_S = 20.0
 
 
 class Gathering:
-    """Groups of facts that are being gathered.
+    """Groups of facts that are being gathered; after `deadline_s` seconds a group is given up.
 
     Must be made while the process has one thread: each group is a fork.
-
-    Parameters
-    ----------
-    readers
-        By group, the function that returns its facts.
-    deadline_s
-        Seconds after which a group is given up.
     """
 
     def __init__(

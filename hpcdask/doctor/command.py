@@ -19,26 +19,10 @@ from .report import Report
 def run(*, as_json: bool, timeout: float) -> int:
     """Check this node, or under a launcher all nodes, and print one report.
 
-    Must be called while the process has one thread.
+    Must be called while the process has one thread. All ranks have to arrive within `timeout`
+    seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors.
 
-    Parameters
-    ----------
-    as_json
-        Print JSON, not text.
-    timeout
-        Seconds in which all ranks have to arrive.
-
-    Returns
-    -------
-    int
-        The exit code, the same in all ranks: 0 all is well, 1 with warnings, 2 with errors.
-
-    Raises
-    ------
-    UsageError
-        The timeout is no time.
-    HpcdaskError
-        The ranks cannot meet at all.
+    Raises UsageError if the timeout is no time, HpcdaskError if the ranks cannot meet at all.
     """
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")

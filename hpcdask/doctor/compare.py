@@ -17,17 +17,7 @@ ALIKE = ("dask", "distributed", "hpcdask")
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same on all nodes.
-
-    Attributes
-    ----------
-    what
-        The thing.
-    status
-        How bad it is that it differs.
-    values
-        By node, what is there.
-    """
+    """One thing that is not the same on all nodes: how bad that is, and by node what is there."""
 
     what: str
     status: Status

@@ -21,20 +21,8 @@ GIB = 2**30
 class Finding:
     """One thing that was looked at.
 
-    Attributes
-    ----------
-    group
-        Its place in the report, such as ``GPUs``.
-    topic
-        What was looked at, in a few words.
-    status
-        How it is.
-    value
-        What was seen.
-    advice
-        What to do; never empty for a warning or an error.
-    ranks
-        The ranks of the node that it holds for; empty for all of them.
+    `group` is its place in the report, such as ``GPUs``. `advice` is never empty for a warning or
+    an error. `ranks` are those of the node that it holds for; empty for all of them.
     """
 
     group: str

@@ -24,15 +24,7 @@ CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 1800.0
 
 @dataclass(frozen=True)
 class Route:
-    """How a rank reached rank 0.
-
-    Attributes
-    ----------
-    address
-        Where it did.
-    failed
-        By address, why it did not.
-    """
+    """How a rank reached rank 0: where it did, and by address why it did not."""
 
     address: str
     failed: dict[str, str]
@@ -40,21 +32,10 @@ class Route:
 
 @dataclass
 class Launch:
-    """What rank 0 heard.
+    """What rank 0 heard, by rank, and where it listened, as the scheduler would.
 
-    Attributes
-    ----------
-    rank
-        Rank 0.
-    timeout
-        Seconds in which all ranks had to arrive.
-    address
-        Where it listened, as the scheduler would.
-    hosts, reports, routes
-        By rank: its node, its facts, its way to rank 0.
-    clocks
-        By rank: how long its answer took and how far its clock was ahead, in seconds, once for
-        each reading.
+    `clocks` has for each reading how long a rank's answer took and how far its clock was ahead, in
+    seconds. All ranks had to arrive within `timeout` seconds.
     """
 
     rank: Rank

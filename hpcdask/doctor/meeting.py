@@ -40,23 +40,10 @@ CLOCK_READINGS = 3
 
 
 def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Show) -> int:
-    """Meet the other ranks, and lead or follow.
+    """Meet the other ranks, and lead or follow; return this rank's exit code.
 
-    Parameters
-    ----------
-    rank
-        What `hpcdask.bootstrap.ranks.detect` found.
-    gathering
-        The facts of this rank.
-    timeout
-        Seconds in which all ranks have to arrive.
-    show
-        Prints the report of rank 0 and returns the exit code.
-
-    Returns
-    -------
-    int
-        This rank's exit code.
+    All have to arrive within `timeout` seconds. `show` prints the report of rank 0 and returns the
+    exit code.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally`
     try:

@@ -40,20 +40,11 @@ ADVICE = {
 
 @dataclass
 class Node:
-    """One node and what its ranks reported.
+    """One node and what its ranks reported; `ranks` are in order.
 
-    Attributes
-    ----------
-    host
-        Its name.
-    ranks
-        Those that reported, in order.
-    facts
-        By group: ``process`` is a list with one entry per rank, ``gpus`` has the GPUs of all ranks
-        and in ``seen`` the UUIDs that each rank sees, ``fabrics`` has the links by rank; the
-        others come from one rank.
-    problems
-        By rank and group, why its facts are missing.
+    `facts` is by group: ``process`` is a list with one entry per rank, ``gpus`` has the GPUs of all
+    ranks and in ``seen`` the UUIDs that each rank sees, ``fabrics`` has the links by rank; the
+    others come from one rank. `problems` says by rank and group why facts are missing.
     """
 
     host: str
@@ -63,15 +54,7 @@ class Node:
 
 
 def assemble(reports: Mapping[int, Facts], hosts: Mapping[int, str]) -> list[Node]:
-    """Put the ranks' facts together, node by node.
-
-    Parameters
-    ----------
-    reports
-        By rank, what `hpcdask.doctor.collect.Gathering` gathered.
-    hosts
-        By rank, its node.
-    """
+    """Put the ranks' facts together, node by node; reports and hosts are by rank."""
     nodes = []
     for host in dict.fromkeys(hosts[rank] for rank in sorted(reports)):
         ranks = tuple(rank for rank in sorted(reports) if hosts[rank] == host)
@@ -112,17 +95,7 @@ def workers(built: Node) -> int:
 
 
 def examine(built: Node, *, launcher: str, workers: int) -> list[Finding]:
-    """All findings of one node.
-
-    Parameters
-    ----------
-    built
-        The node.
-    launcher
-        What started the ranks, as `hpcdask.bootstrap.ranks.Rank` names it.
-    workers
-        How many workers the whole cluster would have.
-    """
+    """All findings of one node; `workers` is how many the whole cluster would have."""
     facts = built.facts
     found = list(_problems(built))
     checks: dict[str, list[Callable[[Facts], list[Finding]]]] = {

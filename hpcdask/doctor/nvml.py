@@ -32,10 +32,7 @@ OWN = b"hpcdask.doctor"
 def read() -> Facts:
     """The driver, and the GPUs and MIG slices in the order of `nvidia-smi`.
 
-    Raises
-    ------
-    DeviceError
-        There are NVIDIA device files and NVML does not start.
+    Raises DeviceError if there are NVIDIA device files and NVML does not start.
     """
     known: Facts = {"device_files": driver.has_nvidia_driver(), "gpus": []}
     visible = devices.visible_gpus()

@@ -61,17 +61,7 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
 
 
 def check(process: Facts, facts: Facts, workers: int) -> list[Finding]:
-    """What one rank's limits say.
-
-    Parameters
-    ----------
-    process
-        The rank's own facts.
-    facts
-        Those of its node.
-    workers
-        How many workers the whole cluster would have.
-    """
+    """What one rank's limits say; `facts` are its node's, `workers` those of the whole cluster."""
     say = Reporter(GROUP)
     return [
         _cores(say, process, facts),

@@ -28,16 +28,8 @@ NAMED = 4
 class Report:
     """All that was found.
 
-    Attributes
-    ----------
-    nodes
-        Each node with its findings.
-    launch
-        Findings that belong to no one node: who did not arrive, the network, the clocks.
-    differences
-        What is not the same on all nodes.
-    ranks
-        How many ranks the launcher started.
+    `launch` has the findings that belong to no one node: who did not arrive, the network, the
+    clocks. `ranks` is how many the launcher started.
     """
 
     nodes: Sequence[tuple[Node, Sequence[Finding]]]

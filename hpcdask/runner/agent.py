@@ -34,31 +34,8 @@ TERM_DEADLINE_S = 25.0
 class RankAgent:
     """A rank's own part of the cluster.
 
-    Attributes
-    ----------
-    workers
-        Its own.
-    signals
-        What may end it.
-    credentials
-        The cluster's; empty without TLS.
-
-    Parameters
-    ----------
-    spec
-        The options of the run.
-    rank
-        Which one it is.
-    janitor
-        Removes this rank's folders however it dies.
-    scratch
-        Its private folder.
-    program
-        The process that waits to become the program, in the rank that has it.
-    probe
-        Knows which GPUs this rank sees; None where there is no driver.
-    problem
-        What was found wrong here before.
+    `program` waits to become the user's program, in the rank that has it. `probe` is None without a
+    driver. `problem` is what was found wrong here before. `credentials` are empty without TLS.
     """
 
     def __init__(

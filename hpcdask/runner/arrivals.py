@@ -31,17 +31,7 @@ LEAVE_DEADLINE_S = 3.0
 
 @dataclass(frozen=True)
 class RankReport:
-    """Who a rank is and what it sees, or why it cannot take part.
-
-    Attributes
-    ----------
-    rank, host, pid
-        Its number, node and process.
-    error
-        Why it cannot take part; the rest is then void.
-    inventory, fabric
-        What it sees, and what joins that to others.
-    """
+    """Who a rank is and what it sees, or why it cannot take part: with `error` the rest is void."""
 
     rank: int
     host: str
@@ -64,10 +54,7 @@ class RankReport:
 class Arrivals:
     """Rank 0's book of the ranks; what they tell becomes events.
 
-    Attributes
-    ----------
-    reports
-        By rank, rank 0's own among them.
+    `reports` is by rank, with rank 0's own.
     """
 
     def __init__(self, rank: Rank, events: Events) -> None:

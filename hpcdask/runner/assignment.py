@@ -24,10 +24,7 @@ from hpcdask.spec.specs import RunSpec
 def fill_from_first_rank(views: Sequence[Inventory]) -> list[Inventory]:
     """Fill in what ranks left to the first of their node, which asked NVML for them too.
 
-    Raises
-    ------
-    DeviceError
-        NVML shows none of a rank's GPUs.
+    Raises DeviceError if NVML shows none of a rank's GPUs.
     """
     shown = {gpu.uuid: gpu for view in views for gpu in view.shown or ()}
     whole = []
@@ -52,33 +49,14 @@ def assign_gpus(
     job: str | None,
     every_gpu: bool = False,
 ) -> dict[int, list[Gpu | None]]:
-    """Give each rank its device.
+    """Give each rank the devices of its workers, by rank; None stands for the CPU.
 
     Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
-    the launcher gave each its own (``--gpus-per-task=1``), it takes that.
+    the launcher gave each its own (``--gpus-per-task=1``), it takes that. `views` has only ranks
+    that get a worker. `job` is None on a workstation. With `every_gpu` a single rank, started
+    without a launcher, gets a worker for each GPU that it sees.
 
-    Parameters
-    ----------
-    views
-        One per rank that gets a worker.
-    device
-        ``auto``, ``cuda`` or ``cpu``.
-    oversubscribe
-        Whether several workers may share a GPU.
-    job
-        Id of the queueing system's job, or None on a workstation.
-    every_gpu
-        Give a single rank all GPUs it sees, one worker each (no launcher).
-
-    Returns
-    -------
-    dict of int to list of Gpu or None
-        Per rank the devices of its workers; None stands for the CPU.
-
-    Raises
-    ------
-    DeviceError
-        No GPU where one is wanted, or too few distinct ones.
+    Raises DeviceError if there is no GPU where one is wanted, or too few distinct ones.
     """
     blind = [view for view in views if not view.gpus]
     if device == "cpu" or (device == "auto" and len(blind) == len(views) and job is None):
@@ -166,26 +144,8 @@ def place_workers(
 ) -> dict[int, list[WorkerPlacement]]:
     """Give every rank its workers, each with a device, cores, threads and memory.
 
-    Parameters
-    ----------
-    spec
-        The options of the run.
-    rank
-        Rank 0: started by hand, it gets a worker for every GPU.
-    views
-        What each rank sees.
-    job
-        Id of the queueing system's job, or None.
-
-    Returns
-    -------
-    dict of int to list of Place
-        Per rank that has workers.
-
-    Raises
-    ------
-    DeviceError
-        See `hpcdask.runner.assignment.assign_gpus`.
+    `rank` is rank 0: started by hand, it gets a worker for every GPU. The result has only ranks
+    with workers. Raises DeviceError as `assign_gpus` does.
     """
     working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
     by_hand = rank.launcher == "none"
@@ -227,14 +187,7 @@ def place_workers(
 class Plan:
     """Who computes on what, and how data travels.
 
-    Attributes
-    ----------
-    placements
-        Of the workers, by rank.
-    choice
-        The transport.
-    interfaces
-        The network interface of each node where one was chosen, by its name.
+    `placements` is by rank. `interfaces` is by node, and has only nodes for which one was chosen.
     """
 
     placements: dict[int, list[WorkerPlacement]]
@@ -247,10 +200,7 @@ def make_plan(
 ) -> Plan:
     """Decide for all ranks, from what each has and what joins it to others; warn of what is slow.
 
-    Raises
-    ------
-    UsageError
-        There will be fewer workers than ``--workers-min``, or as `place_workers`.
+    Raises UsageError if there will be fewer workers than ``--workers-min``, or as `place_workers`.
     """
     places = place_workers(spec, rank, inventories, job=job_id())
     planned = sum(map(len, places.values()))

@@ -22,12 +22,7 @@ from hpcdask.security.listening import Acceptor, Unproven, prepare
 class ControlServer:
     """Rank 0's side: listens, and hands over each rank that knows the nonce.
 
-    Parameters
-    ----------
-    nonce
-        What a rank must show first; made anew for each launch.
-    arrived
-        Called with the rank's first message after that, and its channel.
+    The nonce is made anew for each launch. `arrived` gets the first message after it.
     """
 
     def __init__(

@@ -20,13 +20,7 @@ from .rendezvous import Note, Rendezvous
 
 
 async def follow(member: RankAgent, rendezvous: Rendezvous) -> int:
-    """Take part until rank 0 says that the run is over.
-
-    Returns
-    -------
-    int
-        This rank's exit code.
-    """
+    """Take part until rank 0 says that the run is over; return this rank's exit code."""
     member.signals.watch_launcher(partial(member.leave, 128 + signal.SIGTERM))
     try:
         note, channel = await _find_leader(member, rendezvous)

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 def launch(launch: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
-    Returns
-    -------
-    Program
-        Only in the process that is to become the user's program.
+    It returns only in the process that is to become the user's program.
     """
     rank = ranks.detect()
     try:

@@ -63,12 +63,7 @@ def command() -> click.Command:
 def parse(argv: Sequence[str]) -> RunRequest:
     """Read the command line.
 
-    Raises
-    ------
-    UsageError
-        An option is unknown or its value is not understood.
-    SystemExit
-        After ``--help``.
+    Raises UsageError if an option or its value is not understood, and SystemExit after ``--help``.
     """
     try:
         with command().make_context("python -m hpcdask.run", list(argv)) as context:
@@ -96,15 +91,8 @@ def parse(argv: Sequence[str]) -> RunRequest:
 class RunRequest:
     """What this rank was asked to do.
 
-    Attributes
-    ----------
-    spec
-        The options.
-    program
-        The user's program, or None.
-    attached
-        File descriptor of a socket to the program that started this rank itself
-        (`hpcdask.Runner`), or None.
+    `attached` is the file descriptor of a socket to the program that started this rank itself
+    (`hpcdask.Runner`), or None.
     """
 
     spec: RunSpec

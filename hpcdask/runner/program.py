@@ -24,14 +24,7 @@ from hpcdask.node.signals import PASSED_ON
 class Program:
     """What to run: a script, a folder or zip with ``__main__.py``, or a module.
 
-    Attributes
-    ----------
-    target
-        Path, or with `is_module` the dotted name.
-    arguments
-        The program's own arguments.
-    is_module
-        Whether ``-m`` was given.
+    `target` is a path, or with `is_module` (``-m``) the dotted name.
     """
 
     target: str
@@ -41,10 +34,7 @@ class Program:
     def check(self) -> None:
         """Find the program, before anything is started.
 
-        Raises
-        ------
-        UsageError
-            It does not exist or cannot be read.
+        Raises UsageError if it does not exist or cannot be read.
         """
         if self.is_module:
             self._check_module()

@@ -59,20 +59,9 @@ class FileRendezvous:
     """The note as a file.
 
     Of a node's ranks it lies in the temporary folder, where another user may have taken the name:
-    then in the home folder. All of them look in both.
-
-    Parameters
-    ----------
-    launch_id
-        The same for all ranks of this launch and for no other.
-    shared
-        Whether ranks of other nodes must see it: then it lies in the home folder (or Dask's
-        configuration ``hpcdask.shared-directory``), else in the node's temporary folder.
-
-    Attributes
-    ----------
-    folders
-        Where it may lie.
+    then in the home folder. All of them look in both. With `shared`, ranks of other nodes must see
+    it: then it lies in the home folder, or in Dask's configuration ``hpcdask.shared-directory``.
+    `launch_id` is the same for all ranks of this launch and for no other.
     """
 
     def __init__(self, launch_id: str, *, shared: bool) -> None:
@@ -134,12 +123,7 @@ def _closing(descriptor: int) -> Iterator[int]:
 class MPIRendezvous:
     """The note by broadcast. MPI is finished right after, so that it cannot outlive a rank.
 
-    Parameters
-    ----------
-    comm
-        An ``mpi4py.MPI.Comm``.
-    deadline
-        Ends this process if the others do not come.
+    `comm` is an ``mpi4py.MPI.Comm``. `deadline` ends this process if the others do not come.
     """
 
     def __init__(self, comm: Any, deadline: MPIDeadline) -> None:
@@ -191,17 +175,8 @@ def wants_mpi(rank: Rank | None, environ: Mapping[str, str] | None = None) -> bo
 def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
     """Find the rank (asking MPI where its environment says too little) and the way to meet.
 
-    Parameters
-    ----------
-    rank
-        What `hpcdask.bootstrap.ranks.detect` found.
-    timeout
-        Seconds after which an MPI that does not start ends this process.
-
-    Raises
-    ------
-    LaunchError
-        MPI cannot be started, or says something else than the launcher.
+    An MPI that does not start within `timeout` seconds ends this process. Raises LaunchError if MPI
+    cannot be started, or says something else than the launcher.
     """
     if not wants_mpi(rank):
         assert rank is not None
@@ -239,14 +214,9 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
 
 
 def abort_launch(rank: Rank, code: int) -> None:
-    """End a launch in which some rank never came: MPICH's launcher and srun would wait for it.
+    """End a launch, with `code`, in which some rank never came.
 
-    Parameters
-    ----------
-    rank
-        This one.
-    code
-        Exit code of the launch.
+    MPICH's launcher and srun would wait for it.
     """
     if rank.launcher == "hydra" and "PMI_FD" in os.environ:
         _wait_until_read()  # the launcher drops what it has not read yet

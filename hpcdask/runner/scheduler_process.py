@@ -17,20 +17,9 @@ from .events import Events
 class SchedulerProcess:
     """Starts it, hears from it, and ends it.
 
-    Attributes
-    ----------
-    registered
-        Names of the workers that it has.
-
-    Parameters
-    ----------
-    process
-        What waits to become the scheduler.
-    events
-        Hear ``scheduler`` when it has started or cannot, ``workers`` when these change, and
-        ``scheduler-closed`` or ``scheduler-lost`` at its end.
-    warm
-        Is told what a worker's first exchanges with its peers gave.
+    `events` hear ``scheduler`` when it has started or cannot, ``workers`` when these change, and
+    ``scheduler-closed`` or ``scheduler-lost`` at its end. `warm` is told what a worker's first
+    exchanges with its peers gave. `registered` has the names of its workers.
     """
 
     def __init__(

@@ -19,26 +19,8 @@ class UserProgram:
     """The program of a run: here, at rank 1, in the process that started this rank, or none.
 
     Its end is the event ``program``; if it does not end in time after a signal, ``deadline``.
-
-    Attributes
-    ----------
-    exists
-        Whether there is one.
-    attached
-        Whether it is what started this rank.
-    signalled
-        The signal that ends the run, once there was one.
-
-    Parameters
-    ----------
-    member
-        Rank 0's own part.
-    arrivals, events
-        Of the run.
-    exists
-        As above.
-    line
-        To the program that started this rank, or None. Its end is the program's.
+    `line` leads to the program that started this rank, or is None: its end is the program's.
+    `signalled` is the signal that ends the run, once there was one.
     """
 
     def __init__(

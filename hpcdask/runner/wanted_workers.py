@@ -10,15 +10,7 @@ from hpcdask.spec.specs import RunSpec
 
 
 class WantedWorkers:
-    """The names of the workers that are wanted; fewer of them as some are given up.
-
-    Attributes
-    ----------
-    names
-        Of those still wanted.
-    on_device
-        Whether any computes on a GPU.
-    """
+    """The names of the workers that are wanted; fewer of them as some are given up."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.names: set[str] = set()

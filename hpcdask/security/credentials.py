@@ -41,10 +41,7 @@ Credentials = dict[str, str]
 def create_credentials() -> Credentials:
     """Make keys and certificates (ECDSA P-256) for a new cluster, in memory.
 
-    Returns
-    -------
-    dict of str to str
-        Keyword arguments of `distributed.Security`, in PEM.
+    They are keyword arguments of `distributed.Security`, in PEM.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -132,10 +129,7 @@ def is_key_folder(folder: str) -> bool:
 def load_credentials(folder: str) -> Credentials:
     """The credentials in a key folder, as keyword arguments of Security.
 
-    Raises
-    ------
-    SchedulerFileError
-        The folder is gone, or others can read or write it.
+    Raises SchedulerFileError if the folder is gone, or others can read or write it.
     """
     found: Credentials = {}
     try:
@@ -169,10 +163,7 @@ def load_credentials(folder: str) -> Credentials:
 def check_configuration() -> None:
     """Refuse Dask's configuration where other users may write it: it can run code.
 
-    Raises
-    ------
-    UsageError
-        Naming the file or folder.
+    Raises UsageError, which names the file or folder.
     """
     import glob
 

@@ -137,14 +137,8 @@ class Unproven:
 class Acceptor:
     """Accepts connections, one per turn of the event loop, while there is room.
 
-    Parameters
-    ----------
-    sock
-        Listens, and does not block.
-    room
-        Waited for before each connection.
-    handle
-        Called with each connection and its address.
+    `sock` listens, and does not block. `room` is waited for before each connection; `handle` gets
+    the connection and its address.
     """
 
     def __init__(

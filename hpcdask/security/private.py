@@ -72,14 +72,8 @@ def refuse_open(path: str) -> None:
 def read(path: str, *, dir_fd: int | None = None) -> str:
     """The text of a plain file of this user, which nobody else may write.
 
-    In a folder given by its descriptor, a link is refused.
-
-    Raises
-    ------
-    NotPrivate
-        It is something else.
-    OSError, UnicodeDecodeError
-        It cannot be read.
+    In a folder given by its descriptor, a link is refused. Raises NotPrivate if the path is
+    something else, and OSError or UnicodeDecodeError if it cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe would wait
     file = os.open(path, flags | (0 if dir_fd is None else os.O_NOFOLLOW), dir_fd=dir_fd)

@@ -43,10 +43,7 @@ def without_proxy() -> Iterator[None]:
 def guard(server: Any) -> None:
     """Limit what the HTTP server of a scheduler or worker takes.
 
-    Parameters
-    ----------
-    server
-        Of distributed, with its HTTP server made, and no turn of the event loop since.
+    That server must have been made, with no turn of the event loop since.
     """
     http = server.http_server
     http.max_buffer_size = http.conn_params.max_body_size = BODY_NBYTES
@@ -145,10 +142,7 @@ def add_lazy_dashboard(scheduler: Any) -> None:
 async def load_dashboard(scheduler: Any) -> None:
     """Put distributed's dashboard in the place of the lazy one.
 
-    Raises
-    ------
-    ImportError
-        There is no Bokeh that fits.
+    Raises ImportError if there is no Bokeh that fits.
     """
     application = scheduler.http_application
 

@@ -11,18 +11,8 @@ from .specs import WorkerSpec
 class JobSpec:
     """What the command line and the environment ask for.
 
-    Attributes
-    ----------
-    spec
-        What each worker is.
-    scheduler
-        Its address, ``tls://HOST:PORT`` or ``tcp://HOST:PORT``.
-    keys
-        Folder of the cluster's credentials, or None.
-    cluster, job, restarts
-        Of the workers' names.
-    workers
-        Number of workers on each node.
+    `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the folder of the cluster's
+    credentials. `cluster`, `job` and `restarts` are in the workers' names. `workers` is per node.
     """
 
     spec: WorkerSpec

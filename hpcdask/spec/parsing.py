@@ -18,10 +18,7 @@ LEAST_MEMORY_LIMIT = 64 << 20
 def parse_memory(text: str | int | float | None, name: str) -> int | None:
     """Bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None, ``auto`` and the like.
 
-    Raises
-    ------
-    UsageError
-        The text is none of these; the message lists the accepted forms.
+    Raises UsageError if the text is none of these; the message lists the accepted forms.
     """
     if text is None or text == "auto":
         return None

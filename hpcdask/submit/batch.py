@@ -59,16 +59,8 @@ def _has(queue: Queue) -> bool:
 class Batch:
     """A batch job that is ready to be submitted.
 
-    Attributes
-    ----------
-    system, queue
-        The queueing system's name in `hpcdask.queues.registry`, and its door.
-    label
-        A name for its files that no other job has.
-    logs
-        Folder of its log.
-    text
-        The script.
+    `system` is a name in `hpcdask.queues.registry`. `label` names its files, as no other job's.
+    `text` is the script, and `logs` the folder of its log.
     """
 
     system: str
@@ -89,10 +81,7 @@ class Batch:
     def keep(self) -> Path:
         """Write the script where it stays: some systems read it only when the job starts.
 
-        Raises
-        ------
-        UsageError
-            It cannot be written there, or others could change it.
+        Raises UsageError if it cannot be written there, or others could change it.
         """
         configured = f"jobqueue.{self.system}.shared-temp-directory"
         base = base_path(dask.config.get(configured, None))
@@ -114,12 +103,8 @@ class Batch:
     async def submit(self) -> str:
         """Submit it, and return the job's id.
 
-        Raises
-        ------
-        Refused
-            The queue does not want it; the text is the queue's own.
-        QueueError
-            The queue does not answer, and the job is not there.
+        Raises Refused, with the queue's own text, if the queue does not want it. Raises QueueError
+        if the queue does not answer and the job is not there.
         """
         script = await asyncio.to_thread(self.keep)
         try:
@@ -142,17 +127,7 @@ class Batch:
 async def prepare(system: str, asked: BatchRequest) -> Batch:
     """Write the script of a batch job; nothing is submitted.
 
-    Parameters
-    ----------
-    system
-        Name of the queue in `hpcdask.queues.registry`.
-    asked
-        The job.
-
-    Raises
-    ------
-    UsageError
-        The system cannot express it.
+    Raises UsageError if the system, a name in `hpcdask.queues.registry`, cannot express it.
     """
     queue = door(system)
     torque = system == "moab"

@@ -52,12 +52,8 @@ class Log:
 async def submit_and_wait(batch: Batch, say: Say) -> int:
     """Submit a job, copy its log to stdout, and return the exit code of its program.
 
-    SIGINT and SIGTERM cancel the job; a second one leaves it.
-
-    Raises
-    ------
-    Refused, QueueError
-        The queue does not take the job, or does not answer for long.
+    SIGINT and SIGTERM cancel the job; a second one leaves it. Raises Refused or QueueError if the
+    queue does not take the job, or does not answer for long.
     """
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
@@ -98,10 +94,7 @@ def tell(batch: Batch, job_id: str, say: Say) -> None:
 async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
     """Wait for the end of a job, and copy its log meanwhile.
 
-    Raises
-    ------
-    QueueError
-        The queue does not answer for `SILENT_S`, or has forgotten the job.
+    Raises QueueError if the queue does not answer for `SILENT_S`, or has forgotten the job.
     """
     pause, told = POLL_S[0], ""
     silent: float | None = None  # since when the queue does not answer

@@ -41,21 +41,8 @@ def prefix(system: str) -> str:
 def read(system: str, queue: Queue, asked: BatchRequest, *, torque: bool) -> JobOptions:
     """Return the job with dask-jobqueue's header, made one of a whole allocation.
 
-    Parameters
-    ----------
-    system
-        Name of the queue in `hpcdask.queues.registry`.
-    queue
-        Its door.
-    asked
-        The job.
-    torque
-        Whether the commands of PBS are Torque's.
-
-    Raises
-    ------
-    UsageError
-        The system cannot express it.
+    `torque` is whether the commands of PBS are Torque's. Raises UsageError if the system, a name in
+    `hpcdask.queues.registry`, cannot express it.
     """
     from hpcdask.clusters import classes
 

@@ -16,16 +16,8 @@ OAR_AGENT = "export OMPI_MCA_plm_rsh_agent=oarsh PRTE_MCA_plm_ssh_agent=oarsh"
 def launch_lines(system: str, asked: BatchRequest, python: str, *, counted: bool) -> list[str]:
     """Return shell lines that start the runner, one rank per GPU.
 
-    Parameters
-    ----------
-    system
-        Name of the queue in `hpcdask.queues.registry`.
-    asked
-        The job.
-    python
-        Shell words of the interpreter.
-    counted
-        Whether the allocation itself says how many ranks a node gets.
+    `python` is in shell words. `counted` is whether the allocation itself says how many ranks a
+    node gets.
     """
     launcher = asked.launcher or ("srun" if system == "slurm" else "mpirun")
     if asked.container:

@@ -21,30 +21,12 @@ NO_PROGRAM = "dask-cluster"
 class BatchRequest:
     """A batch job, in the words of the command line.
 
-    Attributes
-    ----------
-    program
-        The program and its arguments; empty for a cluster that stays up.
-    is_module
-        Whether the program is a module (``-m``).
-    run
-        Options of ``python -m hpcdask.run``.
-    nodes, gpus_per_node
-        The allocation. Each GPU gets one rank; without GPUs each node has one.
-    walltime
-        In the queueing system's forms, or None for what is configured.
-    cpus_per_gpu
-        Or None for what the site gives.
-    memory
-        Host memory per node in bytes; 0 for all of it, None for what the site gives.
-    prologue, directives
-        Shell lines before the launch, and more options of the queueing system.
-    launcher
-        ``srun``, ``mpirun`` or None for the system's usual one.
-    container
-        Shell words that go before ``python``.
-    folder
-        Where the job runs and writes its log.
+    `program` is followed by its arguments; if empty, the cluster stays up. `run` has options of
+    ``python -m hpcdask.run``. Each GPU gets one rank; without GPUs each node has one. `walltime` is
+    in the queueing system's forms, or None for what is configured. `memory` is host memory per node
+    in bytes: 0 for all of it, None for what the site gives. `prologue` is shell lines before the
+    launch, `directives` more options of the queueing system. `container` is shell words that go
+    before ``python``. The job runs and writes its log in `folder`.
     """
 
     program: tuple[str, ...]
@@ -129,11 +111,8 @@ def read_run(text: str) -> tuple[str, ...]:
 def check(asked: BatchRequest) -> None:
     """Refuse what could not run.
 
-    Raises
-    ------
-    UsageError
-        The program is not there, an option of the runner is unknown, or a line cannot stand in a
-        script.
+    Raises UsageError if the program is not there, an option of the runner is unknown, or a line
+    cannot stand in a script.
     """
     from hpcdask.runner.options import parse
 
