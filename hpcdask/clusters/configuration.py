@@ -19,14 +19,9 @@ _sections = threading.RLock()
 
 
 def import_jobqueue(module: str) -> Any:
-    """Import a module of dask-jobqueue.
+    """Import a module of dask-jobqueue. Raises UsageError if others may write Dask's configuration.
 
     The import would replace the handler of SIGINT, and writes a file of configuration.
-
-    Raises
-    ------
-    UsageError
-        Others may write Dask's configuration.
     """
     import importlib
 
@@ -54,10 +49,7 @@ def import_job_class(jobqueue: tuple[str, str]) -> Any:
 def section(config_name: str, usual: str) -> Iterator[None]:
     """What a section of the configuration leaves out is that of the usual one.
 
-    Raises
-    ------
-    UsageError
-        There is no such section.
+    Raises UsageError if there is no such section.
     """
     if not isinstance(dask.config.get(f"jobqueue.{config_name}", None), Mapping):
         sections = ", ".join(sorted(dask.config.get("jobqueue")))

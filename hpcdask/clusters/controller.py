@@ -57,23 +57,8 @@ class WorkerEvents(SchedulerPlugin):
 class JobController:
     """The jobs of one cluster, kept at the number that is wanted.
 
-    Parameters
-    ----------
-    state
-        The jobs.
-    queue
-        The door to the queueing system.
-    folder
-        What the cluster keeps on disk.
-    poll_interval_s
-        Seconds between two queries of the queue.
-    over
-        Called when somebody else closes the scheduler.
-
-    Attributes
-    ----------
-    failure
-        Why nothing more is submitted; None while all is well.
+    `over` is called when somebody else closes the scheduler. `failure` says why nothing more is
+    submitted; it is None while all is well.
     """
 
     def __init__(
@@ -169,10 +154,7 @@ class JobController:
     async def close(self) -> None:
         """Cancel every job, and see that they are gone.
 
-        Raises
-        ------
-        QueueError
-            Some are still in the queue; the message names them.
+        Raises QueueError if some are still in the queue; the message names them.
         """
         self.closing()
         if self._submission is not None:  # its jobs' ids are needed

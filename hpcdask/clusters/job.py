@@ -24,7 +24,7 @@ class Job:
     submitted
         When it was submitted.
     state, reason, exit_code, restarts, nodes
-        As in `Seen`, with what its workers tell.
+        As in `QueueStatus`, with what its workers tell.
     started, ends
         When it started and reaches its walltime. A queue that does not tell the start gets the time
         of the first sight.
@@ -81,30 +81,18 @@ class Job:
 class Policy:
     """How patient to be.
 
-    Attributes
-    ----------
-    start_timeout_s
-        For the workers of a job that the queue says runs.
-    lost_after_s
-        For workers that were connected and are gone: a nanny may start one again in this time.
-    served_s
-        A job whose workers stayed connected for this time, and that then ends by itself with exit
-        code 0, has not died: its workers may have a lifetime.
-    missed_max
-        Queries in a row that must not show a job before it is over.
-    failures_max
-        Jobs in a row that fail to start before no more are submitted.
-    deaths_max
-        Jobs that may end against our will within `deaths_window_s` before no more are submitted.
-        None is the larger of 10 and three times the wanted jobs.
-    deaths_window_s
-        See `deaths_max`.
-    walltime_s
-        Of the request, for jobs whose end the queue does not tell. None: they have no end.
-    bandwidth
-        Bytes per second at which results move between workers.
-    margin_min_s
-        Least time before the walltime at which workers retire. Schedulers warn up to 60 s early.
+    A job that the queue says runs has `start_timeout_s` for its workers. Workers that were
+    connected and are gone have `lost_after_s`: a nanny may start one again in this time. A job
+    whose workers stayed connected for `served_s`, and that then ends by itself with exit code 0,
+    has not died: its workers may have a lifetime.
+
+    A job is over when `missed_max` queries in a row do not show it. No more jobs are submitted
+    after `failures_max` in a row that fail to start, or `deaths_max` that end against our will
+    within `deaths_window_s`; None is the larger of 10 and three times the wanted jobs.
+
+    `walltime_s` is that of the request, for jobs whose end the queue does not tell; None: they have
+    no end. Results move between workers at `bandwidth`, in bytes per second. Workers retire at
+    least `margin_min_s` before the walltime: schedulers warn up to 60 s early.
     """
 
     start_timeout_s: float = 300.0

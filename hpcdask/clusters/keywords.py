@@ -125,10 +125,7 @@ def check_memory(value: Any) -> None:
 def number(value: Any, name: str, of: str, least: int = 0) -> int:
     """What counts something; 2.0 is a number too.
 
-    Raises
-    ------
-    UsageError
-        It is a text, has a fraction or is less than `least`.
+    Raises UsageError if it is a text, has a fraction or is less than `least`.
     """
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if not isinstance(value, str) and int(value) == value >= least:

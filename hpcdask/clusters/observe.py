@@ -21,30 +21,14 @@ def observe(
     now: float,
     policy: Policy = DEFAULT_POLICY,
 ) -> Job:
-    """The job after a look at the queue and at its workers.
+    """The job after a look at the queue and at its workers; the same object if nothing is new.
 
-    Parameters
-    ----------
-    job
-        As it was.
-    seen
-        How the query showed it; None if it did not.
-    asked
-        Whether there was a query. Without one, only the workers are new.
-    workers
-        Names of this job's connected workers, of earlier lives too.
-    held
-        Bytes of results that they hold.
-    now
-        Unix time.
-    policy
-        `missed_max`, the timeouts and what `retire_at` needs.
+    `seen` is None if the query did not show it. Without a query, as `asked` tells, only the workers
+    are new. `workers` are the names of this job's connected workers, of earlier lives too, and
+    `held` bytes of results that they hold; `now` is unix time.
 
-    Returns
-    -------
-    Job
-        The same object if nothing is new. What the queue has done with stays over, unless the
-        queue starts it again. Otherwise a connected worker tells more than the queue, which lags.
+    What the queue has done with stays over, unless the queue starts it again. Otherwise a connected
+    worker tells more than the queue, which lags.
     """
     lives = {name: _restarts(name) for name in workers}
     job = _in_its_present_life(job, seen, lives.values())

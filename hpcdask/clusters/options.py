@@ -48,22 +48,9 @@ NO_ADDRESS = "<scheduler's address>"
 class JobOptions:
     """What one job is.
 
-    Attributes
-    ----------
-    job
-        dask-jobqueue's Job: header and options only.
-    spec
-        What its workers are.
-    gpus, gpu_type, nodes
-        What the job asks for; `gpus` on all its nodes together.
-    gpus_in_header
-        Whether the user's own directives ask for the GPUs.
-    workers
-        Workers of the job, on all its nodes together.
-    python
-        Shell words of the interpreter.
-    walltime
-        Or None where there is none.
+    `job` is dask-jobqueue's Job, for header and options only. `gpus` and `workers` are those on all
+    its nodes together; `gpus_in_header` tells whether the user's own directives ask for the GPUs.
+    `python` is shell words of the interpreter.
     """
 
     job: Any
@@ -134,12 +121,8 @@ def read_job_options(
 ) -> JobOptions:
     """Read the keywords that describe a job and its workers.
 
-    `own` are the names of the cluster's other keywords.
-
-    Raises
-    ------
-    UsageError
-        A keyword is unknown or its value is not understood.
+    `own` are the names of the cluster's other keywords. Raises UsageError if a keyword is unknown
+    or its value is not understood.
     """
     known = job_keywords(job_cls)
     check_names(given, own, known)

@@ -22,16 +22,8 @@ RETURNED_S = 3.0
 class QueuePoller:
     """Queries of the queue about the jobs of one cluster, one at a time.
 
-    Parameters
-    ----------
-    state
-        The jobs.
-    queue
-        The door to the queueing system.
-    interval_s
-        Seconds between two queries; more, while the queue does not answer.
-    wake
-        Called when there is an answer to `take`.
+    They are `interval_s` apart, or more while the queue does not answer. `wake` is called when
+    there is an answer to `take`.
     """
 
     def __init__(

@@ -25,16 +25,9 @@ from .walltime import expires, retire_at
 class History:
     """What is remembered of jobs that went wrong.
 
-    Attributes
-    ----------
-    failed_starts
-        Jobs in a row that failed to start; an arrival makes it 0.
-    failed
-        The last of them.
-    deaths
-        Times at which jobs ended, or were given up, against our will; failed starts included.
-    died
-        The last of those.
+    `failed_starts` counts jobs in a row that failed to start; an arrival makes it 0. `deaths` are
+    the times at which jobs ended, or were given up, against our will; failed starts included.
+    `failed` and `died` are the last job of each.
     """
 
     failed_starts: int = 0
@@ -45,17 +38,10 @@ class History:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why no more jobs are submitted.
+    """Why no more jobs are submitted; `job` is the last of them.
 
-    Attributes
-    ----------
-    kind
-        "start": `count` jobs in a row failed to start. "budget": `count` jobs ended against our
-        will within the policy's window.
-    job
-        The last of them.
-    count
-        See `kind`.
+    "start": `count` jobs in a row failed to start. "budget": `count` jobs ended against our will
+    within the policy's window.
     """
 
     kind: Literal["start", "budget"]
@@ -65,18 +51,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do now.
+    """What to do now: how many jobs to submit, and the ids of those to cancel and retire.
 
-    Attributes
-    ----------
-    submit
-        Jobs to submit.
-    cancel
-        Ids of jobs to cancel.
-    retire
-        Ids of jobs whose workers hand over what they hold and end, all of them.
-    failure
-        Why nothing is submitted although jobs are missing.
+    All workers of a job that retires hand over what they hold and end. `failure` is why nothing is
+    submitted although jobs are missing.
     """
 
     submit: int = 0
@@ -149,28 +127,16 @@ def plan(
 ) -> Actions:
     """What to submit, cancel and retire, so that `wanted` jobs run.
 
-    Parameters
-    ----------
-    wanted
-        Number of jobs. Those that wait or start count; those that leave, were cancelled or near
-        their walltime do not.
-    jobs
-        All jobs by their ids. Those that are over may be left out if the queue said so; one that it
-        forgot is cancelled, to be sure.
-    history
-        Decides whether more jobs may be submitted.
-    closable
-        Ids of jobs with connected workers in the order in which the scheduler would give them up. A
-        job that has workers and is not here is not given up, except before its walltime.
-    now
-        Unix time.
-    policy
-        How patient to be.
+    Jobs that wait or start count; those that leave, were cancelled or near their walltime do not.
+    Those that are over may be left out of `jobs` if the queue said so; one that it forgot is
+    cancelled, to be sure. `history` decides whether more may be submitted.
 
-    Returns
-    -------
-    Actions
-        Every job is in it at most once, and never again once the caller has marked it.
+    `closable` are the ids of jobs with connected workers in the order in which the scheduler would
+    give them up. A job that has workers and is not there is not given up, except before its
+    walltime.
+
+    Every job is in the answer at most once, and never again once the caller has marked it. `now` is
+    unix time.
     """
     present = [job for job in jobs.values() if not job.cancelled]
     hopeless = [job for job in present if _is_hopeless(job, now, policy)]

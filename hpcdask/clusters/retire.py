@@ -35,12 +35,8 @@ def ignore_removed(scheduler: Scheduler) -> None:
     """Let the scheduler ignore what workers ask that it has just removed.
 
     A request for where results are, on its way when the worker was removed, breaks in the
-    scheduler's handler, with tracebacks. Handlers and streams are the scheduler's own.
-
-    Parameters
-    ----------
-    scheduler
-        In this event loop.
+    scheduler's handler, with tracebacks. Handlers and streams are the scheduler's own. Call it in
+    the scheduler's event loop.
     """
     name = "request-refresh-who-has"
     answer = scheduler.stream_handlers.get(name)
@@ -60,23 +56,9 @@ async def retire(
     """Let workers finish, hand over what they alone hold, and close.
 
     They take no new Dask tasks. Those that they run may finish; those that they have not begun go
-    to other workers. A worker that nobody can relieve, or that is not ready in time, goes on as
-    before, so one can try again. Calls may overlap; a worker that another call retires is left to
-    that call.
-
-    Parameters
-    ----------
-    scheduler
-        In this event loop.
-    names
-        Of the workers.
-    deadline_s
-        Seconds until the attempt ends.
-
-    Returns
-    -------
-    frozenset of str
-        Those of `names` that the scheduler has no worker of any more.
+    to other workers. A worker that nobody can relieve, or that is not ready within `deadline_s`,
+    goes on as before, so one can try again. Calls may overlap; a worker that another call retires
+    is left to that call. Returns those of `names` that the scheduler has no worker of any more.
     """
     deadline = monotonic() + deadline_s
     in_hand = _retiring.setdefault(scheduler, set())
@@ -103,24 +85,12 @@ async def force_out(
 ) -> list[TaskTooLong]:
     """Remove workers at once; Dask computes elsewhere what they hold or run.
 
-    None of this counts towards ``distributed.scheduler.allowed-failures``.
+    None of this counts towards ``distributed.scheduler.allowed-failures``. `reason` is one word for
+    the scheduler's and the workers' records.
 
-    Parameters
-    ----------
-    scheduler
-        In this event loop.
-    names
-        Of the workers.
-    reason
-        One word for the scheduler's and the workers' records.
-    cut_off, life_s
-        Given where the walltime is the reason: the record of earlier times, and for how many
-        seconds a job is of use. A Dask task that is longer than that fails with `TaskTooLong`.
-
-    Returns
-    -------
-    list of TaskTooLong
-        The Dask tasks that failed.
+    Where the walltime is the reason, `cut_off` has the earlier times, and `life_s` says for how
+    many seconds a job is of use. A Dask task that is longer than that fails with `TaskTooLong`;
+    these errors are returned.
     """
     stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
     leaving = _workers(scheduler, names)
@@ -144,26 +114,17 @@ async def force_out(
 def too_long(ran_s: Sequence[float], life_s: float) -> bool:
     """Whether a Dask task takes longer than a job lives, from when the walltime cut it off.
 
-    It does if the last attempt had at least 80 % of a job's useful life, or if two attempts had
-    more than half of one each: it could only finish if it happened to start early in a job.
-
-    Parameters
-    ----------
-    ran_s
-        Seconds that it had run each time it was cut off, the last time last.
-    life_s
-        Seconds for which a job is of use.
+    `ran_s` are the seconds that it had run each time, the last time last. A job is of use for
+    `life_s`. The task is too long if the last attempt had at least 80 % of that, or if two attempts
+    had more than half of it each: it could only finish if it happened to start early in a job.
     """
     return ran_s[-1] >= 0.8 * life_s or sum(ran > 0.5 * life_s for ran in ran_s) >= 2
 
 
 class CutOff:
-    """How long Dask tasks had run each time the walltime cut them off.
+    """How many seconds Dask tasks had run each time the walltime cut them off, the last time last.
 
-    Attributes
-    ----------
-    ran_s
-        Seconds, the last time last, of each Dask task that has not finished since.
+    `ran_s` has the Dask tasks that have not finished since.
     """
 
     def __init__(self) -> None:
@@ -190,12 +151,9 @@ class CutOff:
 
 
 def fail_waiting(scheduler: Scheduler, error: Exception) -> int:
-    """Let every Dask task that could run and has no worker fail with `error`.
+    """Let every Dask task that could run and has no worker fail with `error`; return how many.
 
-    Returns
-    -------
-    int
-        How many failed. Those that depend on them fail too and are not counted.
+    Those that depend on them fail too and are not counted.
     """
     stimulus_id = f"hpcdask-fail-waiting-{time()}"
     waiting = [ts.key for ts in scheduler.tasks.values() if ts.state in WAITING]
@@ -223,16 +181,10 @@ def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
 def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
     """Return the groups of workers that may be closed, the one that holds least first.
 
-    All workers of such a group are idle. The scheduler's own rules hold: no long-running Dask
-    task, no objection of a plugin, and those that stay have twice the memory of all results.
-    Idle workers of other people are not relied on for that.
-
-    Parameters
-    ----------
-    scheduler
-        In this event loop.
-    group_of
-        Maps a worker's name to its group, such as the job's id; None for other people's workers.
+    All workers of such a group are idle. The scheduler's own rules hold: no long-running Dask task,
+    no objection of a plugin, and those that stay have twice the memory of all results. Idle workers
+    of other people are not relied on for that. `group_of` maps a worker's name to its group, such
+    as the job's id; None for other people's workers.
     """
     sizes = Counter(group_of(str(ws.name)) for ws in scheduler.workers.values())
     names = scheduler.workers_to_close(key=lambda ws: group_of(str(ws.name)), attribute="name")

@@ -107,13 +107,7 @@ class JobAdaptive(Adaptive):
 
 
 class Scaling(Cluster):
-    """The part of a cluster that wishes for workers.
-
-    Attributes
-    ----------
-    queue, options, controller
-        The door to the queue, what a job is, and who keeps the jobs; None before the start.
-    """
+    """The part of a cluster that wishes for workers; `controller` is None before the start."""
 
     queue: Queue
     options: JobOptions

@@ -47,27 +47,11 @@ def read_scheduler_options(
 
 
 class ClusterScheduler:
-    """A scheduler in the event loop of its cluster.
+    """A scheduler in the event loop of its cluster; `server` is None before the start.
 
-    Parameters
-    ----------
-    scheduler_cls, options
-        Its class, and keywords from `read_scheduler_options`.
-    asked
-        Credentials of one's own; False for none, and otherwise new ones.
-    local
-        Whether all workers are on this machine.
-    say
-        Tells the user one line.
-
-    Attributes
-    ----------
-    server
-        The scheduler itself; None before the start.
-    address
-        Where it listens; before the start what stands for that in a preview.
-    security
-        What lets workers and clients in.
+    `options` come from `read_scheduler_options`. `asked` is credentials of one's own, or False for
+    none; otherwise new ones are made. `local` tells whether all workers are on this machine. Before
+    the start `address` is what stands for it in a preview.
     """
 
     def __init__(

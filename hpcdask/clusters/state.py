@@ -17,31 +17,11 @@ from .job import Job, Policy, worker_names
 
 
 class ClusterState:
-    """The jobs of one cluster.
+    """The jobs of one cluster, those that are over included.
 
-    Parameters
-    ----------
-    scheduler
-        Of the cluster, in this event loop.
-    cluster
-        The cluster's id, with which its workers' names begin.
-    size
-        Workers per job.
-    policy
-        Deadlines and budgets.
-    say
-        Tells the user one line.
-
-    Attributes
-    ----------
-    jobs
-        By their ids, those that are over included.
-    wanted
-        How many there should be.
-    emptied
-        Whether the user asked for none, so that nobody is left to hold results.
-    closing
-        Whether the end of a worker or a job is meant.
+    `cluster` is its id, with which its workers' names begin; `size` counts workers per job.
+    `emptied` tells whether the user asked for none, so that nobody is left to hold results, and
+    `closing` whether the end of a worker or a job is meant.
     """
 
     def __init__(

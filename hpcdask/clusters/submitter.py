@@ -18,25 +18,10 @@ RETRY_S = (15.0, 300.0)
 class Submitter:
     """Submits the script of one cluster.
 
-    Parameters
-    ----------
-    queue
-        The door to the queueing system.
-    folder
-        What the cluster keeps on disk.
-    tag
-        On each of its jobs.
-    add
-        Called with the ids of new jobs.
-    missing
-        Says how many jobs are still to be submitted; asked before each command.
-
-    Attributes
-    ----------
-    retry_at
-        Unix time before which a queue that is at a limit, or silent, is not tried again.
-    unanswered
-        Whether the queue may have jobs, now or later, whose ids it did not tell.
+    `add` gets the ids of new jobs. `missing` says how many jobs are still to be submitted, and is
+    asked before each command. A queue that is at a limit, or silent, is not tried again before
+    `retry_at`, in unix time. `unanswered` tells whether the queue may have jobs, now or later,
+    whose ids it did not tell.
     """
 
     def __init__(
@@ -59,24 +44,11 @@ class Submitter:
     async def submit(self, count: int, known: Collection[str]) -> None:
         """Submit this many jobs, or fewer if fewer are missing by then.
 
-        Before that, look for those of earlier submissions that got no answer.
-
-        Parameters
-        ----------
-        count
-            Most jobs.
-        known
-            Ids of the cluster's jobs so far.
-
-        Raises
-        ------
-        Refused
-            The queue does not take them; ``for_now`` when some were left for `retry_at`.
-        NoAnswer
-            Not all jobs are there, and the others are left for `retry_at`. Those that the queue
-            took all the same were added.
-        QueueError
-            Its answer is unknown, and so is whether the jobs are there.
+        Before that, look for those of earlier submissions that got no answer; `known` are the ids
+        of the cluster's jobs so far. Raises Refused if the queue does not take them, ``for_now``
+        when some were left for `retry_at`. Raises NoAnswer if not all jobs are there, and the
+        others are left for `retry_at`; those that the queue took all the same were added. Raises
+        QueueError if its answer is unknown, and so is whether the jobs are there.
         """
         try:
             if self.unanswered:

@@ -34,17 +34,7 @@ CLOSE_S = 60.0
 
 
 class JobTerminator:
-    """Ends jobs of one cluster.
-
-    Parameters
-    ----------
-    state
-        Its jobs.
-    queue
-        The door to the queueing system.
-    poke
-        Called when something has changed.
-    """
+    """Ends jobs of one cluster, and calls `poke` when something has changed."""
 
     def __init__(self, state: ClusterState, queue: Queue, poke: Callable[[], None]) -> None:
         self.state = state
@@ -169,10 +159,7 @@ class JobTerminator:
     def retire_strays(self, names: set[str]) -> None:
         """Retire workers that stay though their job is over, as on a node that came back.
 
-        Parameters
-        ----------
-        names
-            Of all such workers that are connected now.
+        `names` are all such workers that are connected now.
         """
         now, patience_s = time.time(), self.state.policy.lost_after_s
         if not names <= self._strays.keys():
@@ -228,17 +215,9 @@ class JobTerminator:
     # All of them
 
     async def end_all(self, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel every job, and see that they are gone.
+        """Cancel every job, and see that they are gone; `look` asks the queue how they are.
 
-        Parameters
-        ----------
-        look
-            Asks the queue how the jobs are.
-
-        Raises
-        ------
-        QueueError
-            Some are still in the queue after `CLOSE_S`; the message names them.
+        Raises QueueError if some are still in the queue after `CLOSE_S`; the message names them.
         """
         state, start, pause, problem = self.state, time.monotonic(), 0.1, ""
         asked: dict[str, float] = {}

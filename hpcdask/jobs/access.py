@@ -20,21 +20,8 @@ def load_security(info: Mapping[str, str]) -> Security | None:
 
     For a client in another process than the cluster's, such as the kernel of a notebook beside
     JupyterLab's Dask extension. The keys are in the cluster's folder, which only its user can read.
-
-    Parameters
-    ----------
-    info
-        From distributed: the address that a client is about to connect to.
-
-    Returns
-    -------
-    distributed.Security or None
-        None when no cluster of this user that ``~/.hpcdask`` knows has that address.
-
-    Raises
-    ------
-    SchedulerFileError
-        The cluster has ended, or others can read its keys.
+    None when no cluster of this user that ``~/.hpcdask`` knows has the address in `info`. Raises
+    SchedulerFileError if the cluster has ended, or others can read its keys.
     """
     for script in base_path(None).glob("*/script.sh"):
         try:

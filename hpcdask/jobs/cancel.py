@@ -40,28 +40,10 @@ async def end_jobs(
     say: Callable[[str], None],
     awaited: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Cancel jobs, and see that they are gone.
+    """Cancel the jobs that `find` says are not over, and return those still there after `END_S`.
 
-    Parameters
-    ----------
-    queue
-        Theirs.
-    find
-        Looks which of them are not over.
-    say
-        Gets one line for each thing done.
-    awaited
-        Whether more of them may still come.
-
-    Returns
-    -------
-    list of str
-        Jobs that are still there after `END_S`.
-
-    Raises
-    ------
-    QueueError
-        The queue did not answer until then.
+    `say` gets one line for each thing done; `awaited` tells whether more jobs may still come.
+    Raises QueueError if the queue did not answer until then.
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()

@@ -20,18 +20,9 @@ GUESS_TIMEOUT_S = 10.0
 
 @dataclass
 class ClusterRecord:
-    """A cluster of this user that is not over, or has jobs.
+    """A cluster of this user that is not over, or has jobs; `jobs` are those in the queue.
 
-    Attributes
-    ----------
-    name
-        Its id.
-    queue
-        Name of its queue.
-    folder
-        None if this base does not know it: removed, or in another one.
-    jobs
-        Its jobs in the queue that are not over.
+    `folder` is None if this base does not know it: removed, or in another one.
     """
 
     name: str
@@ -70,12 +61,8 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]
     """Find all clusters of this user that are not over or have jobs.
 
     Every queueing system that a cluster's folder in `base` names is asked, and those whose commands
-    are there, since folders may have been removed.
-
-    Returns
-    -------
-    list of Found, dict of str to str
-        The clusters, and the systems of theirs that did not answer, with what is wrong.
+    are there, since folders may have been removed. The second answer is the systems of theirs that
+    did not answer, with what is wrong.
     """
     folders = {folder.name: folder for folder in list_clusters(base)}
     named = {
@@ -132,21 +119,11 @@ async def _ask(
 def choose(
     clusters: list[ClusterRecord], names: tuple[str, ...], every: bool
 ) -> list[ClusterRecord]:
-    """The clusters whose jobs `hpcdask cleanup` cancels.
+    """Of what `survey` found, the clusters whose jobs `hpcdask cleanup` cancels.
 
-    Parameters
-    ----------
-    clusters
-        What `survey` found.
-    names
-        Those named, whether their notebooks live or not; empty: all whose notebook is gone.
-    every
-        Also those of this base whose notebook cannot be seen from here.
-
-    Raises
-    ------
-    UsageError
-        There is no cluster of that name.
+    Those named, whether their notebooks live or not; without names all whose notebook is gone, and
+    with `every` also those of this base whose notebook cannot be seen from here. Raises UsageError
+    if there is no cluster of a name.
     """
     known = [cluster.name for cluster in clusters]
     if unknown := [name for name in names if name not in known]:

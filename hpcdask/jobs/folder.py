@@ -36,13 +36,7 @@ DEFAULT_BASE = "~/.hpcdask"
 
 
 class Submission:
-    """One call of the submit command.
-
-    Attributes
-    ----------
-    path, script
-        Its folder, and the script in it.
-    """
+    """One call of the submit command: its folder, and the script in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,22 +55,10 @@ class Submission:
 
 
 class ClusterFolder:
-    """The folder of one cluster.
+    """The folder of one cluster, whose id is the folder's name; `owner` holds the cluster.
 
-    Attributes
-    ----------
-    path
-        The folder.
-    name
-        The cluster's id, which is the folder's name.
-    queue
-        Name of its queue in `hpcdask.queues.registry`.
-    owner
-        The process that holds the cluster.
-    created, ended
-        Unix times. `ended` is None until the cluster's jobs are known to be gone.
-    keys
-        Where its credentials lie while it lives.
+    `created` and `ended` are unix times. `ended` is None until the cluster's jobs are known to be
+    gone. The credentials lie in `keys` while it lives.
     """
 
     def __init__(
@@ -96,19 +78,9 @@ class ClusterFolder:
     ) -> ClusterFolder:
         """Make the folder of a cluster that this process holds.
 
-        Parameters
-        ----------
-        name
-            The cluster's id.
-        queue
-            Name of its queue.
-        base
-            Folder to make it in; made if missing. Default: ``~/.hpcdask``, which else gets a link.
-
-        Raises
-        ------
-        UsageError
-            The base belongs to another user, others may write in it, or it cannot be made.
+        A missing base is made. The default is ``~/.hpcdask``; a folder elsewhere gets a link there.
+        Raises UsageError if the base belongs to another user, others may write in it, or it cannot
+        be made.
         """
         parent = base_path(base)
         path = parent / name
@@ -141,10 +113,7 @@ class ClusterFolder:
     def open(cls, path: str | os.PathLike[str]) -> ClusterFolder:
         """The folder of a cluster, of this or another process.
 
-        Raises
-        ------
-        UsageError
-            It is no cluster's folder, or belongs to, or is open to, somebody else.
+        Raises UsageError if it is no cluster's folder, or belongs to, or is open to, somebody else.
         """
         path = Path(os.path.abspath(path))
         try:
@@ -229,10 +198,8 @@ class ClusterFolder:
     def logs_in(self, path: str | os.PathLike[str]) -> None:
         """Have the logs in another folder, made if missing; call it before the first job.
 
-        Raises
-        ------
-        UsageError
-            It belongs to another user, others may write in it, or it cannot be made.
+        Raises UsageError if it belongs to another user, others may write in it, or it cannot be
+        made.
         """
         target = base_path(path)
         try:

@@ -19,12 +19,8 @@ TAIL_BYTES = 1 << 18
 class Owner:
     """The process that holds a cluster.
 
-    Attributes
-    ----------
-    host, space
-        Its host and process id namespace: a process id means something only within both.
-    pid, start
-        Its id, and when it started in the kernel's ticks.
+    `space` is its process id namespace: a process id means something only within host and
+    namespace. `start` is when it started, in the kernel's ticks.
     """
 
     host: str
@@ -49,10 +45,7 @@ class Owner:
 def check_owned(path: Path) -> None:
     """Refuse a folder in which others could replace what is there.
 
-    Raises
-    ------
-    UsageError
-        It belongs to another user, or others may write in it or rename it.
+    Raises UsageError if it belongs to another user, or others may write in it or rename it.
     """
     status = path.stat()
     if status.st_uid != os.geteuid():

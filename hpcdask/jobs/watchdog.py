@@ -66,10 +66,7 @@ class Watchdog:
 def start_watchdog(folder: ClusterFolder) -> Watchdog:
     """Start the watchdog of a cluster, and wait until it watches.
 
-    Raises
-    ------
-    QueueError
-        It does not start.
+    Raises QueueError if it does not start.
     """
     package = Path(__file__).parents[2]
     path = folder.path / "watchdog.log"

@@ -34,24 +34,13 @@ CONTAINER_VARIABLES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 class Request:
     """What one job asks for beside what dask-jobqueue's header asks for already.
 
-    Attributes
-    ----------
-    name
-        The job's name, as the user gave it.
-    tag
-        By which `hpcdask jobs` and `hpcdask cleanup` know the job: ``hpcdask:CLUSTER``.
-    folder
-        Existing 0700 folder of the cluster's logs, absolute. The queue's own output of a job
-        goes to a file there whose name is ``queue-``, the job's id, ``.log``, as far as the
-        queue can make that name.
-    gpus
-        GPUs per job, on all its nodes together; may be 0.
-    gpu_type
-        In the site's words, or None.
-    nodes
-        Nodes per job.
-    cores, memory
-        Cores and bytes of host memory per job.
+    `name` is as the user gave it. By `tag`, ``hpcdask:CLUSTER``, `hpcdask jobs` and
+    `hpcdask cleanup` know the job. `folder` is the existing 0700 folder of the cluster's logs,
+    absolute. The queue's own output of a job goes to a file there whose name is ``queue-``, the
+    job's id, ``.log``, as far as the queue can make that name.
+
+    `gpus` counts those on all nodes of the job together, and may be 0; `gpu_type` is in the site's
+    words. `cores` and `memory`, in bytes of host memory, are the whole job's.
     """
 
     name: str
@@ -65,13 +54,7 @@ class Request:
 
 
 class Queue(ABC):
-    """One queueing system.
-
-    Parameters
-    ----------
-    timeout_s
-        Seconds after which one of its commands counts as hanging.
-    """
+    """One queueing system. Its commands count as hanging after `timeout_s`."""
 
     #: As users call it.
     title: ClassVar[str]
@@ -94,19 +77,11 @@ class Queue(ABC):
 
     @abstractmethod
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        """The job script.
+        """The job script: the header, what `request` adds to it, `preamble`, and `command`.
 
-        Parameters
-        ----------
-        job
-            An instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
-            ``_job_script_prologue`` are used.
-        request
-            What to add to the header: GPUs, name, tag, where the queue's output goes.
-        preamble
-            Shell lines that go before the user's prologue.
-        command
-            Shell command of the worker.
+        `job` is an instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
+        ``_job_script_prologue`` are used. The lines of `preamble` go before that prologue, which is
+        the user's; `command` starts the worker.
         """
 
     def replaced(self, job: Any) -> list[str]:
@@ -128,15 +103,10 @@ class Queue(ABC):
     async def submit(self, script: str, count: int) -> list[str]:
         """Submit the script's file as `count` jobs with one command, and return their ids.
 
-        Raises
-        ------
-        Refused
-            The queue does not want it: ``for_now`` when a limit of the site is reached or the queue
-            is too busy, so that it may be tried later or with fewer.
-        NoAnswer
-            The command hangs, or says that its answer was lost.
-        QueueError
-            Its answer is not understood.
+        Raises Refused if the queue does not want it: ``for_now`` when a limit of the site is
+        reached or the queue is too busy, so that it may be tried later or with fewer. Raises
+        NoAnswer if the command hangs, or says that its answer was lost, and QueueError if its
+        answer is not understood.
         """
 
     @abstractmethod
@@ -168,19 +138,10 @@ class Queue(ABC):
         instead: str = "job_script() still shows what would be submitted",
         lacks: str = "no job can be submitted to",
     ) -> None:
-        """Refuse a machine that has no commands of this system.
+        """Raise UsageError where a command of this system is missing; it says where to run.
 
-        Parameters
-        ----------
-        instead
-            What can be done all the same, for the error.
-        lacks
-            What cannot be done, for the error, up to the system's name.
-
-        Raises
-        ------
-        UsageError
-            Naming the command, and where to run.
+        `instead` says in the error what can be done all the same, `lacks` what cannot be done, up
+        to the system's name.
         """
         for program in self.programs:
             if shutil.which(program) is None:
@@ -195,14 +156,8 @@ class Queue(ABC):
         """Run one command in a thread; it may not take longer than `timeout_s`.
 
         Who no longer waits for it has it killed: an event loop that ends waits for its threads.
-        Files that the queue creates for the job are private: the umask is 077.
-
-        Raises
-        ------
-        NoAnswer
-            It hangs.
-        QueueError
-            It cannot be started.
+        Files that the queue creates for the job are private: the umask is 077. Raises NoAnswer if
+        the command hangs, and QueueError if it cannot be started.
         """
         given_up, started = threading.Event(), list[subprocess.Popen[str]]()
 

@@ -27,13 +27,7 @@ AGAIN = 75
 
 
 def one_node(request: Request, title: str) -> None:
-    """Refuse jobs of several nodes, whose workers nothing would start on the others.
-
-    Raises
-    ------
-    UsageError
-        The request has more than one node.
-    """
+    """Raise UsageError for jobs of several nodes: nothing would start workers on the others."""
     if request.nodes > 1:
         raise UsageError(
             f"nodes_per_job={request.nodes}: jobs of several nodes are for SLURM only. With "
@@ -54,10 +48,8 @@ def first_life(request: Request, job_id: str) -> str:
 def walltime_text(value: Any) -> str:
     """A walltime as it is written, of which YAML may have made a number.
 
-    Raises
-    ------
-    UsageError
-        It is a number: 7200 is what YAML makes of 02:00:00, and SLURM takes it as minutes.
+    Raises UsageError if it is one: 7200 is what YAML makes of 02:00:00, and SLURM takes it as
+    minutes.
     """
     if isinstance(value, int | float):
         raise UsageError(
@@ -75,16 +67,8 @@ async def read(script: str) -> str:
 def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
     """Return a job name with `_` for what a queue does not take.
 
-    Parameters
-    ----------
-    name
-        As the user gave it.
-    good
-        Characters that the queue takes, as in a regular expression's brackets.
-    start
-        The same for the first character, if that is a narrower choice.
-    longest
-        Most characters.
+    `good` are the characters that it takes, as in a regular expression's brackets, and `start` the
+    same for the first one, if that is a narrower choice. The name is cut after `longest`.
     """
     clean = re.sub(f"[^{good}]", "_", name)
     if start and not re.match(f"[{start}]", clean):
@@ -107,20 +91,9 @@ def quoted_header(
 ) -> list[str]:
     """Return dask-jobqueue's header with its values quoted and another job name.
 
-    Parameters
-    ----------
-    job
-        dask-jobqueue's Job; its ``job_extra_directives`` stay as the user wrote them.
-    prefix
-        Of its directives, such as ``#PBS``.
-    name
-        Replaces the job's name.
-    quote
-        Quotes a value as the queue's parser wants it.
-    flags
-        Options whose value is quoted where that is necessary.
-    name_flag
-        Option of the name.
+    `prefix` is that of its directives, such as ``#PBS``. `quote` is as the queue's parser wants it,
+    and is used for the options in `flags`, where that is necessary. ``job_extra_directives`` stay
+    as the user wrote them.
     """
     own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
     lines = []
@@ -144,21 +117,10 @@ def with_header(job: Any, lines: Collection[str]) -> Any:
 
 
 def parse_clock(text: str, units: str, forms: str) -> timedelta:
-    """Read numbers between colons.
+    """Read numbers between colons, such as ``2:00:00``.
 
-    Parameters
-    ----------
-    text
-        Such as ``2:00:00``.
-    units
-        Units of the numbers, the last number first, such as ``smhd``.
-    forms
-        For the error.
-
-    Raises
-    ------
-    UsageError
-        It has another form or is nothing.
+    `units` has the last number's first, such as ``smhd``. Raises UsageError, with `forms`, if the
+    text has another form or is nothing.
     """
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     if re.fullmatch(r"\d+(:\d+)*", text.strip()):

@@ -42,23 +42,14 @@ PAUSED = ("suspended", "SUSPENDED", "STOPPED")
 class QueueStatus:
     """One job as a query of the queue shows it.
 
-    Attributes
-    ----------
-    id
-        The queue's id of the job or of the array's element, such as ``123`` or ``123_4``.
-    state
-        PENDING, REQUEUED, STARTING (the queue says that it runs), one of `OVER`, or UNKNOWN (the
-        queue has the job and does not know how it is, or says so in unknown words).
-    reason
-        Why it waits or how it ended, in the queue's words; see also `PAUSED`.
-    exit_code
-        Of a job that is over and whose code is known; 128 + n after signal n.
-    restarts
-        How often the queue has started it again under the same id.
-    started, ends
-        Unix times at which it started and reaches its walltime; None if unknown.
-    nodes
-        The nodes it runs on, in the queue's words.
+    `id` may be that of an array's element, such as ``123_4``. `state` is PENDING, REQUEUED,
+    STARTING (the queue says that it runs), one of `OVER`, or UNKNOWN (the queue has the job and
+    does not know how it is, or says so in unknown words). `reason`, why it waits or how it ended,
+    and `nodes` are in the queue's words; see also `PAUSED`.
+
+    `exit_code` is that of a job that is over, 128 + n after signal n; None if unknown. `restarts`
+    counts how often the queue has started it again under the same id. `started` and `ends`, when it
+    reaches its walltime, are unix times; None if unknown.
     """
 
     id: str

@@ -44,10 +44,7 @@ _numbers = itertools.count()
 class Entry:
     """A job that this process submitted.
 
-    Attributes
-    ----------
-    began, ended
-        When its leader started and was seen to be gone, by the monotonic clock.
+    `began` and `ended` are when its leader started and was seen to be gone, by the monotonic clock.
     """
 
     id: str
@@ -72,15 +69,9 @@ class Entry:
 class LocalQueue(Queue):
     """This machine as a queue.
 
-    Parameters
-    ----------
-    gpus
-        UUIDs of the GPUs that jobs may have. A job gets as many as it requests for itself, or
-        waits. None: GPUs are not counted, and every job starts at once.
-    walltime_s
-        Seconds after which a job gets SIGTERM; None for no limit.
-    timeout_s
-        As for every queue; there is no command here that could hang.
+    A job gets as many of the GPUs, given by UUID, as it requests for itself, or waits. With None
+    they are not counted, and every job starts at once. A job gets SIGTERM after `walltime_s`, if
+    that is given. `timeout_s` is as for every queue, though no command here could hang.
     """
 
     title = "this machine"
@@ -126,12 +117,8 @@ class LocalQueue(Queue):
     async def submit(self, script: str, count: int) -> list[str]:
         """Start `count` jobs, or as many as there are GPUs for; the others wait.
 
-        Raises
-        ------
-        Refused
-            A job asks for more GPUs than there are.
-        QueueError
-            The script does not say what it asks for.
+        Raises Refused if a job asks for more GPUs than there are, and QueueError if the script does
+        not say what it asks for.
         """
         return await asyncio.to_thread(self._submit, script, count)
 

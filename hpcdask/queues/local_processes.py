@@ -28,17 +28,7 @@ KERNEL_THREAD = 0x00200000
 
 @dataclass(frozen=True)
 class Process:
-    """One living process of a job.
-
-    Attributes
-    ----------
-    pid, session
-        Its id, and that of its session's leader.
-    tag
-        Of its job.
-    started
-        Unix time.
-    """
+    """One living process of a job; `session` is its session leader's id, `started` a unix time."""
 
     pid: int
     session: int
@@ -120,18 +110,10 @@ def lock_folder() -> str:
 
 
 def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
-    """Lock up to `count` of these GPUs for a job.
+    """Lock up to `count` of these GPUs for a job; return UUIDs and the open files of their locks.
 
-    Returns
-    -------
-    list of (str, int)
-        UUIDs and the open files that hold their locks. A lock lasts until every copy of its file,
-        in whatever process, is closed.
-
-    Raises
-    ------
-    QueueError
-        There is no folder for the locks.
+    A lock lasts until every copy of its file, in whatever process, is closed. Raises QueueError if
+    there is no folder for the locks.
     """
     try:
         folder = lock_folder()

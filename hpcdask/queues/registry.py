@@ -14,10 +14,7 @@ NAMES = ("slurm", "pbs", "lsf", "sge", "oar", "htcondor", "moab", "local")
 def queue_class(name: str) -> type[Queue]:
     """The class of a queueing system; its module is imported now.
 
-    Raises
-    ------
-    UsageError
-        There is none of this name.
+    Raises UsageError if there is none of this name.
     """
     if name not in NAMES:
         raise UsageError(f"there is no queue {name!r}. There are: {', '.join(NAMES)}")

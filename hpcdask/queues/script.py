@@ -9,24 +9,10 @@ from hpcdask.errors import UsageError
 
 
 def render(job: Any, directives: Sequence[str], preamble: Sequence[str], command: str) -> str:
-    """Put a job script together.
+    """Put a job script together, with a line end.
 
-    Parameters
-    ----------
-    job
-        An instance of dask-jobqueue's Job class: its ``shebang``, ``job_header`` and
-        ``_job_script_prologue`` are used.
-    directives
-        Whole lines that go after the header, such as ``#SBATCH --gres=gpu:1``.
-    preamble
-        Shell lines that go before the user's prologue.
-    command
-        Shell command at the end.
-
-    Returns
-    -------
-    str
-        The script, with a line end.
+    `directives` are whole lines that go after the header, such as ``#SBATCH --gres=gpu:1``;
+    `preamble` goes before the user's prologue. `job` is as in `Queue.script`.
     """
     lines = [
         job.shebang,
@@ -59,11 +45,8 @@ def check_lines(value: Any, what: str) -> None:
 def one_line(value: str, what: str) -> str:
     """Return a value that stands in a directive, if it fits in a line.
 
-    Raises
-    ------
-    UsageError
-        It holds a control character such as a newline, which no directive can express, or what
-        else `str.splitlines` splits at.
+    Raises UsageError if it holds a control character such as a newline, which no directive can
+    express, or what else `str.splitlines` splits at.
     """
     if any(ord(c) < 32 or ord(c) == 127 for c in value) or len(f"{value}.".splitlines()) > 1:
         raise UsageError(

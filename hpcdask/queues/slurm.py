@@ -45,15 +45,7 @@ WALLTIME_FORMS = (
 
 
 class SlurmQueue(Queue):
-    """The door to SLURM.
-
-    Parameters
-    ----------
-    gpu_request
-        Option by which the site takes a request of GPUs.
-    timeout_s
-        Seconds after which one of SLURM's commands counts as hanging.
-    """
+    """The door to SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
 
     title: ClassVar[str] = "SLURM"
     programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")

@@ -43,15 +43,7 @@ ADVICE = (
 
 
 def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
-    """Return the error of a submission that failed.
-
-    Parameters
-    ----------
-    done
-        sbatch.
-    script
-        Path of the job's script.
-    """
+    """Return the error of a submission that failed; `done` is sbatch."""
     text = words(done)
     if LOST_ANSWER.search(text):
         return NoAnswer(

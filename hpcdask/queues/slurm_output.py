@@ -70,10 +70,7 @@ def columns(*names: str) -> str:
 def rows(text: str, count: int) -> Iterator[list[str]]:
     """Yield the `count` columns of each job and element that squeue printed.
 
-    Raises
-    ------
-    QueueError
-        It printed lines, and none has this form.
+    Raises QueueError if it printed lines, and none has this form.
     """
     lines = [line for line in text.splitlines() if line and not line.startswith("CLUSTER:")]
     if lines and not any(re.match(r"\d+[_+;]", line) for line in lines):
@@ -89,11 +86,7 @@ def expand(job: str) -> list[str]:
     """Return the ids in what stands for the waiting elements of an array: ``12_[0-8:2,11%5]``.
 
     ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
-
-    Raises
-    ------
-    QueueError
-        It is not shown whole.
+    Raises QueueError if it is not shown whole.
     """
     array, bracket, elements = job.partition("_[")
     if not bracket:
