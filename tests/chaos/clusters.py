@@ -45,11 +45,25 @@ class JobsArena:
 
     def __init__(self, folder: Path) -> None:
         self._site: SlurmSite | None = None
+        self._spent = False
 
     def close(self) -> None:
         """End the SLURM."""
         if self._site is not None:
             self._site.close()
+            self._site = None
+
+    def _mended_site(self) -> SlurmSite:
+        if self._spent:
+            self.close()
+        if self._site is not None:
+            try:
+                self._site.mend()
+            except (AssertionError, RuntimeError):  # too much was killed in it
+                self.close()
+        if self._site is None:
+            self._site = SlurmSite(nodes=3).__enter__()
+        return self._site
 
     def left_out(self, episode: Episode) -> str:
         """Say why an episode cannot be played here."""
@@ -58,15 +72,11 @@ class JobsArena:
 
     def play(self, episode: Episode) -> str:
         """Return what came out of it. Raises Violation."""
-        if self._site is None:
-            self._site = SlurmSite(nodes=3).__enter__()
-        try:
-            self._site.mend()
-        except (AssertionError, RuntimeError):  # too much was killed in it
-            self._site.close()
-            self._site = SlurmSite(nodes=3).__enter__()
+        site = self._mended_site()
+        # a controller that was killed may bring old jobs back, and give their ids again
+        self._spent = any(event.who.startswith("slurmctld") for event in episode.events)
         home = Path(tempfile.mkdtemp(prefix="hn-", dir="/tmp"))
-        notebook = Notebook(episode, self._site, home)
+        notebook = Notebook(episode, site, home)
         try:
             return notebook.play()
         finally:
@@ -101,7 +111,6 @@ class Notebook:
             "job_extra_directives": ["--requeue"],
         }
         self._output = home / "output"
-        self._clusters: set[str] = set()
         skew = str(episode.options["skew"])
         command = [
             sys.executable,
@@ -128,8 +137,6 @@ class Notebook:
 
     def printed(self) -> list[str]:
         """Lines of what it printed."""
-        with contextlib.suppress(FileNotFoundError):
-            self._clusters |= set(os.listdir(self._folder))
         return self._output.read_text(errors="replace").splitlines(keepends=True)
 
     # Faults
@@ -187,13 +194,7 @@ class Notebook:
         daemon = daemons[index % len(daemons)]
         daemon.kill()
         daemon.wait()
-        return str(event), lambda: self._restart(daemon)
-
-    def _restart(self, daemon: subprocess.Popen[bytes]) -> None:
-        self.site.restart(daemon)
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # it may not answer
-            if foreign := set(self._queue()) - set(self.jobs()):
-                self.site.run("scancel", *sorted(foreign), check=False, timeout=20)
+        return str(event), lambda: self.site.restart(daemon)
 
     def _strike_notebook(self, how: str) -> Undo | None:
         signal_name, _, watchdog = how.partition("+")
@@ -222,17 +223,9 @@ class Notebook:
     # What must hold
 
     def jobs(self) -> list[str]:
-        """Ids of its jobs that the queue holds.
-
-        A controller that was killed may bring back those of earlier episodes, too.
-        """
-        tags = {f"hpcdask:{name}" for name in self._clusters}
-        return [job for job, comment in self._queue().items() if tags & set(comment)]
-
-    def _queue(self) -> dict[str, list[str]]:
-        """The words of each job's comment."""
+        """Ids of jobs of clusters that the queue holds."""
         done = self.site.run("squeue", "-h", "-r", "-o", "%i %k", check=False)
-        return {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
+        return [line.split()[0] for line in done.stdout.splitlines() if "hpcdask:" in line]
 
     def play(self) -> str:
         """Play it and check."""
