@@ -146,8 +146,8 @@ class Refused(QueueError):
 
 
 def root_cause(error: BaseException) -> str:
-    """The first cause of an error, in one line."""
-    while (cause := error.__cause__) is not None:
+    """The first cause of an error, in one line; one of ours says by itself what it came from."""
+    while (cause := error.__cause__) is not None and not isinstance(error, HpcdaskError):
         # a deadline of asyncio has its own means as the cause; asyncio is not imported for it
         if type(cause).__name__ == "CancelledError":
             break

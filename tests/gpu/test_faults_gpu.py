@@ -111,62 +111,6 @@ for turn in range(2):
 print(json.dumps(result))
 """
 
-HOLD = """
-import sys, time
-from cupy.cuda import runtime
-part = int(float(sys.argv[1]) * runtime.memGetInfo()[1]) // 16
-print("ready", flush=True)
-sys.stdin.readline()
-until = time.monotonic() + 30
-for _ in range(16):
-    while True:
-        try:
-            runtime.malloc(part)
-            break
-        except runtime.CUDARuntimeError:  # the dead worker's is not free yet
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-TAKEN = """
-import subprocess
-
-def look():
-    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
-
-def pools(client):
-    def ask():
-        import rmm
-        return os.getpid(), rmm.mr.get_current_device_resource().pool_size()
-    return dict(client.run(ask).values())
-
-result["before"] = pools(client)
-address, (victim, gpu) = next(iter(client.run(look).items()))
-nanny = client.run(os.getpid, nanny=True)[address]
-holder = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[3]], text=True,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-holder.stdout.readline()
-os.kill(nanny, signal.SIGSTOP)  # so that the holder is the first to take what gets free
-try:
-    os.kill(victim, signal.SIGKILL)
-    print("go", file=holder.stdin, flush=True)
-    result["held"] = holder.stdout.readline()
-finally:
-    os.kill(nanny, signal.SIGCONT)
-result["seconds"].append(back(client, count, {victim}))
-after = pools(client)
-(result["began"],) = {pid: size for pid, size in after.items()
-                      if pid not in result["before"]}.values()
-note()
-holder.communicate()
-note()
-print(json.dumps(result))
-"""
-
 
 def workers_on(gpus: list[Gpu]) -> int:
     """How many to start: one per GPU, or two that share the only one, and map each other, too."""
@@ -175,12 +119,12 @@ def workers_on(gpus: list[Gpu]) -> int:
     return max(2, len(gpus))
 
 
-def run(tmp_path: Path, gpus: list[Gpu], program: str, *arguments: str) -> tuple[dict, str]:
+def run(tmp_path: Path, gpus: list[Gpu], program: str) -> tuple[dict, str]:
     count = workers_on(gpus)
     script = tmp_path / "faults.py"
     script.write_text(SHARED + program)
     options = ["--protocol", "ucx", *sharing(count, gpus)]
-    done = launch(count, *options, str(script), str(count), *arguments, timeout=240)
+    done = launch(count, *options, str(script), str(count), timeout=240)
     assert done.returncode == 0, done.stderr
     print(done.stderr)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -217,23 +161,6 @@ def test_a_worker_whose_context_is_lost_is_replaced(gpus: list[Gpu], tmp_path: P
     assert found["kept"] == [10000.0] * 2
     assert err.count("left the GPU's context unusable (CUDA_ERROR_ILLEGAL_ADDRESS)") == 2
     check(found, err)
-
-
-def test_a_worker_whose_memory_another_has_taken_begins_with_what_is_free(
-    gpus: list[Gpu], tmp_path: Path
-) -> None:
-    sharers = 2 if len(gpus) == 1 else 1
-    held = 0.85 if sharers == 1 else 0.45  # of the whole, beside the other's pool of 0.4
-    found, err = run(tmp_path, gpus, TAKEN, HOLD, str(held))
-    assert found["held"] == "held\n"
-    assert all(found["right"])
-    assert all(found["mapped"])
-    assert max(found["seconds"]) < 20
-    assert 0 < found["began"] < 0.15 * gpus[0].memory < min(found["before"].values())
-    assert err.count("RMM's pool begins with") == 1
-    assert "the rest is still held, and these processes are on it: " in err
-    assert "does not start again" not in err
-    assert "Traceback (most recent call last)" not in err
 
 
 BUSY = """
