@@ -10,8 +10,6 @@ import time
 from typing import NoReturn
 
 STARTED = "HPCDASK_STARTED"
-
-
 #: More than a rank has open by then.
 FILES = 4096
 
@@ -33,13 +31,14 @@ def mark(event: str) -> None:
 def process_start(pid: int) -> str:
     """When a process started, in the kernel's ticks: with its id, it names one process for good.
 
-    Empty if the process is gone.
+    Empty if the process is gone, also where its parent has not asked how it ended.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def detach_standard_streams(*, output: bool) -> None:

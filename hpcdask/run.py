@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .bootstrap import reexec, resources
+from .bootstrap import reexec
 from .bootstrap.janitor import Janitor
 
 if __name__ == "__main__":
     reexec.end_on_interrupt()
     reexec.reexecute()
     _janitor = Janitor.start()
-    from .bootstrap import ranks
+    from .bootstrap import ranks, resources
 
     ranks.note_launcher()
     resources.widen(resources.launcher_cores())  # the imports and the probe need more than one

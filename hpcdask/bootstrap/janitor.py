@@ -11,8 +11,6 @@ from hpcdask.process import FILES, detach_standard_streams, owner_text
 from hpcdask.security import private
 
 MARKER = "HPCDASK_RANK_MARKER"
-
-
 #: Seconds after which the janitor leaves a process that does not die (hung driver, file system).
 KILL_DEADLINE_S = 30.0
 

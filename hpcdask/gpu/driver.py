@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 #: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
 WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
-
-
 #: CUDA versions for which there is an extra; drivers run older ones, too.
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
 #: The first driver for CUDA 13, and the GPUs that it still drives and CUDA 13 does not know.

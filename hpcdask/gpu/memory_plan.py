@@ -20,8 +20,6 @@ Allocator = Literal["pool", "async", "cuda"]
 #: pool grows into the rest, unless CUDA's libraries, which allocate for themselves, need it first.
 POOL_FRACTION = 0.5
 SPILL_FRACTION = 0.8
-
-
 #: RMM takes multiples of this.
 ALIGNMENT = 256
 PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")

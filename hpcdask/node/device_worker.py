@@ -54,9 +54,7 @@ class DeviceWorker(PeerWorker):
             try:
                 with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                     make_context()
-                    if all(
-                        event != CONTEXT_MADE for _, event in marks
-                    ):  # by `hpcdask.node.prestart`
+                    if CONTEXT_MADE not in (event for _, event in marks):  # by prestart
                         mark(CONTEXT_MADE)
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)

@@ -21,18 +21,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver as mp_forkserver
 from multiprocessing import reduction, resource_tracker
-from typing import Any, NoReturn
-
-import dask.config
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcdask.bootstrap import ranks
 from hpcdask.comm import ucx_hooks
 from hpcdask.gpu import devices, driver
 from hpcdask.process import FILES, detach_standard_streams, process_start
-from hpcdask.spec.specs import WorkerSpec
 
-from .forking import Forker
 from .gpu_probe import has_peers
+
+if TYPE_CHECKING:
+    from hpcdask.spec.specs import WorkerSpec
+
+    from .forking import Forker
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -262,6 +263,8 @@ def _drop_idle_hook() -> None:
 
 def start_template(spec: WorkerSpec, scratch: str, forker: Forker) -> None:
     """Fork the template of this rank's workers. This is the last fork of a rank."""
+    import dask.config
+
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from hpcdask.bootstrap import janitor
+from hpcdask.process import process_start
 from hpcdask.runner.leader import Leader
 from launching import wait_for
 
@@ -98,3 +99,14 @@ def test_a_rank_that_cannot_tell_the_others_ends_all_the_same():
     leader.spec = type("Spec", (), {"timeout": 1.0})
     leader._meet = meet
     asyncio.run(leader._gather_to_dismiss())
+
+
+def test_a_process_whose_end_nobody_has_asked_for_is_gone():
+    """A zombie has given back its memory, and runs no more."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert process_start(pid) == ""
+    os.waitpid(pid, 0)
+    assert process_start(os.getpid())

@@ -172,6 +172,14 @@ def test_a_rank_does_not_load_arrays():
     assert "dask.array" not in imported(*(f"hpcdask.{part}" for part in parts))["modules"]
 
 
+def test_the_first_moments_load_little():
+    """Twice before a rank runs, and before the probe, which all else shall not delay."""
+    loaded = imported("hpcdask.bootstrap.reexec", "hpcdask.bootstrap.janitor")["modules"]
+    assert not {"asyncio", "dataclasses", "click", "dask"} & set(loaded)
+    loaded = imported("hpcdask.node.gpu_probe", "hpcdask.node.prestart")["modules"]
+    assert not {"asyncio", "dask", "psutil", "yaml"} & set(loaded)
+
+
 def test_public_names_are_there():
     for name in hpcdask.__all__:
         assert getattr(hpcdask, name).__module__.startswith("hpcdask.")
