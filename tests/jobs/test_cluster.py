@@ -746,11 +746,12 @@ def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: 
 
 
 FORKING = """
-import os, sys
+import os, sys, warnings
 from clock import clock
 from hpcdask import LocalCUDAJobCluster
 cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
 start = clock()
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every such fork
 if not (child := os.fork()):
     sys.exit(3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), clock() - start < 5)
