@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.node.channel import Message, MessageStream
 from hpcdask.node.inventory import Inventory
-from hpcdask.security.credentials import Credentials, to_security
+from hpcdask.security.credentials import Credentials
 
 from .assignment import fill_from_first_rank
-from .control import ControlServer
+from .control import ControlServer, open_to_ranks
 from .events import Events
 from .rendezvous import Rendezvous
 
@@ -65,19 +64,8 @@ class Arrivals:
 
     async def listen(self, host: str, credentials: Credentials, rendezvous: Rendezvous) -> None:
         """Let the other ranks in, and tell them where."""
-        context = None
-        if credentials:
-            context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
-        nonce = secrets.token_hex(16)
-        self._server = ControlServer(nonce, self.arrived)
-        rendezvous.publish(
-            {
-                "address": host,
-                "port": await self._server.listen(host, context),
-                "host": self._rank.host,
-                "nonce": nonce,
-                "credentials": credentials,
-            }
+        self._server, _ = await open_to_ranks(
+            self._rank, host, credentials, rendezvous, self.arrived
         )
 
     def close(self) -> None:

@@ -8,15 +8,26 @@ lines of JSON, never pickles; with TLS both sides prove that they hold the clust
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tornado.netutil import bind_sockets
 
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.errors import LaunchError
 from hpcdask.node.channel import LINE_LIMIT, Message, MessageStream
+from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.security.listening import Acceptor, Unproven, prepare
+
+from .rendezvous import Note, Rendezvous
+
+#: Seconds to dial one address of rank 0.
+DIAL_DEADLINE_S = 5.0
+Arrived = Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
 
 
 class ControlServer:
@@ -25,9 +36,7 @@ class ControlServer:
     The nonce is made anew for each launch. `arrived` gets the first message after it.
     """
 
-    def __init__(
-        self, nonce: str, arrived: Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, nonce: str, arrived: Arrived) -> None:
         prepare()
         self._nonce = nonce
         self._arrived = arrived
@@ -81,6 +90,92 @@ class ControlServer:
             acceptor.stop()
             sock.close()
         self._acceptors, self._sockets = [], []
+
+
+async def open_to_ranks(
+    rank: Rank,
+    host: str,
+    credentials: Credentials,
+    rendezvous: Rendezvous,
+    arrived: Arrived,
+    others: Sequence[str] = (),
+) -> tuple[ControlServer, int]:
+    """Rank 0: let the other ranks in, and tell them where; returns the port, too.
+
+    `others` are further addresses of this node, which are tried where `host` does not answer.
+    """
+    nonce = secrets.token_hex(16)
+    server = ControlServer(nonce, arrived)
+    everywhere = "::" if ":" in host else "0.0.0.0"
+    context = None
+    if credentials:
+        context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
+    port = await server.listen(everywhere if others else host, context)
+    note = {"address": host, "others": [*others], "port": port, "host": rank.host, "nonce": nonce}
+    rendezvous.publish({**note, "credentials": credentials})
+    return server, port
+
+
+class Reached(NamedTuple):
+    """Rank 0, reached at an address that its note names; `failed` says why not at others."""
+
+    note: Note
+    channel: MessageStream
+    address: str
+    failed: dict[str, str]
+
+
+async def find_leader(
+    rank: Rank,
+    rendezvous: Rendezvous,
+    timeout: float,
+    unreachable: Callable[[Note, Mapping[str, str]], str],
+    *,
+    tls: bool = True,
+) -> Reached:
+    """Read notes until one leads to rank 0: a note may be left over from an earlier life.
+
+    Raises LaunchError after `timeout` seconds; where there was a note, `unreachable` says what is
+    wrong, by that and by address why it did not answer. With `tls`, a note has to have keys.
+    """
+    deadline = time.monotonic() + timeout
+    heard: Note | None = None
+    failed: dict[str, str] = {}
+    pause = 0.02
+    while time.monotonic() < deadline:
+        note = rendezvous.fetch()
+        if note is not None:
+            if tls and not note["credentials"]:
+                raise LaunchError(
+                    "rank 0's note has no keys, though --no-tls is not among this rank's options: "
+                    "give all ranks the same options"
+                )
+            heard, failed = note, {}
+            for address in (note["address"], *note.get("others", ())):
+                try:
+                    return Reached(note, await _dial(note, address), address, failed)
+                except TimeoutError:
+                    failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
+                except OSError as error:
+                    failed[address] = error.strerror or str(error)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.1, 0.5)  # a shared file system has better things to do
+    me = f"rank {rank.index} of {rank.size} on {rank.host}"
+    if heard is None:
+        raise LaunchError(
+            f"{me} heard nothing of rank 0 within {timeout:g} s. See that rank 0 starts, or allow "
+            f"more with --timeout"
+        )
+    raise LaunchError(f"{me} {unreachable(heard, failed)}")
+
+
+async def _dial(note: Note, address: str) -> MessageStream:
+    context = None
+    if note["credentials"]:
+        arguments = to_security(note["credentials"]).get_connection_args("worker")
+        context = arguments["ssl_context"]
+    async with asyncio.timeout(DIAL_DEADLINE_S):
+        return await connect_to_leader(address, note["port"], context, note["nonce"])
 
 
 async def connect_to_leader(

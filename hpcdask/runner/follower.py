@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from hpcdask.errors import ClusterError, LaunchError
 from hpcdask.logs import complain
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.placement import WorkerPlacement
-from hpcdask.security.credentials import to_security
+from hpcdask.spec.specs import RunSpec
 
 from .agent import TERM_DEADLINE_S, RankAgent
-from .control import connect_to_leader
+from .control import find_leader
 from .rendezvous import Note, Rendezvous
 
 
@@ -23,11 +23,13 @@ async def follow(member: RankAgent, rendezvous: Rendezvous) -> int:
     """Take part until rank 0 says that the run is over; return this rank's exit code."""
     member.signals.watch_launcher(partial(member.leave, 128 + signal.SIGTERM))
     try:
-        note, channel = await _find_leader(member, rendezvous)
+        spec, unreachable = member.spec, partial(_unreachable, member.spec)
+        found = await find_leader(member.rank, rendezvous, spec.timeout, unreachable, tls=spec.tls)
     except LaunchError as error:
         complain(error)
         member.abort_launch(error.exit_code)
         return error.exit_code
+    note, channel = found.note, found.channel
     member.credentials = note["credentials"]
 
     def on_signal(number: int) -> None:
@@ -81,44 +83,10 @@ async def _run_program(member: RankAgent, channel: MessageStream, address: str) 
     channel.send(op="program-ended", code=code)
 
 
-async def _find_leader(member: RankAgent, rendezvous: Rendezvous) -> tuple[Note, MessageStream]:
-    """Read notes until one leads to rank 0: a note may be left over from an earlier life."""
-    deadline = time.monotonic() + member.spec.timeout
-    heard: Note | None = None
-    pause = 0.02
-    while time.monotonic() < deadline:
-        note = rendezvous.fetch()
-        if note is not None:
-            if member.spec.tls and not note["credentials"]:
-                raise LaunchError(
-                    "rank 0's note has no keys, though --no-tls is not among this rank's options: "
-                    "give all ranks the same options"
-                )
-            heard = note
-            try:
-                return note, await _dial(note)
-            except (OSError, TimeoutError):
-                pass
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.1, 0.5)  # a shared file system has better things to do
-    me = f"rank {member.rank.index} of {member.rank.size} on {member.rank.host}"
-    limit = f"within {member.spec.timeout:g} s"
-    if heard is None:
-        raise LaunchError(
-            f"{me} heard nothing of rank 0 {limit}. See that rank 0 starts, or allow more "
-            f"with --timeout"
-        )
-    raise LaunchError(
-        f"{me} got no answer from rank 0 at {heard['address']}:{heard['port']} on "
-        f"{heard['host']} {limit}: the note is stale, or the network between the nodes is "
-        f"closed. --interface chooses another network"
+def _unreachable(spec: RunSpec, note: Note, failed: Mapping[str, str]) -> str:
+    """Why no line to rank 0 came up, though its note was there."""
+    return (
+        f"got no answer from rank 0 at {note['address']}:{note['port']} on {note['host']} within "
+        f"{spec.timeout:g} s: the note is stale, or the network between the nodes is closed. "
+        f"--interface chooses another network"
     )
-
-
-async def _dial(note: Note) -> MessageStream:
-    context = None
-    if note["credentials"]:
-        arguments = to_security(note["credentials"]).get_connection_args("worker")
-        context = arguments["ssl_context"]
-    async with asyncio.timeout(5):
-        return await connect_to_leader(note["address"], note["port"], context, note["nonce"])

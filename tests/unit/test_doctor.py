@@ -39,7 +39,7 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
-from hpcdask.runner.control import ControlServer
+from hpcdask.runner.control import ControlServer, find_leader
 
 GIB = 2**30
 INFINITE = -1
@@ -629,9 +629,8 @@ class Note:
 
 
 @pytest.mark.parametrize("others", [["127.0.0.2"], []])
-def test_a_rank_tries_rank_0_s_other_addresses(monkeypatch, others):
+def test_a_rank_tries_rank_0_s_other_addresses(others):
     """Rank 0 listens on 127.0.0.2, and its note names 127.0.0.1 first."""
-    monkeypatch.setattr(meeting, "_context", lambda credentials, role: None)
 
     async def find() -> Any:
         async def arrived(hello: Facts, channel: Any) -> None:
@@ -649,7 +648,9 @@ def test_a_rank_tries_rank_0_s_other_addresses(monkeypatch, others):
         )
         try:
             rank = Rank(1, 2, 0, 1, "node2", "srun", "test")
-            _, channel, failed, address = await meeting._find(rank, note, 0.2)
+            _, channel, address, failed = await find_leader(
+                rank, note, 0.2, meeting.unreachable, tls=False
+            )
             channel.send(rank=1)
             assert await channel.receive() is None  # `arrived` closed the line
             channel.close()

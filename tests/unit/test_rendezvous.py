@@ -19,10 +19,9 @@ import dask
 import pytest
 
 from hpcdask.errors import LaunchError
-from hpcdask.runner import control, follower
+from hpcdask.runner import control
 from hpcdask.runner.rendezvous import FileRendezvous
 from hpcdask.security import listening, private
-from hpcdask.spec.specs import RunSpec
 from strangers import as_stranger, root_only
 
 NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}
@@ -293,9 +292,8 @@ def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
 
 def test_a_note_without_keys_is_refused_where_tls_is_asked_for():
     meeting = SimpleNamespace(fetch=lambda: {**NOTE, "credentials": {}})
-    member = SimpleNamespace(spec=RunSpec(timeout=5), rank=None)
     with pytest.raises(LaunchError, match="has no keys, though --no-tls is not among"):
-        asyncio.run(follower._find_leader(member, meeting))
+        asyncio.run(control.find_leader(None, meeting, 5, None))
 
 
 def test_ranks_look_in_the_same_place_while_the_disk_is_full(tmp_path, monkeypatch):
