@@ -68,6 +68,16 @@ class Port:
         """Whether UCX can send through it, if it has the transport."""
         return self.state == "ACTIVE" and self.accessible
 
+    @property
+    def closed(self) -> bool:
+        """Whether only this process's rights keep UCX from it."""
+        return self.state == "ACTIVE" and not self.accessible
+
+    @property
+    def roce(self) -> bool:
+        """Whether it is RDMA over Ethernet."""
+        return self.link_layer == "Ethernet"
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Port:
         """Read what ``dataclasses.asdict`` and JSON made of it."""

@@ -5,7 +5,7 @@ Pure decisions from what `hpcdask.comm.fabric` saw on each node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,11 @@ from hpcdask.spec.specs import WorkerSpec
 
 from . import ucx_config
 from .fabric import Interface
+from .obstacles import Obstacle, obstacles
 from .topology import NodeLinks, Topology, some
+
+#: Why ucx is not the default without fast links.
+SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"
 
 #: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
@@ -58,37 +62,89 @@ def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
 def _choose(site: Topology) -> Choice:
     spec = site.spec
     ucx_config.check(spec)
+    found = obstacles(site)
+    best = _best(site, found)
     if spec.protocol == "auto":
-        return _best(site)
+        return best
     if spec.protocol == "tcp":
         if asked := ucx_config.explicit_flags(spec, wanted=True):
             raise UsageError(f"{asked} is for ucx, and --protocol tcp is given: leave one out")
-        best = _best(site)
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
         return Choice("tcp", "--protocol tcp", hints)
     if lacking := site.where(lambda fabric: fabric.ucx.missing):
         raise MissingExtra("distributed_ucxx", cuda_extra(), f"--protocol ucx on {some(lacking)}")
-    if obstacle := next(site.obstacles(), ""):
-        raise UsageError(f"--protocol ucx cannot work: {obstacle}")
-    return Choice("ucx", "--protocol ucx", tuple(site.cautions()))
+    if fatal := _first(found, severity="fatal"):
+        raise UsageError(f"--protocol ucx cannot work: {fatal.line}")
+    return Choice("ucx", "--protocol ucx", tuple(_cautions(site, found)))
 
 
-def _best(site: Topology) -> Choice:
+def _first(found: Sequence[Obstacle], **wanted: str) -> Obstacle | None:
+    """The first obstacle with these attributes."""
+    for one in found:
+        if all(getattr(one, name) == value for name, value in wanted.items()):
+            return one
+    return None
+
+
+def _best(site: Topology, found: Sequence[Obstacle]) -> Choice:
     """What ``auto`` takes. Links come first: without them no package need be installed."""
-    nvlink = site.without_nvlink()
-    infiniband = site.without_infiniband() if site.others else ""
-    why = site.without_gpus() or site.without_peers()
-    if not why and nvlink and (infiniband or not site.others):
-        why = f"{infiniband}; {nvlink}" if infiniband else nvlink
-    if why := why or next(site.obstacles(), ""):
-        warnings = list(site.remedies())
+    nvlink = _first(found, link="nvlink")
+    infiniband = _first(found, link="infiniband") if site.others else None
+    nobody = _first(found, kind="workers") or _first(found, kind="alone")
+    fatal, why = _first(found, severity="fatal"), ""
+    if nobody:
+        why = nobody.text
+    elif nvlink and (infiniband or not site.others):
+        why = f"{infiniband.text}; {nvlink.line}" if infiniband else nvlink.line
+    elif fatal:
+        why = fatal.line
+    if why:
+        warnings = _remedies(site, found)
         if asked := ucx_config.explicit_flags(site.spec, wanted=True):
             warnings.append(f"{asked} has no effect on tcp")
         return Choice("tcp", why, tuple(warnings))
     if infiniband:
-        reason = f"NVLink inside nodes, tcp between them: {infiniband}"
-        return Choice("ucx", reason, tuple(site.remedies()), "node")
-    return Choice("ucx", site.links(), tuple(site.cautions()))
+        reason = f"NVLink inside nodes, tcp between them: {infiniband.text}"
+        return Choice("ucx", reason, tuple(_remedies(site, found)), "node")
+    return Choice("ucx", site.links(nvlink=nvlink is None), tuple(_cautions(site, found)))
+
+
+def _remedies(site: Topology, found: Sequence[Obstacle]) -> list[str]:
+    """How to make use of InfiniBand that is idle."""
+    if not site.others or not site.cuda or _first(found, kind="setting", link="infiniband"):
+        return []
+    idle = [one for one in found if one.link == "infiniband" and one.severity == "slow"]
+    return [one.line for one in idle if one.remedy]
+
+
+def _cautions(site: Topology, found: Sequence[Obstacle]) -> Iterator[str]:
+    """What may be slow or wrong although ucx is taken for all."""
+    remedies = _remedies(site, found)
+    yield from remedies
+    packages = [seat.fabric.ucx.distributed_ucxx for seat in site.seats]
+    ucx = [f"{s.fabric.ucx.ucx or 'unknown'} ({s.fabric.ucx.source})" for s in site.seats]
+    for what, versions in (("distributed-ucxx", packages), ("UCX", ucx)):
+        if len(set(versions)) > 1:
+            hosts: dict[str, list[str]] = {}
+            for seat, version in zip(site.seats, versions, strict=True):
+                hosts.setdefault(version or "none", []).append(seat.host)
+            table = "; ".join(f"{version} on {some(where)}" for version, where in hosts.items())
+            yield f"{what} differs between nodes: {table}"
+    own = site.where(lambda fabric: bool(fabric.ucx.tls))
+    if own and (switches := ucx_config.explicit_flags(site.spec)):
+        yield f"UCX_TLS is set on {some(own)} and counts more than {switches}"
+    if workers := _first(found, kind="workers"):
+        yield f"{workers.text}; {SLOWER}"
+        return
+    nvlink, infiniband = _first(found, link="nvlink"), _first(found, link="infiniband")
+    if confined := _first(found, kind="confined"):
+        yield confined.line
+    elif any(site.nvlink(host) == "some" for host in site.hosts):
+        yield "some pairs of GPUs have no NVLink between them and exchange over PCIe"
+    elif (site.mig or not site.others) and nvlink and not _first(found, kind="alone"):
+        yield f"{nvlink.line}: expect less than the speed of NVLink"
+    if site.others and not remedies and infiniband:
+        yield f"{infiniband.text}: between nodes ucx is slower than tcp without it"
 
 
 # Interfaces

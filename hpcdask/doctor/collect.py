@@ -58,11 +58,6 @@ class Gathering:
         return facts
 
 
-def gather(readers: Mapping[str, Callable[[], Facts]], deadline_s: float = DEADLINE_S) -> Facts:
-    """Gather groups of facts and wait for them; see `Gathering`."""
-    return Gathering(readers, deadline_s).results()
-
-
 def _fork(reader: Callable[[], Facts]) -> tuple[int, int]:
     read_end, write_end = os.pipe()
     pid = os.fork()

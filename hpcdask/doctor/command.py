@@ -27,10 +27,10 @@ def run(*, as_json: bool, timeout: float) -> int:
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")
     rank = ranks.detect()
-    readers = dict(nodes.OF_RANKS)
-    if rank is None or rank.local_index == 0:
-        readers |= nodes.OF_NODES
-    gathering = Gathering(readers)
+    first = rank is None or rank.local_index == 0
+    gathering = Gathering(
+        {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}
+    )
     if rank is None or rank.size > 1:
         from . import meeting
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .findings import Facts, Finding, Reporter, Status, amount
+from .findings import Facts, Finding, Status, amount
 from .nodes import Node
 
 GROUP = "between nodes"
@@ -23,78 +22,65 @@ class Difference:
     status: Status
     values: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """The difference as JSON holds it."""
-        return {"what": self.what, "status": self.status, "values": self.values}
-
     def to_finding(self) -> Finding:
         """The difference as a finding of the whole launch."""
+        value = "differs: see the table"
         if self.status == "ok":
-            return Reporter(GROUP).ok(self.what, "differs: see the table")
+            return Finding(GROUP, self.what, "ok", value)
         common = Counter(self.values.values()).most_common(1)[0][0]
         odd = [host for host, value in self.values.items() if value != common]
         names = ", ".join(odd[:4]) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
         advice = f"Make them alike, or leave out those that differ ({names})"
-        return Finding(GROUP, self.what, self.status, "differs: see the table", advice)
+        return Finding(GROUP, self.what, self.status, value, advice)
 
 
-def _python(facts: Facts) -> str:
-    return str(facts["software"]["python"])
+def _counted(things: Iterable[str], form: str) -> str:
+    """Each with its number; ``none`` for none."""
+    counts = sorted(Counter(things).items())
+    return ", ".join(form.format(count, thing) for thing, count in counts) or "none"
 
 
-def _gpus(facts: Facts) -> str:
-    kinds = Counter(gpu["name"] for gpu in facts["gpus"]["gpus"])
-    return ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
+def _settings(facts: Facts) -> str:
+    environ = sorted(facts["process"][0]["env"].items())
+    known = [f"{name}={value}" for name, value in environ if name.startswith(("UCX_", "DASK_"))]
+    return " ".join(known) or "none"
 
 
-def _driver(facts: Facts) -> str:
-    return str(facts["gpus"].get("driver", "none"))
+def _cores(facts: Facts) -> str:
+    return str(len({core for one in facts["process"] for core in one["cores"]}))
 
 
-def _memory(facts: Facts) -> str:
-    return amount(min(one["memory"] for one in facts["process"]))
+def _least(name: str) -> Callable[[Facts], str]:
+    return lambda facts: str(min(one[name][0] for one in facts["process"]))
 
 
-def _transports(facts: Facts) -> str:
-    return " ".join(facts["fabric"]["ucx"]["transports"]) or "none"
-
-
-def _ports(facts: Facts) -> str:
-    states = Counter(port["state"] for port in facts["fabric"]["infiniband"])
-    return ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
-
-
-def _interfaces(facts: Facts) -> str:
-    return " ".join(one["name"] for one in facts["fabric"]["interfaces"]) or "none"
-
-
+#: How bad a difference is, and what is compared.
 ROWS: dict[str, tuple[Status, Callable[[Facts], str]]] = {
-    "Python": ("error", _python),
-    "kernel": ("ok", lambda facts: str(facts["software"]["kernel"])),
-    "driver": ("warning", _driver),
-    "GPUs": ("warning", _gpus),
-    "InfiniBand ports": ("warning", _ports),
-    "UCX modules": ("warning", _transports),
-    "interfaces": ("ok", _interfaces),
-    "host memory": ("ok", _memory),
-    "cores": (
-        "ok",
-        lambda facts: str(len({core for one in facts["process"] for core in one["cores"]})),
-    ),
-    "open files": ("warning", lambda facts: str(min(one["nofile"][0] for one in facts["process"]))),
-    "locked memory": ("ok", lambda facts: str(min(one["memlock"][0] for one in facts["process"]))),
-    "scratch": ("ok", lambda facts: f"{facts['scratch']['path']} ({facts['scratch']['type']})"),
-    "settings": (
+    "Python": ("error", lambda facts: facts["software"]["python"]),
+    "kernel": ("ok", lambda facts: facts["software"]["kernel"]),
+    "driver": ("warning", lambda facts: facts["gpus"].get("driver", "none")),
+    "GPUs": (
         "warning",
-        lambda facts: (
-            " ".join(
-                f"{name}={value}"
-                for name, value in sorted(facts["process"][0]["env"].items())
-                if name.startswith(("UCX_", "DASK_"))
-            )
-            or "none"
-        ),
+        lambda facts: _counted((gpu["name"] for gpu in facts["gpus"]["gpus"]), "{} x {}"),
     ),
+    "InfiniBand ports": (
+        "warning",
+        lambda facts: _counted((one["state"] for one in facts["fabric"]["infiniband"]), "{} {}"),
+    ),
+    "UCX modules": (
+        "warning",
+        lambda facts: " ".join(facts["fabric"]["ucx"]["transports"]) or "none",
+    ),
+    "interfaces": (
+        "ok",
+        lambda facts: " ".join(one["name"] for one in facts["fabric"]["interfaces"]) or "none",
+    ),
+    "host memory": ("ok", lambda facts: amount(min(one["memory"] for one in facts["process"]))),
+    "cores": ("ok", _cores),
+    "open files": ("warning", _least("nofile")),
+    "locked memory": ("ok", _least("memlock")),
+    "scratch": ("ok", lambda facts: f"{facts['scratch']['path']} ({facts['scratch']['type']})"),
+    "settings": ("warning", _settings),
 }
 
 

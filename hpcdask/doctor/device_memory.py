@@ -6,70 +6,69 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcdask.gpu import memory_plan
-from hpcdask.gpu.devices import Gpu
 from hpcdask.spec.specs import WorkerSpec
 
-from .findings import Facts, Finding, Reporter, amount, spans, which
+from .findings import Facts, Finding, Reporter, amount, known_gpus, spans, which
 from .software import family
+
+say = Reporter("GPUs")
 
 #: Free device memory, as a fraction, below which somebody else is using the GPU.
 LEAST_FREE = 0.9
 
 
-def check(say: Reporter, facts: Facts) -> Iterator[Finding]:
+def check(facts: Facts) -> Iterator[Finding]:
     """What the memory of one node's GPUs says."""
     gpus = facts["gpus"]["gpus"]
-    yield from _free(say, gpus)
-    yield from _allocator(say, facts, gpus)
-    yield from _leftovers(say, gpus)
+    yield from _free(gpus)
+    if "software" in facts:
+        yield from _allocator(facts, gpus)
+    yield from _leftovers(gpus)
 
 
-def _free(say: Reporter, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    topic = "free memory"
-    full = [gpu for gpu in gpus if gpu["free"] < LEAST_FREE * gpu["memory"]]
+def _free(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     least = min(gpus, key=lambda gpu: float(gpu["free"]) / gpu["memory"])
-    if full:
+    if full := [gpu for gpu in gpus if gpu["free"] < LEAST_FREE * gpu["memory"]]:
         yield say.warning(
-            topic,
+            "free memory",
             f"{which(gpus, full)}{amount(least['free'])} of {amount(least['memory'])}",
             "Others use the GPU: end what is left over (nvidia-smi lists it), or request the GPU "
             "for yourself",
         )
     else:
-        yield say.ok(topic, f"at least {least['free'] / least['memory']:.0%} of each GPU")
+        part = least["free"] / least["memory"]
+        yield say.ok("free memory", f"at least {part:.0%} of each GPU")
 
 
-def _allocator(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _allocator(facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     """Who allocates device memory of a worker that has a GPU to itself."""
     topic = "allocator"
-    if "software" not in facts:
-        return
     packages = facts["software"]["packages"]
     installed = {name for name in ("cupy", "rmm") if family(packages, name)}
 
-    def pool(gpu: dict[str, Any]) -> int:
-        device = Gpu(gpu["uuid"], gpu["name"], gpu["memory"])
-        plan = memory_plan.plan(WorkerSpec(), device, protocol="tcp", installed=installed)
-        return plan.pool_size or 0
-
-    pools = ", ".join(dict.fromkeys(amount(pool(gpu)) for gpu in gpus))
+    pools = {
+        gpu.uuid: memory_plan.plan(WorkerSpec(), gpu, protocol="tcp", installed=installed).pool_size
+        or 0
+        for gpu in known_gpus(facts)
+    }
     if "rmm" not in installed:
         yield say.ok(topic, "each library's own, without rmm")
-    elif full := [gpu for gpu in gpus if pool(gpu) > gpu["free"]]:
+    elif full := [gpu for gpu in gpus if pools[gpu["uuid"]] > gpu["free"]]:
         least = min(full, key=lambda gpu: int(gpu["free"]))
         yield say.warning(
             topic,
-            f"{which(gpus, full)}no room for an RMM pool of {amount(pool(least))} in "
+            f"{which(gpus, full)}no room for an RMM pool of {amount(pools[least['uuid']])} in "
             f"{amount(least['free'])}",
             "Workers would not start: end what uses the GPU, or give them a smaller "
             "--rmm-pool-size",
         )
     else:
         users = " for CuPy" if "cupy" in installed else ""
-        yield say.ok(topic, f"an RMM pool of {pools} on each GPU{users}, which grows as needed")
+        sizes = ", ".join(dict.fromkeys(map(amount, pools.values())))
+        yield say.ok(topic, f"an RMM pool of {sizes} on each GPU{users}, which grows as needed")
 
 
-def _leftovers(say: Reporter, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _leftovers(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
     seen: dict[int, dict[str, Any]] = {}
     for gpu in gpus:
         for process in gpu.get("processes", []):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from hpcdask.gpu.devices import Gpu
 
 #: ``ok``; ``warning``: it works, but slowly or not always; ``error``: it does not work.
 Status = Literal["ok", "warning", "error"]
@@ -30,15 +32,11 @@ class Finding:
     status: Status
     value: str
     advice: str = ""
-    ranks: tuple[int, ...] = field(default=())
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.status != "ok" and not self.advice:
             raise ValueError(f"{self.topic}: a {self.status} has to say what to do")
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as JSON holds it."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ class Reporter:
     def error(self, topic: str, value: str, advice: str) -> Finding:
         """It does not work."""
         return Finding(self.group, topic, "error", value, advice)
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """0 if all is well, 1 with warnings, 2 with errors."""
-    return max((EXIT_CODES[finding.status] for finding in findings), default=0)
 
 
 def merge_ranks(found: Mapping[int, list[Finding]]) -> list[Finding]:
@@ -98,6 +91,14 @@ def amount(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
     return f"{nbytes / 1024:.3g} KiB"
+
+
+def known_gpus(facts: Facts) -> tuple[Gpu, ...]:
+    """A node's GPUs; none where they could not be looked at."""
+    return tuple(
+        Gpu(gpu["uuid"], gpu["name"], gpu["memory"], tuple(gpu["cores"]))
+        for gpu in facts.get("gpus", {}).get("gpus", ())
+    )
 
 
 def which(gpus: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> str:

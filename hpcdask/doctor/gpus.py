@@ -6,56 +6,61 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import EACH_A_GPU
 
 from . import device_memory
 from .findings import Facts, Finding, Reporter, amount, spans, which
+from .links import obstacles_of
 from .queue import granted
 
-GROUP = "GPUs"
+say = Reporter("GPUs")
+Gpus = list[dict[str, Any]]
+#: Modes in which a GPU is not for every process.
 MODES = {1: "exclusive (thread)", 2: "prohibited", 3: "exclusive (process)"}
 #: Clock limits that heat or a weak supply cause (NVML's clocks event reasons).
-SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+SLOWDOWNS = {0x8: "hardware slowdown", 0x60: "heat", 0x80: "power brake"}
 RESET = "Tell the site's staff, and leave the GPU out with CUDA_VISIBLE_DEVICES until then"
 
 
-def check(facts: Facts) -> list[Finding]:
+def check(facts: Facts) -> Iterator[Finding]:
     """What the GPUs of one node say: those that its ranks see, taken together."""
-    say = Reporter(GROUP)
-    known = facts["gpus"]
-    if not known["device_files"] and not known["gpus"]:
-        return [_none_here(say, facts)]
-    gpus = known["gpus"]
+    known, gpus = facts["gpus"], facts["gpus"]["gpus"]
     if not gpus:
-        return [
-            say.warning(
-                "GPUs",
-                f"none of this node's may be used{_hidden_by(facts)}",
-                how_to_get(facts),
-            )
-        ]
-    found = [
-        say.ok("driver", f"{known['driver']}, runs CUDA {'.'.join(map(str, known['cuda']))}"),
-        say.ok("GPUs", _names(gpus)),
-        *_hidden(say, facts),
-    ]
-    for topic, look in CHECKS.items():
-        found += look(say, topic, gpus)
-    found += _nvlink(say, facts, gpus)
-    found += device_memory.check(say, facts)
-    found += _cores(say, facts, gpus)
-    return found
+        yield _none_that_is_used(facts) if known["device_files"] else _none_here(facts)
+        return
+    kinds = Counter((gpu["name"], amount(gpu["memory"])) for gpu in gpus)
+    names = [f"{count} x {name}, {memory}" for (name, memory), count in kinds.items()]
+    yield say.ok("driver", f"{known['driver']}, runs CUDA {'.'.join(map(str, known['cuda']))}")
+    yield say.ok("GPUs", ", ".join(names))
+    yield from _confined(facts)
+    yield from _health(gpus)
+    yield from _pcie(gpus)
+    yield from _mode(gpus)
+    if off := [gpu for gpu in gpus if gpu.get("persistence") is False]:
+        hint = "The first use of an idle GPU takes some seconds more"
+        yield say.ok("persistence mode", f"{which(gpus, off)}off", hint)
+    yield from _clocks(gpus)
+    yield from _links(gpus)
+    yield from _nvlink(facts, gpus)
+    yield from device_memory.check(facts)
+    yield from _cores(facts, gpus)
 
 
-def how_to_get(facts: Facts) -> str:
+def _how_to_get(facts: Facts) -> str:
     """How to get a GPU, in the queueing system's words."""
-    queue = facts.get("queue", {})
-    if queue.get("request"):
-        return f"Request them, for example {queue['request']}"
+    if request := facts.get("queue", {}).get("request"):
+        return f"Request them, for example {request}"
     return "Check nvidia-smi and CUDA_VISIBLE_DEVICES here"
 
 
-def _none_here(say: Reporter, facts: Facts) -> Finding:
+def _none_that_is_used(facts: Facts) -> Finding:
+    visible = facts["process"][0]["env"].get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return say.warning("GPUs", f"none of this node's may be used{hidden}", _how_to_get(facts))
+
+
+def _none_here(facts: Facts) -> Finding:
     queue = facts.get("queue", {})
     if given := granted(queue):
         return say.warning(
@@ -66,40 +71,21 @@ def _none_here(say: Reporter, facts: Facts) -> Finding:
             f"(srun {EACH_A_GPU})",
         )
     if queue.get("job"):
-        return say.warning(
-            "GPUs",
-            "no NVIDIA GPU here, inside a job",
-            f"{how_to_get(facts)}, if it should compute on GPUs",
-        )
-    return say.ok(
-        "GPUs",
-        "no NVIDIA GPU here",
-        f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor",
-    )
+        advice = f"{_how_to_get(facts)}, if it should compute on GPUs"
+        return say.warning("GPUs", "no NVIDIA GPU here, inside a job", advice)
+    hint = f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor"
+    return say.ok("GPUs", "no NVIDIA GPU here", hint)
 
 
-def _hidden_by(facts: Facts) -> str:
-    visible = facts["process"][0]["env"].get("CUDA_VISIBLE_DEVICES")
-    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-
-
-def _names(gpus: list[dict[str, Any]]) -> str:
-    kinds = Counter((gpu["name"], amount(gpu["memory"])) for gpu in gpus)
-    return ", ".join(f"{count} x {name}, {memory}" for (name, memory), count in kinds.items())
-
-
-def _hidden(say: Reporter, facts: Facts) -> Iterator[Finding]:
+def _confined(facts: Facts) -> Iterator[Finding]:
     """GPUs that a cgroup keeps from a rank although another has them, or from the whole job."""
-    fabrics = list(facts.get("fabrics", {}).values())
-    whole = {gpu["uuid"] for gpu in facts["gpus"]["gpus"] if not gpu["parent"]}
-    if any(whole - set(fabric["gpus"]) for fabric in fabrics):
-        yield say.slow(
-            "confined",
-            "a cgroup keeps the ranks from each other's GPUs",
-            "NVLink is not used between them (no CUDA IPC): let jobs have whole nodes, or start "
-            "the ranks with srun --gpu-bind=none",
-        )
-    elif hidden := max((fabric["hidden_gpus"] for fabric in fabrics), default=0):
+    fabrics = list(map(Fabric.from_json, facts["fabrics"].values()))
+    if not fabrics:
+        return
+    confined = [one for one in obstacles_of(facts, fabrics) if one.kind == "confined"]
+    for one in confined:
+        yield say.slow(one.kind, one.text, one.advice)
+    if not confined and (hidden := max(one.hidden_gpus for one in fabrics)):
         yield say.ok(
             "confined",
             f"{hidden} of this node's GPUs belong to other jobs",
@@ -108,104 +94,69 @@ def _hidden(say: Reporter, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _health(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _health(gpus: Gpus) -> Iterator[Finding]:
+    topic = "memory errors"
     pending = [gpu for gpu in gpus if gpu.get("retirement_pending")]
     failed = [gpu for gpu in gpus if gpu.get("remap_failed")]
     errors = [gpu for gpu in gpus if gpu.get("ecc_uncorrected")]
     if failed:
         yield say.error(topic, f"{which(gpus, failed)}memory rows could not be remapped", RESET)
     if pending:
-        yield say.warning(
-            topic,
-            f"{which(gpus, pending)}memory waits to be retired",
-            "The GPU needs a reset: tell the site's staff",
-        )
+        value = f"{which(gpus, pending)}memory waits to be retired"
+        yield say.warning(topic, value, "The GPU needs a reset: tell the site's staff")
     if errors:
         count = sum(gpu["ecc_uncorrected"] for gpu in errors)
-        yield say.warning(
-            topic, f"{which(gpus, errors)}{count} uncorrected since the driver started", RESET
-        )
+        value = f"{which(gpus, errors)}{count} uncorrected since the driver started"
+        yield say.warning(topic, value, RESET)
     if not (failed or pending or errors):
-        on = [gpu for gpu in gpus if gpu.get("ecc_uncorrected") is not None]
+        on = any(gpu.get("ecc_uncorrected") is not None for gpu in gpus)
         yield say.ok(topic, "no uncorrected memory errors" if on else "no ECC counters")
 
 
-def _pcie(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _pcie(gpus: Gpus) -> Iterator[Finding]:
     known = [gpu for gpu in gpus if gpu.get("pcie_width")]
-    narrow = [gpu for gpu in known if gpu["pcie_width"] < (gpu["pcie_max_width"] or 0)]
-    links = Counter(f"gen {gpu['pcie_max_gen'] or '?'} x{gpu['pcie_width']}" for gpu in known)
-    text = ", ".join(links)
-    if narrow:
+    if narrow := [gpu for gpu in known if gpu["pcie_width"] < (gpu["pcie_max_width"] or 0)]:
+        width, most = narrow[0]["pcie_width"], narrow[0]["pcie_max_width"]
         yield say.slow(
-            topic,
-            f"{which(gpus, narrow)}x{narrow[0]['pcie_width']} of x{narrow[0]['pcie_max_width']} "
-            f"lanes in use",
+            "PCIe",
+            f"{which(gpus, narrow)}x{width} of x{most} lanes in use",
             "Copies between host and GPU are slower by as much: tell the site's staff, or choose "
             "another node",
         )
     elif known:
-        yield say.ok(topic, text)
+        links = (f"gen {gpu['pcie_max_gen'] or '?'} x{gpu['pcie_width']}" for gpu in known)
+        yield say.ok("PCIe", ", ".join(dict.fromkeys(links)))
 
 
-def _mode(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _mode(gpus: Gpus) -> Iterator[Finding]:
     for number, words in MODES.items():
-        if there := [gpu for gpu in gpus if gpu.get("compute_mode") == number]:
-            if number == 2:
-                yield say.error(topic, f"{which(gpus, there)}{words}", "Use another node or GPU")
-            else:
-                yield say.warning(
-                    topic,
-                    f"{which(gpus, there)}{words}",
-                    "Only one process can use such a GPU: with ucx, or --oversubscribe, others "
-                    "fail. Ask for the default mode (nvidia-smi -c 0; SLURM: "
-                    "--gpu_cmode=shared where the site allows it)",
-                )
+        there = [gpu for gpu in gpus if gpu.get("compute_mode") == number]
+        value = f"{which(gpus, there)}{words}"
+        if there and words == "prohibited":
+            yield say.error("compute mode", value, "Use another node or GPU")
+        elif there:
+            yield say.warning(
+                "compute mode",
+                value,
+                "Only one process can use such a GPU: with ucx, or --oversubscribe, others fail. "
+                "Ask for the default mode (nvidia-smi -c 0; SLURM: --gpu_cmode=shared where the "
+                "site allows it)",
+            )
 
 
-def _persistence(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    if off := [gpu for gpu in gpus if gpu.get("persistence") is False]:
-        yield say.ok(
-            topic, f"{which(gpus, off)}off", "The first use of an idle GPU takes some seconds more"
-        )
-
-
-def _clocks(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    for bit, cause in SLOWDOWNS.items():
-        if slow := [gpu for gpu in gpus if (gpu.get("clock_limits") or 0) & bit]:
+def _clocks(gpus: Gpus) -> Iterator[Finding]:
+    for bits, cause in SLOWDOWNS.items():
+        if slow := [gpu for gpu in gpus if (gpu.get("clock_limits") or 0) & bits]:
             yield say.slow(
-                topic,
+                "clocks",
                 f"{which(gpus, slow)}slowed down by the driver ({cause})",
                 "It computes slower than its peers: tell the site's staff, or choose another node",
             )
             return
 
 
-def _nvlink(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    fabric = facts.get("fabric", {})
-    seen = {gpu["uuid"] for gpu in gpus}
-    if len(seen) < 2 or "nvlink" not in fabric:
-        return
-    if seen - set(fabric["gpus"]) and not any(gpu["parent"] for gpu in gpus):
-        return  # no rank sees all
-    if any(gpu["parent"] for gpu in gpus):
-        yield say.ok("NVLink", "not between MIG slices")
-        return
-    every = len(seen) * (len(seen) - 1) // 2
-    joined = [pair for pair in fabric["nvlink"] if seen.issuperset(pair)]
-    unknown = [pair for pair in fabric["nvlink_unknown"] if seen.issuperset(pair)]
-    if len(joined) == every:
-        yield say.ok("NVLink", "between all GPUs")
-    elif unknown:
-        yield say.ok("NVLink", f"NVML does not tell for {len(unknown)} of {every} pairs of GPUs")
-    elif joined:
-        yield say.ok(
-            "NVLink", f"between {len(joined)} of {every} pairs of GPUs: {_matrix(gpus, joined)}"
-        )
-    else:
-        yield say.ok("NVLink", "not between these GPUs")
-
-
-def _links(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _links(gpus: Gpus) -> Iterator[Finding]:
+    topic = "NVLink links"
     known = [gpu for gpu in gpus if gpu.get("nvlinks") and not gpu["parent"]]
     most: dict[str, int] = {}
     for gpu in known:
@@ -223,7 +174,30 @@ def _links(say: Reporter, topic: str, gpus: list[dict[str, Any]]) -> Iterator[Fi
         yield say.ok(topic, f"{which(gpus, known)}{counts} up on each")
 
 
-def _matrix(gpus: list[dict[str, Any]], joined: list[list[str]]) -> str:
+def _nvlink(facts: Facts, gpus: Gpus) -> Iterator[Finding]:
+    fabric, sliced = facts.get("fabric", {}), any(gpu["parent"] for gpu in gpus)
+    seen = {gpu["uuid"] for gpu in gpus}
+    if len(seen) < 2 or "nvlink" not in fabric:
+        return
+    if seen - set(fabric["gpus"]) and not sliced:
+        return  # no rank sees all
+    every = len(seen) * (len(seen) - 1) // 2
+    joined = [pair for pair in fabric["nvlink"] if seen.issuperset(pair)]
+    unknown = [pair for pair in fabric["nvlink_unknown"] if seen.issuperset(pair)]
+    if sliced:
+        value = "not between MIG slices"
+    elif len(joined) == every:
+        value = "between all GPUs"
+    elif unknown:
+        value = f"NVML does not tell for {len(unknown)} of {every} pairs of GPUs"
+    elif joined:
+        value = f"between {len(joined)} of {every} pairs of GPUs: {_matrix(gpus, joined)}"
+    else:
+        value = "not between these GPUs"
+    yield say.ok("NVLink", value)
+
+
+def _matrix(gpus: Gpus, joined: list[list[str]]) -> str:
     """Which GPU reaches which, by their numbers: ``0-1 2-3``."""
     number = {gpu["uuid"]: gpu["index"] for gpu in gpus}
     peers: dict[int, set[int]] = {}
@@ -232,11 +206,10 @@ def _matrix(gpus: list[dict[str, Any]], joined: list[list[str]]) -> str:
     return ", ".join(f"{index} to {spans(there)}" for index, there in sorted(peers.items()))
 
 
-def _cores(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
+def _cores(facts: Facts, gpus: Gpus) -> Iterator[Finding]:
     owned = {core for process in facts["process"] for core in process["cores"]}
     placed = [gpu for gpu in gpus if gpu["cores"]]
-    far = [gpu for gpu in placed if not owned & set(gpu["cores"])]
-    if far:
+    if far := [gpu for gpu in placed if not owned & set(gpu["cores"])]:
         yield say.slow(
             "NUMA",
             f"{which(gpus, far)}none of the {len(owned)} cores that may be used "
@@ -248,13 +221,3 @@ def _cores(say: Reporter, facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[
         nodes = sorted({gpu["numa"] for gpu in placed if gpu.get("numa") is not None})
         where = f" (NUMA nodes {spans(nodes)})" if nodes else ""
         yield say.ok("NUMA", f"every GPU has cores near it{where}")
-
-
-CHECKS = {
-    "memory errors": _health,
-    "PCIe": _pcie,
-    "compute mode": _mode,
-    "persistence mode": _persistence,
-    "clocks": _clocks,
-    "NVLink links": _links,
-}

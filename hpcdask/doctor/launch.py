@@ -17,7 +17,7 @@ from .findings import Facts, Finding, Reporter, spans
 from .nodes import Node
 from .queue import assigned
 
-GROUP = "between nodes"
+say, of_network = Reporter("between nodes"), Reporter("network")
 #: Seconds by which clocks may differ. Credentials are valid from an hour before.
 CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 1800.0
 
@@ -49,11 +49,10 @@ class Launch:
 
 def check(launch: Launch) -> list[Finding]:
     """What was seen between the ranks."""
-    say = Reporter(GROUP)
-    return [*_present(say, launch), *_routes(say, launch), *_clocks(say, launch)]
+    return [*_present(launch), *_routes(launch), *_clocks(launch)]
 
 
-def _present(say: Reporter, launch: Launch) -> Iterator[Finding]:
+def _present(launch: Launch) -> Iterator[Finding]:
     size = launch.rank.size
     missing = sorted(set(range(size)) - set(launch.hosts))
     silent = sorted(set(launch.hosts) - set(launch.reports))
@@ -61,10 +60,10 @@ def _present(say: Reporter, launch: Launch) -> Iterator[Finding]:
         f"{count} on {host}" for host, count in Counter(launch.hosts.values()).items()
     )
     if missing:
+        which = f"rank{'s' * (len(missing) != 1)} {spans(missing)}"
         yield say.error(
             "ranks",
-            f"{_ranks(missing)} of {size} did not arrive within {launch.timeout:g} s (there are "
-            f"{there})",
+            f"{which} of {size} did not arrive within {launch.timeout:g} s (there are {there})",
             f"See what they printed, and whether they reach {launch.rank.host} at "
             f"{launch.address}; allow more with --timeout",
         )
@@ -78,18 +77,11 @@ def _present(say: Reporter, launch: Launch) -> Iterator[Finding]:
         yield say.ok("ranks", f"{size}: {there}")
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) != 1)} {spans(numbers)}"
-
-
-def _routes(say: Reporter, launch: Launch) -> Iterator[Finding]:
+def _routes(launch: Launch) -> Iterator[Finding]:
     """Could all other nodes reach the port that the scheduler would have?"""
     home = launch.rank.host
     away = {rank: route for rank, route in launch.routes.items() if launch.hosts[rank] != home}
-    failed: dict[str, Route] = {}
-    for rank, route in away.items():
-        if route.failed:
-            failed.setdefault(launch.hosts[rank], route)
+    failed = {launch.hosts[rank]: route for rank, route in away.items() if route.failed}
     for host, route in failed.items():
         tried = ", ".join(f"{address}: {why}" for address, why in route.failed.items())
         yield say.error(
@@ -105,7 +97,7 @@ def _routes(say: Reporter, launch: Launch) -> Iterator[Finding]:
         )
 
 
-def _clocks(say: Reporter, launch: Launch) -> Iterator[Finding]:
+def _clocks(launch: Launch) -> Iterator[Finding]:
     """How far other nodes' clocks are from rank 0's; known to half the time an answer takes."""
     ahead: dict[str, float] = {}
     for rank, readings in launch.clocks.items():
@@ -127,26 +119,19 @@ def _clocks(say: Reporter, launch: Launch) -> Iterator[Finding]:
 
 def check_transport(nodes: Sequence[Node]) -> list[Finding]:
     """What ``--protocol auto`` would choose for these nodes, and why."""
-    say = Reporter("network")
     topic = "--protocol auto"
-    seats = [seat for node in nodes for seat in _seats(node)]
+    seats = [
+        NodeLinks(node.host, tuple(gpus), Fabric.from_json(node.facts["fabrics"][rank]))
+        for node in nodes
+        for rank, gpus in assigned(node.facts, node.ranks).items()
+        if rank in node.facts["fabrics"]
+    ]
     if not seats:
         return []
     try:
         choice = choose(WorkerSpec(), seats)
     except HpcdaskError as error:
-        return [say.error(topic, "fails", str(error))]
-    found = [say.ok(topic, f"would choose {choice.protocol}: {choice.reason}")]
-    known = {finding.value for finding in found}
-    found += [
-        say.ok(topic, f"and says: {warning}") for warning in choice.warnings if warning not in known
-    ]
-    return found
-
-
-def _seats(node: Node) -> Iterator[NodeLinks]:
-    """What each of a node's ranks brings: the GPUs of its workers, and what joins them."""
-    for rank, gpus in assigned(node.facts, node.ranks).items():
-        known = node.facts.get("fabrics", {}).get(rank)
-        if known is not None:
-            yield NodeLinks(node.host, tuple(gpus), Fabric.from_json(known))
+        return [of_network.error(topic, "fails", str(error))]
+    chosen = f"would choose {choice.protocol}: {choice.reason}"
+    values = [chosen, *(f"and says: {warning}" for warning in choice.warnings)]
+    return [of_network.ok(topic, value) for value in values]

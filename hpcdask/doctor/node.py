@@ -7,19 +7,17 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .findings import GIB, Facts, Finding, Reporter, amount
 
-GROUP = "node"
+say = Reporter("node")
 #: File systems that other nodes share, so that many workers spill through one server.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cephfs", "cifs", "smb3",
     "panfs", "pvfs2", "orangefs", "wekafs", "afs", "9p", "glusterfs", "daos", "quobyte", "vast",
 }  # fmt: skip
-MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
-LEAST_SHARED_MEMORY = GIB
-LEAST_SCRATCH = 20 * GIB
+LEAST_SHARED_MEMORY, LEAST_SCRATCH = GIB, 20 * GIB
 
 
 def read_name() -> Facts:
@@ -32,9 +30,9 @@ def read_name() -> Facts:
         return {"name": name, "addresses": [], "error": error.strerror or str(error)}
 
 
-def read_shared_memory(path: str = "/dev/shm") -> Facts:
+def read_shared_memory() -> Facts:
     """Size of the shared memory's file system."""
-    return _folder(path)
+    return _folder("/dev/shm")
 
 
 def read_scratch() -> Facts:
@@ -55,10 +53,8 @@ def _folder(path: str) -> Facts:
     known: Facts = {"path": path, "writable": False, "size": 0, "free": 0, "type": ""}
     with contextlib.suppress(OSError):
         space = os.statvfs(path)
-        known["size"], known["free"] = (
-            space.f_frsize * space.f_blocks,
-            space.f_frsize * space.f_bavail,
-        )
+        known["size"] = space.f_frsize * space.f_blocks
+        known["free"] = space.f_frsize * space.f_bavail
         with open("/proc/self/mounts", errors="surrogateescape") as file:  # as in realpath
             known["type"] = mount_type(os.path.realpath(path), file)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -67,7 +63,7 @@ def _folder(path: str) -> Facts:
     return known
 
 
-def mount_type(path: str, mounts: Iterator[str] | list[str]) -> str:
+def mount_type(path: str, mounts: Iterable[str]) -> str:
     """The type of the file system that holds a path, by the lines of ``/proc/self/mounts``."""
     best, kind = "", ""
     for line in mounts:
@@ -81,73 +77,63 @@ def mount_type(path: str, mounts: Iterator[str] | list[str]) -> str:
 
 def is_network(kind: str) -> bool:
     """Whether a file system lies on other machines."""
-    return kind in NETWORK_FILE_SYSTEMS or (
-        kind.startswith("fuse.") and kind not in ("fuse.fuse-overlayfs", "fuse.squashfuse")
-    )
+    local = ("fuse.fuse-overlayfs", "fuse.squashfuse")
+    return kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in local)
 
 
-def check_name(facts: Facts) -> list[Finding]:
+def check_name(facts: Facts) -> Iterator[Finding]:
     """Does the node know its own name?"""
-    say, known = Reporter(GROUP), facts["name"]
+    known = facts["name"]
+    leads = f"leads to {', '.join(known['addresses'])}"
     if known["error"]:
-        return [
-            say.warning(
-                "host name",
-                f"{known['name']} leads to no address ({known['error']})",
-                "Add it to /etc/hosts or DNS, or name the network with --interface",
-            )
-        ]
-    addresses = ", ".join(known["addresses"])
-    if all(address.startswith(("127.", "::1")) for address in known["addresses"]):
-        return [
-            say.ok(
-                "host name",
-                f"leads to {addresses}, this node only",
-                "hpcdask takes the address of a network interface instead",
-            )
-        ]
-    return [say.ok("host name", f"leads to {addresses}")]
+        yield say.warning(
+            "host name",
+            f"{known['name']} leads to no address ({known['error']})",
+            "Add it to /etc/hosts or DNS, or name the network with --interface",
+        )
+    elif all(address.startswith(("127.", "::1")) for address in known["addresses"]):
+        hint = "hpcdask takes the address of a network interface instead"
+        yield say.ok("host name", f"{leads}, this node only", hint)
+    else:
+        yield say.ok("host name", leads)
 
 
-def check_shared_memory(facts: Facts) -> list[Finding]:
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     """UCX, NCCL and Python's multiprocessing exchange data here."""
-    say, known = Reporter(GROUP), facts["shared memory"]
+    known = facts["shared memory"]
     topic, value = known["path"], f"{amount(known['free'])} free of {amount(known['size'])}"
     if not known["writable"]:
-        return [
-            say.error(
-                topic,
-                "cannot be written" if known["size"] else "is not there",
-                "Processes of this node exchange data through it: in a container, mount the host's "
-                "(docker run --ipc=host)",
-            )
-        ]
-    if known["free"] < LEAST_SHARED_MEMORY:
-        return [
-            say.warning(
-                topic,
-                value,
-                "Remove what is left there, or in a container start it with more (docker run "
-                "--ipc=host or --shm-size=8g)",
-            )
-        ]
-    return [say.ok(topic, value)]
+        yield say.error(
+            topic,
+            "cannot be written" if known["size"] else "is not there",
+            "Processes of this node exchange data through it: in a container, mount the host's "
+            "(docker run --ipc=host)",
+        )
+    elif known["free"] < LEAST_SHARED_MEMORY:
+        yield say.warning(
+            topic,
+            value,
+            "Remove what is left there, or in a container start it with more (docker run "
+            "--ipc=host or --shm-size=8g)",
+        )
+    else:
+        yield say.ok(topic, value)
 
 
-def check_scratch(facts: Facts) -> list[Finding]:
+def check_scratch(facts: Facts) -> Iterator[Finding]:
     """Can data spill, and does it stay on this node?"""
-    say, known = Reporter(GROUP), facts["scratch"]
+    topic, known = "scratch", facts["scratch"]
     source = f" ({known['source']})" if known["source"] else ""
-    value = f"{known['path']}{source}, {known['type']}, {amount(known['free'])} free"
+    where = f"{known['path']}{source}"
+    value = f"{where}, {known['type']}, {amount(known['free'])} free"
     name = "Name a folder on a disk of the node's own, with --local-directory or TMPDIR"
     if not known["writable"]:
-        return [say.error("scratch", f"{known['path']}{source} cannot be written", name)]
-    if is_network(known["type"]):
-        return [say.slow("scratch", f"on the network: {value}", name)]
-    if known["type"] in MEMORY_FILE_SYSTEMS:
-        return [
-            say.warning("scratch", f"in memory: {value}", f"Spilled data stays in memory. {name}")
-        ]
-    if known["free"] < LEAST_SCRATCH:
-        return [say.warning("scratch", value, f"Little room to spill to. {name}")]
-    return [say.ok("scratch", value)]
+        yield say.error(topic, f"{where} cannot be written", name)
+    elif is_network(known["type"]):
+        yield say.slow(topic, f"on the network: {value}", name)
+    elif known["type"] in ("tmpfs", "ramfs"):
+        yield say.warning(topic, f"in memory: {value}", f"Spilled data stays in memory. {name}")
+    elif known["free"] < LEAST_SCRATCH:
+        yield say.warning(topic, value, f"Little room to spill to. {name}")
+    else:
+        yield say.ok(topic, value)

@@ -2,39 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from . import gpus, links, node, nvml, process, queue, software, stack
 from .findings import Facts, Finding, Reporter, merge_ranks
 
-Reader = Callable[[], Facts]
-#: Gathered by every rank.
-OF_RANKS: dict[str, Reader] = {
-    "process": process.read,
-    "gpus": nvml.read,
-    "fabric": links.read,
-}
-#: Gathered by one rank of each node.
-OF_NODES: dict[str, Reader] = {
-    "software": software.read,
-    "mpi": software.read_mpi,
-    "name": node.read_name,
-    "shared memory": node.read_shared_memory,
-    "scratch": node.read_scratch,
-    "queue": queue.read,
-}
-#: What to do where a group cannot be gathered.
-ADVICE = {
-    "process": "Run hpcdask doctor again; if it stays, report it with this line",
-    "gpus": "See whether nvidia-smi works on this node, and leave the node out if it does not",
-    "software": "The packages lie on a file system that hangs, or are damaged: see pip check",
-    "mpi": "See python -c 'from mpi4py import MPI'; mpirun over several nodes needs it",
-    "fabric": "See whether nvidia-smi nvlink -s and ip addr work on this node",
-    "name": "The name service hangs: see getent hosts $(hostname)",
-    "shared memory": "See ls /dev/shm; in a container, mount the host's (docker run --ipc=host)",
-    "scratch": "The folder's file system hangs: name another with TMPDIR or --local-directory",
-    "queue": "The queueing system's commands hang on this node: see srun --version",
+
+class Group(NamedTuple):
+    """How a group of facts is gathered, and what to do where it cannot be.
+
+    One rank of each node gathers it, or all of them. `check` is given the facts of one node.
+    """
+
+    read: Callable[[], Facts]
+    advice: str
+    check: Callable[[Facts], Iterable[Finding]] = lambda facts: ()
+    by_all: bool = False
+
+
+GROUPS = {
+    "process": Group(
+        process.read,
+        "Run hpcdask doctor again; if it stays, report it with this line",
+        by_all=True,
+    ),
+    "software": Group(
+        software.read,
+        "The packages lie on a file system that hangs, or are damaged: see pip check",
+        software.check,
+    ),
+    "mpi": Group(
+        software.read_mpi,
+        "See python -c 'from mpi4py import MPI'; mpirun over several nodes needs it",
+        software.check_mpi,
+    ),
+    "gpus": Group(
+        nvml.read,
+        "See whether nvidia-smi works on this node, and leave the node out if it does not",
+        lambda facts: (*gpus.check(facts), *stack.check(facts)),
+        by_all=True,
+    ),
+    "fabric": Group(
+        links.read,
+        "See whether nvidia-smi nvlink -s and ip addr work on this node",
+        links.check,
+        by_all=True,
+    ),
+    "queue": Group(
+        queue.read,
+        "The queueing system's commands hang on this node: see srun --version",
+        queue.check,
+    ),
+    "name": Group(
+        node.read_name,
+        "The name service hangs: see getent hosts $(hostname)",
+        node.check_name,
+    ),
+    "shared memory": Group(
+        node.read_shared_memory,
+        "See ls /dev/shm; in a container, mount the host's (docker run --ipc=host)",
+        node.check_shared_memory,
+    ),
+    "scratch": Group(
+        node.read_scratch,
+        "The folder's file system hangs: name another with TMPDIR or --local-directory",
+        node.check_scratch,
+    ),
 }
 
 
@@ -66,14 +101,12 @@ def assemble(reports: Mapping[int, Facts], hosts: Mapping[int, str]) -> list[Nod
                     built.problems[rank, group] = facts["problem"]
                 else:
                     parts.setdefault(group, {})[rank] = facts
-        for group, by_rank in parts.items():
-            if group == "process":
-                built.facts[group] = list(by_rank.values())
-            elif group == "gpus":
-                built.facts[group] = _join(by_rank, ranks)
-            else:
-                built.facts[group] = next(iter(by_rank.values()))
+        built.facts = {group: next(iter(by_rank.values())) for group, by_rank in parts.items()}
         built.facts["fabrics"] = parts.get("fabric", {})
+        if "process" in parts:
+            built.facts["process"] = list(parts["process"].values())
+        if "gpus" in parts:
+            built.facts["gpus"] = _join(parts["gpus"], ranks)
         nodes.append(built)
     return nodes
 
@@ -96,45 +129,28 @@ def workers(built: Node) -> int:
 
 def examine(built: Node, *, launcher: str, workers: int) -> list[Finding]:
     """All findings of one node; `workers` is how many the whole cluster would have."""
-    facts = built.facts
+    facts = {**built.facts, "launcher": launcher}
     found = list(_problems(built))
-    checks: dict[str, list[Callable[[Facts], list[Finding]]]] = {
-        "software": [software.check],
-        "mpi": [lambda facts: software.check_mpi(facts, launcher)],
-        "gpus": [gpus.check],
-        "stack": [stack.check],
-        "fabric": [links.check],
-        "queue": [queue.check],
-        "name": [node.check_name],
-        "shared memory": [node.check_shared_memory],
-        "scratch": [node.check_scratch],
+    if "process" not in facts:
+        return found
+    for name, group in GROUPS.items():
+        if name in facts:
+            found += group.check(facts)
+    if "gpus" in facts:
+        found += queue.check_ranks(facts, built.ranks)
+    there = [rank for rank in built.ranks if (rank, "process") not in built.problems]
+    of_ranks = {
+        rank: [*process.check(known, facts, workers), *links.check_settings(known, facts)]
+        for rank, known in zip(there, facts["process"], strict=True)
     }
-    if "process" in facts:
-        for group, group_checks in checks.items():
-            if group in facts:
-                for check in group_checks:
-                    found += check(facts)
-        if "gpus" in facts:
-            found += queue.check_ranks(facts, built.ranks)
-        there = [rank for rank in built.ranks if (rank, "process") not in built.problems]
-        own = zip(there, facts["process"], strict=True)
-        found += merge_ranks(
-            {
-                rank: [
-                    *process.check(known, facts, workers),
-                    *links.check_settings(known, facts),
-                ]
-                for rank, known in own
-            }
-        )
-    return found
+    return found + merge_ranks(of_ranks)
 
 
 def _problems(built: Node) -> Iterator[Finding]:
     by_text: dict[tuple[str, str], list[int]] = {}
-    for (rank, group), text in built.problems.items():
-        by_text.setdefault((group, text), []).append(rank)
-    for (group, text), ranks in by_text.items():
-        some = group in OF_RANKS and tuple(ranks) != built.ranks
-        found = Reporter("could not be looked at").error(group, text, ADVICE[group])
+    for (rank, name), text in built.problems.items():
+        by_text.setdefault((name, text), []).append(rank)
+    for (name, text), ranks in by_text.items():
+        some = GROUPS[name].by_all and tuple(ranks) != built.ranks
+        found = Reporter("could not be looked at").error(name, text, GROUPS[name].advice)
         yield replace(found, ranks=tuple(ranks) if some else ())

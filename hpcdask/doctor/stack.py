@@ -17,7 +17,7 @@ from hpcdask.comm.ucx_install import loaded_transports
 
 from .findings import Facts, Finding, Reporter
 
-GROUP = "stack"
+say = Reporter("stack")
 DEADLINE_S = 30.0
 #: The facts where nothing was heard.
 SILENCE: Facts = {"steps": [], "ended": None}
@@ -112,36 +112,28 @@ async def run(deadline_s: float = DEADLINE_S) -> Facts:
     return known
 
 
-def check(facts: Facts) -> list[Finding]:
-    """What the steps say."""
-    say, known = Reporter(GROUP), facts["stack"]
-    found, open_step = [], None
+def check(facts: Facts) -> Iterator[Finding]:
+    """What the steps say, where they were tried."""
+    known, last = facts.get("stack", {"steps": [], "ended": 0}), "Python"
     for step in known["steps"]:
         name = step["step"]
         if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
-            found.append(
-                say.slow(
-                    "ucxx works",
-                    f"{step['text']}, not its CUDA module, so NVLink is not used",
-                    "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.stack",
-                )
+            yield say.slow(
+                "ucxx works",
+                f"{step['text']}, not its CUDA module, so NVLink is not used",
+                "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.stack",
             )
         elif "text" in step:
-            found.append(say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)"))
+            yield say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)")
         elif "error" in step:
-            found.append(say.error(f"{name} fails", step["error"], ADVICE[name]))
-        open_step = None if "seconds" in step else name
+            yield say.error(f"{name} fails", step["error"], ADVICE[name])
+        last = "Python" if "seconds" in step else name
     if known["ended"] != 0:
-        last = open_step or "Python"
-        what = (
-            f"did not answer within {DEADLINE_S:g} s"
-            if known["ended"] is None
-            else f"ended its process with code {known['ended']}"
-        )
-        found.append(
-            say.error(f"{last} fails", what, ADVICE.get(last, "See python -m hpcdask.doctor.stack"))
-        )
-    return found
+        what = f"ended its process with code {known['ended']}"
+        if known["ended"] is None:
+            what = f"did not answer within {DEADLINE_S:g} s"
+        advice = ADVICE.get(last, "See python -m hpcdask.doctor.stack")
+        yield say.error(f"{last} fails", what, advice)
 
 
 if __name__ == "__main__":
