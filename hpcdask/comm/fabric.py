@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from hpcdask.gpu.driver import hidden_gpus
+from hpcdask.gpu.devices import whole_gpus
+from hpcdask.gpu.driver import hidden_gpus, read
 
-from .ucx_install import UcxInstall, installed_ucx, read
+from .ucx_install import UcxInstall, installed_ucx
 
 Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 
@@ -39,11 +41,6 @@ class Interface:
     address: str
     kind: Kind
     speed: int
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Interface:
-        """Read what ``dataclasses.asdict`` and JSON made of it."""
-        return cls(**data)
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,6 @@ class Port:
         """Whether it is RDMA over Ethernet."""
         return self.link_layer == "Ethernet"
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Port:
-        """Read what ``dataclasses.asdict`` and JSON made of it."""
-        return cls(**{**data, "interfaces": tuple(data["interfaces"])})
-
 
 @dataclass(frozen=True)
 class Fabric:
@@ -106,15 +98,22 @@ class Fabric:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fabric:
         """Read what ``dataclasses.asdict`` and JSON made of a fabric."""
+        known = _tuples(data)
         return cls(
-            interfaces=tuple(map(Interface.from_json, data["interfaces"])),
-            infiniband=tuple(map(Port.from_json, data["infiniband"])),
-            nvlink=tuple((a, b) for a, b in data["nvlink"]),
-            hidden_gpus=data["hidden_gpus"],
-            ucx=UcxInstall.from_json(data["ucx"]),
-            gpus=tuple(data["gpus"]),
-            nvlink_unknown=tuple((a, b) for a, b in data["nvlink_unknown"]),
+            **{
+                **known,
+                "interfaces": tuple(Interface(**one) for one in known["interfaces"]),
+                "infiniband": tuple(Port(**one) for one in known["infiniband"]),
+                "ucx": UcxInstall(**known["ucx"]),
+            }
         )
+
+
+def _tuples(data: Any) -> Any:
+    """The same with tuples, of which JSON makes lists."""
+    if isinstance(data, Mapping):
+        return {name: _tuples(value) for name, value in data.items()}
+    return tuple(map(_tuples, data)) if isinstance(data, list | tuple) else data
 
 
 def look(
@@ -225,36 +224,19 @@ def nvlink_pairs(own: Collection[str] | None = None) -> Pairs:
     except Exception:  # no package, no driver, or one that does not fit the other: no NVLink
         return nothing
     try:
-        handles = dict(_whole_gpus(pynvml))
-        uuids = tuple(handles)
-        joined, unknown = [], []
-        for index, first in enumerate(uuids):
-            for second in uuids[index + 1 :]:
-                if own is not None and first not in own and second not in own:
-                    continue
-                answer = _nvlink(pynvml, handles[first], handles[second])
-                if answer is None:
-                    unknown.append((first, second))
-                elif answer:
-                    joined.append((first, second))
-        return Pairs(uuids, tuple(joined), tuple(unknown))
+        handles = whole_gpus(pynvml)
+        answers = {
+            (first, second): _nvlink(pynvml, handles[first], handles[second])
+            for first, second in itertools.combinations(handles, 2)
+            if own is None or first in own or second in own
+        }
+        joined = tuple(pair for pair, answer in answers.items() if answer)
+        unknown = tuple(pair for pair, answer in answers.items() if answer is None)
+        return Pairs(tuple(handles), joined, unknown)
     except pynvml.NVMLError:
         return nothing
     finally:
         pynvml.nvmlShutdown()
-
-
-def _whole_gpus(pynvml: Any) -> Iterator[tuple[str, Any]]:
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = pynvml.nvmlDeviceGetUUID(handle)
-        except pynvml.NVMLError:  # a cgroup keeps it from this process, or it is broken
-            continue
-        with contextlib.suppress(pynvml.NVMLError):
-            if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
-                continue
-        yield (uuid.decode() if isinstance(uuid, bytes) else uuid), handle
 
 
 def _nvlink(pynvml: Any, first: Any, second: Any) -> bool | None:

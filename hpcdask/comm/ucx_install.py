@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from hpcdask.gpu.driver import cuda_extra
+from hpcdask.gpu.driver import cuda_extra, read
 
 #: With any value but "false", libucx's Python package takes the system's UCX where there is one.
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -46,20 +46,6 @@ class UcxInstall:
     def missing(self) -> bool:
         """Whether the packages are not there, rather than broken."""
         return bool(self.problem) and not self.distributed_ucxx
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> UcxInstall:
-        """Read what ``dataclasses.asdict`` and JSON made of it."""
-        return cls(**{**data, "transports": tuple(data["transports"])})
-
-
-def read(path: str) -> str:
-    """A small file's text without white space around it; empty where it cannot be read."""
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def installed_ucx(root: str = "/", environ: Mapping[str, str] | None = None) -> UcxInstall:

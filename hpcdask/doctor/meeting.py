@@ -45,7 +45,7 @@ def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Sho
         if rank.index:
             return asyncio.run(_follow(rank, gathering, meeting, timeout))
         try:
-            return asyncio.run(_Leader(Launch(rank, timeout), gathering).lead(meeting, show))
+            return asyncio.run(_Leader(Launch(rank, timeout)).lead(gathering, meeting, show))
         finally:
             meeting.close()
     except HpcdaskError as error:
@@ -58,19 +58,18 @@ def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Sho
 class _Leader:
     """Rank 0."""
 
-    def __init__(self, launch: Launch, gathering: Gathering) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.gathering = gathering
         self.channels: dict[int, MessageStream] = {}
         self.changed = asyncio.Event()
 
-    async def lead(self, meeting: Rendezvous, show: Show) -> int:
+    async def lead(self, gathering: Gathering, meeting: Rendezvous, show: Show) -> int:
         """Hear all ranks, print the report, let the others go."""
         from distributed.utils import get_ip
 
         launch, rank = self.launch, self.launch.rank
         launch.hosts[0] = rank.host
-        own = asyncio.create_task(asyncio.to_thread(self.gathering.results))
+        own = asyncio.create_task(asyncio.to_thread(gathering.results))
         address = str(get_ip())  # where the scheduler would listen
         others = [one.address for one in fabric.interfaces() if one.address != address]
         credentials = create_credentials()

@@ -44,15 +44,11 @@ def read() -> Facts:
         if known["device_files"]:
             raise
         return known
-    known |= {"device_files": True, "driver": _text(pynvml.nvmlSystemGetDriverVersion())}
+    known |= {"device_files": True, "driver": devices.decoded(pynvml.nvmlSystemGetDriverVersion())}
     version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
     known["cuda"] = [version // 1000, version % 1000 // 10]
     known["gpus"] = [_describe(pynvml, gpu) for gpu in visible]
     return known
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
@@ -60,7 +56,7 @@ def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
     card = handle
     if gpu.uuid.startswith("MIG-"):
         card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    bus = _text(nvml.nvmlDeviceGetPciInfo(card).busId).lower()
+    bus = devices.decoded(nvml.nvmlDeviceGetPciInfo(card).busId).lower()
     known: Facts = {name: _ask(nvml, call, card, *more) for name, (call, more) in FIELDS.items()}
     remapped = known.pop("remapped") or (0, 0, 0, 0)
     if known["persistence"] is not None:
@@ -69,7 +65,7 @@ def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
         "retirement_pending": bool(known["retirement_pending"] or remapped[2]),
         "remap_failed": bool(remapped[3]),
         "uuid": gpu.uuid,
-        "parent": _text(nvml.nvmlDeviceGetUUID(card)) if card is not handle else None,
+        "parent": devices.decoded(nvml.nvmlDeviceGetUUID(card)) if card is not handle else None,
         "index": int(nvml.nvmlDeviceGetIndex(card)),
         "name": gpu.name,
         "memory": gpu.memory,

@@ -7,19 +7,20 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from .compare import Difference
 from .findings import EXIT_CODES, SLOW, Finding, known_gpus, spans
 from .nodes import Node
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 #: Columns where the output is no terminal.
 PLAIN_WIDTH = 160
-MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "bold red")}
+#: In the order of the exit codes.
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 #: More nodes than these are counted, not named.
 NAMED = 4
 
@@ -90,41 +91,31 @@ def to_json(report: Report) -> str:
 
 def print_text(report: Report) -> None:
     """Write the report to standard output: in colour on a terminal, else without."""
-    from rich.console import Console
-
     # Open MPI gives rank 0 a terminal, whatever mpirun writes to
     if sys.stdout is None:  # closed
         return
     if sys.stdout.isatty() and report.ranks == 1:
         _render(report, Console(highlight=False))
         return
-    console = Console(file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, no_color=True)
-    with console.capture() as captured:
-        _render(report, console)
-    lines = captured.get().splitlines()
-    text = "\n".join(line.rstrip() for line in lines)
+    plain = io.StringIO()
+    _render(report, Console(file=plain, width=PLAIN_WIDTH, highlight=False, no_color=True))
+    text = "\n".join(map(str.rstrip, plain.getvalue().splitlines()))
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _render(report: Report, console: Console) -> None:
-    from rich.text import Text
-
     names = _hosts([node.host for node, _ in report.nodes])
     console.print(Text(f"hpcdask doctor: {names}, {report.ranks} rank{'s' * (report.ranks != 1)}"))
     console.print(_finding_table(report))
     if report.differences:
         console.print(Text("\n        differences between nodes", style="bold"))
         console.print(_difference_table(report.differences))
-    (style,) = (MARKS[status][1] for status, code in EXIT_CODES.items() if code == report.exit_code)
     console.print()
-    console.print(Text(report.verdict, style=style))
+    console.print(Text(report.verdict, style=list(STYLES.values())[report.exit_code]))
 
 
 def _finding_table(report: Report) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     groups: dict[str, list[tuple[Finding, str]]] = {}
     for finding, where in [*_together(report.nodes), *((one, "") for one in report.launch)]:
         groups.setdefault(finding.group, []).append((finding, where))
@@ -137,13 +128,12 @@ def _finding_table(report: Report) -> Table:
         table.add_row("", "", "")
         table.add_row("", Text(group, style="bold"), "")
         for finding, where in findings:
-            mark, style = MARKS[finding.status]
-            value = Text(finding.value)
+            status, value = finding.status, Text(finding.value)
             if where:
                 value.append(f" [{where}]", style="cyan")
             if finding.advice:
-                value.append(f"\n-> {finding.advice}", style="dim" if mark == "ok" else "")
-            table.add_row(Text(mark, style=style), Text(f"  {finding.topic}"), value)
+                value.append(f"\n-> {finding.advice}", style="dim" if status == "ok" else "")
+            table.add_row(Text(status, style=STYLES[status]), Text(f"  {finding.topic}"), value)
     return table
 
 
@@ -171,23 +161,16 @@ def _hosts(hosts: Sequence[str]) -> str:
     return ", ".join(hosts)
 
 
-def _difference_table(rows: Iterable[Difference]) -> Table:
+def _difference_table(rows: Sequence[Difference]) -> Table:
     """A column for each group of nodes that are alike in everything."""
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    hosts = list(dict.fromkeys(host for row in rows for host in row.values))
     columns: dict[tuple[str, ...], list[str]] = {}
-    for host in hosts:
+    for host in dict.fromkeys(host for row in rows for host in row.values):
         key = tuple(row.values.get(host, "") for row in rows)
         columns.setdefault(key, []).append(host)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("")
+    table = Table("", "", box=None, pad_edge=False, header_style="bold")
     for group in columns.values():
         table.add_column(Text(_hosts(group)), overflow="fold")
     for number, row in enumerate(rows):
-        mark, style = MARKS[row.status]
-        table.add_row(Text(mark, style=style), row.what, *(Text(key[number]) for key in columns))
+        mark = Text(row.status, style=STYLES[row.status])
+        table.add_row(mark, row.what, *(Text(key[number]) for key in columns))
     return table

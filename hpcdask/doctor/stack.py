@@ -100,7 +100,7 @@ async def run(deadline_s: float = DEADLINE_S) -> Facts:
         stderr=asyncio.subprocess.DEVNULL,
     )
     assert process.stdout is not None
-    known = {**SILENCE, "steps": []}
+    known: Facts = {"steps": [], "ended": None}
     try:
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:

@@ -161,7 +161,7 @@ def _cards(pynvml: Any) -> tuple[list[list[_Part]], list[DeviceError]]:
         parts: list[_Part] = []
         try:
             card = pynvml.nvmlDeviceGetHandleByIndex(index)
-            bus = _text(pynvml.nvmlDeviceGetPciInfo(card).busId)
+            bus = decoded(pynvml.nvmlDeviceGetPciInfo(card).busId)
             parts = list(_parts(pynvml, card))
         except pynvml.NVMLError_NoPermission:
             continue
@@ -177,6 +177,12 @@ def _cards(pynvml: Any) -> tuple[list[list[_Part]], list[DeviceError]]:
     return [parts for _, parts in found], broken
 
 
+def whole_gpus(pynvml: Any) -> dict[str, Any]:
+    """Those of the GPUs that NVML shows which are not sliced: their handles by UUID."""
+    every, _ = _cards(pynvml)
+    return {part.uuid: part.card for parts in every for part in parts if part.handle is part.card}
+
+
 def _parts(pynvml: Any, card: Any) -> Iterator[_Part]:
     """The MIG slices of a GPU, or the GPU itself where it is not sliced."""
     try:
@@ -184,14 +190,14 @@ def _parts(pynvml: Any, card: Any) -> Iterator[_Part]:
     except pynvml.NVMLError:
         sliced = False
     if not sliced:
-        yield _Part(_text(pynvml.nvmlDeviceGetUUID(card)), card, card)
+        yield _Part(decoded(pynvml.nvmlDeviceGetUUID(card)), card, card)
         return
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
         try:
             part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)
         except pynvml.NVMLError:
             continue
-        yield _Part(_text(pynvml.nvmlDeviceGetUUID(part)), part, card)
+        yield _Part(decoded(pynvml.nvmlDeviceGetUUID(part)), part, card)
 
 
 def _describe(pynvml: Any, part: _Part) -> Gpu:
@@ -201,7 +207,7 @@ def _describe(pynvml: Any, part: _Part) -> Gpu:
         import psutil
 
         memory = int(psutil.virtual_memory().total)
-    name = _text(pynvml.nvmlDeviceGetName(part.handle))
+    name = decoded(pynvml.nvmlDeviceGetName(part.handle))
     return Gpu(part.uuid, name, memory, _near_cores(pynvml, part.card))
 
 
@@ -237,5 +243,6 @@ def _nvml(pynvml: Any) -> Iterator[bool]:
         pynvml.nvmlShutdown()
 
 
-def _text(value: str | bytes) -> str:
+def decoded(value: str | bytes) -> str:
+    """A text of NVML, which is bytes in some versions of its package."""
     return value.decode() if isinstance(value, bytes) else value

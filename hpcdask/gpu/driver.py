@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-#: Values of CUDA_VISIBLE_DEVICES with which a process sees no GPU.
+#: NVIDIA's library in Windows' Linux.
 WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
 #: CUDA versions for which there is an extra; drivers run older ones, too.
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
@@ -33,7 +33,7 @@ def cuda_extra(root: str = "/") -> str:
         with contextlib.suppress(PackageNotFoundError):
             version(name)
             there.append(name)
-    told = re.search(r"Kernel Module.*?\s(\d+)\.", _text_of(f"{root}proc/driver/nvidia/version"))
+    told = re.search(r"Kernel Module.*?\s(\d+)\.", read(f"{root}proc/driver/nvidia/version"))
     old = any(OLD_GPUS.search(_told(path).get("Model", "")) for path in _information(root))
     newest = NEWEST_CUDA
     if old or (told and int(told[1]) < DRIVER_OF_13):
@@ -60,14 +60,15 @@ def _information(root: str) -> list[str]:
 
 
 def _told(path: str) -> dict[str, str]:
-    return dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", _text_of(path), re.MULTILINE))
+    return dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", read(path), re.MULTILINE))
 
 
-def _text_of(path: str) -> str:
+def read(path: str) -> str:
+    """A small file's text without white space around it; empty where it cannot be read."""
     try:
         with open(path) as file:
-            return file.read()
-    except OSError:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

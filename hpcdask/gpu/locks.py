@@ -56,15 +56,12 @@ def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = 
             os.close(file)
         if time.monotonic() > deadline:
             raise DeviceError(
-                f"{socket.gethostname()} shows this job {_gpus(len(gpus))} and it needs {count}, "
-                f"but {len(others)} of them {'is' if len(others) == 1 else 'are'} in use: "
-                f"{'; '.join(others)}. Have the queue give each job GPUs of its own"
+                f"{socket.gethostname()} shows this job {len(gpus)} GPU{'s' * (len(gpus) != 1)} "
+                f"and it needs {count}, but {len(others)} of them "
+                f"{'is' if len(others) == 1 else 'are'} in use: {'; '.join(others)}. "
+                f"Have the queue give each job GPUs of its own"
             )
         time.sleep(random.uniform(0.1, 0.3))
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _lock(gpu: Gpu, owner: str, folder: str) -> int:
