@@ -6,18 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from . import ucx_config
 from .topology import Topology, some
-from .ucx_config import (
-    VARIABLES,
-    Link,
-    blocking_settings,
-    device_allowed,
-    excluded_by,
-    explicit_flags,
-    permits,
-    settings,
-    ucx_environment,
-)
+from .ucx_config import VARIABLES, Link
 from .ucx_install import PREFER_SYSTEM
 
 #: ``fatal``: ucx cannot work, or not as it was asked for; ``slow``: a link is not used; ``none``:
@@ -32,10 +23,7 @@ ASYNC = (
     "--rmm-async: memory of CUDA's asynchronous allocator cannot be shared between processes, and "
     "ucx then copies it at 0.24 to 0.37 GB/s"
 )
-NO_NVLINK = {
-    "unknown": "NVML does not tell whether NVLink joins",
-    "none": "NVLink does not join",
-}
+NO_NVLINK = {"unknown": "NVML does not tell whether NVLink joins", "none": "NVLink does not join"}
 NO_IPC = "by a cgroup or a container, so CUDA IPC and NVLink do not work between"
 NO_PEERS = "GPUs of a node do not reach one another"
 NO_WAY = "nothing to open connections with: it needs tcp on a network interface, or InfiniBand"
@@ -113,7 +101,7 @@ def _left_out(site: Topology, link: Literal["nvlink", "infiniband"]) -> Iterator
     name = {"nvlink": "NVLink", "infiniband": "InfiniBand"}[link]
     for seat in site.seats:
         known, effect = seat.fabric, ""
-        if setting := excluded_by(site.spec, known.ucx.tls, link):
+        if setting := ucx_config.excluded_by(site.spec, known.ucx.tls, link):
             if link == "infiniband" and any(port.usable for port in known.infiniband):
                 effect = "InfiniBand is not used (no rc)"
             elif link == "nvlink" and seat.gpus:
@@ -171,7 +159,7 @@ def _of_infiniband(site: Topology) -> Iterator[Obstacle]:
     for seat in site.seats:
         ports = [port.name for port in seat.fabric.infiniband if port.usable]
         devices = seat.fabric.ucx.devices
-        if ports and not any(device_allowed(devices, name) for name in ports):
+        if ports and not any(ucx_config.device_allowed(devices, name) for name in ports):
             why = f"UCX_NET_DEVICES={devices} on {seat.host} names no port of InfiniBand"
             lost = "InfiniBand is not used"
             # a setting that the choice of a transport does not look at
@@ -189,20 +177,19 @@ def _of_ucx(site: Topology) -> Iterator[Obstacle]:
         why = f"the UCX on {some(lacking)} has no transport for CUDA"
         lost = "so GPU memory cannot be sent, nor NVLink used"
         yield Obstacle("cuda", "fatal", why, USE_PACKAGE, effect=lost)
-    without, lacking = site.without_port(), site.lacking("ib")
-    if spec.enable_infiniband and without:
+    if spec.enable_infiniband and (without := site.without_port()):
         why = f"--enable-infiniband, and there is no usable port on {some(without)}"
         yield Obstacle("port", "fatal", why)
-    if spec.enable_infiniband and lacking:
+    if spec.enable_infiniband and (lacking := site.lacking("ib")):
         why = f"the UCX on {some(lacking)} has no InfiniBand"
         yield Obstacle("ib", "fatal", why, USE_SYSTEM)
-    if spec.enable_rdmacm and (unable := site.lacking("rdmacm")):
-        why = f"the UCX on {some(unable)} cannot connect by RDMA (rdmacm)"
+    if spec.enable_rdmacm and (lacking := site.lacking("rdmacm")):
+        why = f"the UCX on {some(lacking)} cannot connect by RDMA (rdmacm)"
         yield Obstacle("rdmacm", "fatal", why, USE_SYSTEM)
     yield from _unreachable(site)
     for seat in site.seats:
         tls = seat.fabric.ucx.tls
-        if seat.gpus and not permits(tls, "copies"):
+        if seat.gpus and not ucx_config.permits(tls, "copies"):
             why = f"UCX_TLS={tls} on {seat.host} {NO_COPIES}"
             lost = "GPU memory is not sent by UCX (no cuda_copy)"
             yield Obstacle("setting", "fatal", why, settings=("UCX_TLS",), effect=lost)
@@ -214,14 +201,14 @@ def _unreachable(site: Topology) -> Iterator[Obstacle]:
     """Settings that leave UCX no interface to open connections over."""
     shut: dict[tuple[str, ...], list[str]] = {}
     for seat in site.seats:
-        own = settings(seat.fabric.ucx)
-        given = {**ucx_environment(site.spec, own), **own}
-        closed = blocking_settings(seat.fabric, given, far=site.others)
+        own = ucx_config.settings(seat.fabric.ucx)
+        given = {**ucx_config.ucx_environment(site.spec, own), **own}
+        closed = ucx_config.blocking_settings(seat.fabric, given, far=site.others)
         if closed and not seat.fabric.ucx.problem:
             named = tuple(one for one in closed if one.partition("=")[0] in own)
             shut.setdefault(named, []).append(seat.host)
     for named, hosts in shut.items():
-        what = " and ".join(named) or explicit_flags(site.spec)
+        what = " and ".join(named) or ucx_config.explicit_flags(site.spec)
         names = tuple(one.partition("=")[0] for one in named)
         why = f"{what} leaves UCX on {some(hosts)} {NO_WAY}"
         lost = UNREACHABLE if any(seat.gpus for seat in site.seats) else ""

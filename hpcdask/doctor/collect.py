@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hpcdask.errors import HpcdaskError
+from hpcdask.process import detach_standard_streams
 
 from .findings import Facts
 
@@ -80,9 +81,7 @@ def _fork(reader: Callable[[], Facts]) -> tuple[int, int]:
 
 def _detach(keep: int) -> None:
     """Let go of all that a launcher might wait for, or that belongs to the parent."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
+    detach_standard_streams(output=True)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, keep):
             with contextlib.suppress(OSError):  # the listing's own

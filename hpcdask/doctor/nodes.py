@@ -24,9 +24,7 @@ class Group(NamedTuple):
 
 GROUPS = {
     "process": Group(
-        process.read,
-        "Run hpcdask doctor again; if it stays, report it with this line",
-        by_all=True,
+        process.read, "Run hpcdask doctor again; if it stays, report it with this line", by_all=True
     ),
     "software": Group(
         software.read,
@@ -56,9 +54,7 @@ GROUPS = {
         queue.check,
     ),
     "name": Group(
-        node.read_name,
-        "The name service hangs: see getent hosts $(hostname)",
-        node.check_name,
+        node.read_name, "The name service hangs: see getent hosts $(hostname)", node.check_name
     ),
     "shared memory": Group(
         node.read_shared_memory,

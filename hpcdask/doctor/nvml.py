@@ -121,9 +121,4 @@ def _processes(nvml: Any, handle: Any) -> Iterator[Facts]:
             with open(f"{folder}/comm") as file:
                 name = file.read().strip()
             user = pwd.getpwuid(os.stat(folder).st_uid).pw_name
-        yield {
-            "pid": int(process.pid),
-            "name": name,
-            "user": user,
-            "memory": process.usedGpuMemory,
-        }
+        yield {"pid": int(process.pid), "name": name, "user": user, "memory": process.usedGpuMemory}

@@ -76,11 +76,7 @@ def to_json(report: Report) -> str:
         "exit_code": report.exit_code,
         "ranks": report.ranks,
         "nodes": [
-            {
-                "host": node.host,
-                "ranks": list(node.ranks),
-                "findings": list(map(asdict, findings)),
-            }
+            {"host": node.host, "ranks": list(node.ranks), "findings": list(map(asdict, findings))}
             for node, findings in report.nodes
         ],
         "between_nodes": list(map(asdict, report.launch)),
