@@ -33,7 +33,6 @@ USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
     f"InfiniBand (its libucp.so must be in LD_LIBRARY_PATH or known to the loader)"
 )
-USE_PACKAGE = f"use that of the package: unset {PREFER_SYSTEM}, and see UCX_MODULE_DIR"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Obstacle:
 
     `text` is a sentence for the user, `remedy` what to do about it, where that is not in it. `link`
     is the one that is not used because of it, empty where it is not about one. `settings` are the
-    user's variables that cause it, and `effect` says what is lost by them, in a few words.
+    user's variables that cause it. `effect` is for the doctor: what is lost, in a few words.
     """
 
     kind: Kind
@@ -52,11 +51,6 @@ class Obstacle:
     link: Link | Literal[""] = ""
     settings: tuple[str, ...] = ()
     effect: str = ""
-
-    @property
-    def advice(self) -> str:
-        """The remedy as a sentence of its own."""
-        return self.remedy[:1].upper() + self.remedy[1:]
 
     @property
     def line(self) -> str:
@@ -124,7 +118,8 @@ def _confined(site: Topology) -> Iterator[Obstacle]:
     elif hosts := site.confined():
         why = f"workers on {some(hosts)} are confined to their GPUs {NO_IPC} them"
         remedy += ", or start the ranks with --gpu-bind=none"
-        yield Obstacle("confined", "slow", why, remedy, "nvlink")
+        lost = "a cgroup keeps the ranks from each other's GPUs"
+        yield Obstacle("confined", "slow", why, remedy, "nvlink", effect=lost)
 
 
 def _of_infiniband(site: Topology) -> Iterator[Obstacle]:
@@ -143,7 +138,7 @@ def _of_infiniband(site: Topology) -> Iterator[Obstacle]:
     if unused := [host for host in lacking if host in there]:
         why = f"the UCX on {some(unused)} cannot use the InfiniBand there"
         severity: Severity = "none" if without else "slow"
-        lost = "and goes over tcp between nodes"
+        lost = "this UCX has no InfiniBand transport, and goes over tcp between nodes"
         yield Obstacle("ib", severity, why, USE_SYSTEM, "infiniband", effect=lost)
     shut = site.where(lambda fabric: any(port.closed for port in fabric.infiniband))
     if shut := [host for host in shut if host in without]:
@@ -175,8 +170,10 @@ def _of_ucx(site: Topology) -> Iterator[Obstacle]:
             yield Obstacle("package", "fatal", f"on {some(broken)}, {problem}")
     if site.cuda and (lacking := site.lacking("cuda")):
         why = f"the UCX on {some(lacking)} has no transport for CUDA"
-        lost = "so GPU memory cannot be sent, nor NVLink used"
-        yield Obstacle("cuda", "fatal", why, USE_PACKAGE, effect=lost)
+        joined = any(seat.fabric.nvlink for seat in site.seats)
+        lost = "its NVLink is not used" if joined else "GPU memory cannot be sent"
+        lost = f"this UCX has no CUDA transport, so {lost}"
+        yield Obstacle("cuda", "fatal", why, "use one that has it", effect=lost)
     if spec.enable_infiniband and (without := site.without_port()):
         why = f"--enable-infiniband, and there is no usable port on {some(without)}"
         yield Obstacle("port", "fatal", why)

@@ -160,7 +160,10 @@ def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, 
     if spec.interface != "auto":
         return {seat.host: spec.interface for seat in nodes} if spec.interface else {}
     for kind in ("infiniband", "slingshot", "ethernet"):
-        found = {seat.host: _of_kind(seat, kind) for seat in nodes}
+        found = {
+            seat.host: {one.name: one.speed for one in seat.fabric.interfaces if one.kind == kind}
+            for seat in nodes
+        }
         if not all(found.values()):
             continue
         common = set.intersection(*map(set, found.values()))
@@ -178,10 +181,6 @@ def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, 
         f"--interface auto: the nodes have no kind of network interface in common. {listed}. "
         f"Leave --interface out to take the one with the default route"
     )
-
-
-def _of_kind(seat: NodeLinks, kind: str) -> dict[str, int]:
-    return {one.name: one.speed for one in seat.fabric.interfaces if one.kind == kind}
 
 
 def _fastest(speeds: Mapping[str, int]) -> str:

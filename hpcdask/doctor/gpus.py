@@ -84,7 +84,8 @@ def _confined(facts: Facts) -> Iterator[Finding]:
         return
     confined = [one for one in obstacles_of(facts, fabrics) if one.kind == "confined"]
     for one in confined:
-        yield say.slow(one.kind, one.text, one.advice)
+        advice = f"NVLink is not used between them (no CUDA IPC): {one.remedy}"
+        yield say.slow("confined", one.effect, advice)
     if not confined and (hidden := max(one.hidden_gpus for one in fabrics)):
         yield say.ok(
             "confined",

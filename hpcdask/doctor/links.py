@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.obstacles import Obstacle, obstacles
+from hpcdask.comm.obstacles import USE_SYSTEM, Obstacle, obstacles
 from hpcdask.comm.topology import NodeLinks, Topology
 from hpcdask.comm.ucx_config import VARIABLES
 from hpcdask.comm.ucx_install import PREFER_SYSTEM
@@ -18,6 +18,14 @@ from .findings import Facts, Finding, Reporter, known_gpus
 
 say, of_settings = Reporter("network"), Reporter("settings")
 TLS, DEVICES, MANAGERS = VARIABLES
+#: What to do about a UCX that lacks a transport, by the kind of the obstacle.
+LACKS = {
+    "cuda": (
+        "UCX and NVLink",
+        f"Use that of the package: unset {PREFER_SYSTEM}, and see UCX_MODULE_DIR",
+    ),
+    "ib": ("UCX and InfiniBand", f"UCX from PyPI has none: {USE_SYSTEM}"),
+}
 
 
 def read() -> Facts:
@@ -85,10 +93,10 @@ def _ucx(facts: Facts, known: Fabric) -> Iterator[Finding]:
     built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
     where = "the system's" if ucx.source == "system" else "its package's"
     yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
-    topics = {"cuda": "UCX and NVLink", "ib": "UCX and InfiniBand"}
     for one in obstacles_of(facts, [known]):
-        if one.kind in topics:
-            yield say.slow(topics[one.kind], f"{one.text}, {one.effect}", one.advice)
+        if one.kind in LACKS:
+            topic, advice = LACKS[one.kind]
+            yield say.slow(topic, one.effect, advice)
 
 
 def check_settings(process: Facts, facts: Facts) -> list[Finding]:
@@ -115,29 +123,40 @@ def _of_ucx(environ: Mapping[str, str], facts: Facts) -> Iterator[Finding]:
     own = {name: environ.get(name, "") for name in VARIABLES}
     ucx = dataclasses.replace(known.ucx, tls=own[TLS], devices=own[DEVICES], managers=own[MANAGERS])
     found = obstacles_of(facts, [dataclasses.replace(known, ucx=ucx)])
+    yield from (missing := [*_missing(own[DEVICES], known)])
+    shut = any(one.kind == "interface" and DEVICES in one.settings for one in found)
+    ports = f"name a port of {', '.join(sorted(port.name for port in known.infiniband))}"
+    names = f"add one of {', '.join(one.name for one in known.interfaces) or 'lo'}"
+    for name, advice in (
+        (TLS, "Unset UCX_TLS and let UCX choose, or add what is missing"),
+        (DEVICES, f"Unset it, or {names if shut else ports}"),
+        (MANAGERS, "Unset it"),
+    ):
+        told = [one for one in found if name in one.settings and one.effect]
+        told.sort(key=lambda one: one.kind == "interface")
+        if name == DEVICES:
+            told = [] if missing else told[-1:]
+        elif name == MANAGERS:  # of several that do it together, the others are told
+            told = [one for one in told if one.settings == (name,)]
+        if lost := ", ".join(one.effect for one in told):
+            yield of_settings.slow(name, f"with {own[name]}, {lost}", advice)
+
+
+def _missing(devices: str, known: Fabric) -> Iterator[Finding]:
+    """Devices that are named and not there."""
     ports = {port.name for port in known.infiniband}
-    have = ports | {one.name for one in known.interfaces}
-    there = ", ".join(sorted(have)) or "none"
-    have |= {name.partition(":")[0] for name in ports} | {"lo", "all"}
-    listed = () if own[DEVICES].startswith("^") else filter(None, own[DEVICES].split(","))
+    there = ports | {one.name for one in known.interfaces}
+    there |= {name.partition(":")[0] for name in ports}
+    listed = {*devices.split(",")} if not devices.startswith("^") else set()
     # UCX takes beginnings and patterns, too, so only plain names are checked
-    if missing := sorted(name for name in {*listed} - have if not set(name) & set("*?~")):
+    wrong = [name for name in listed - there - {"", "lo", "all"} if not set(name) & set("*?~")]
+    if wrong:
+        have = ", ".join(sorted(there)) or "none"
         yield of_settings.error(
             DEVICES,
-            f"{own[DEVICES]}: this node has no {', '.join(missing)}",
-            f"UCX would find no network here. This node has {there}: choose of these, or unset it",
+            f"{devices}: this node has no {', '.join(sorted(wrong))}",
+            f"UCX would find no network here. This node has {have}: choose of these, or unset it",
         )
-    advice = {
-        TLS: "Unset UCX_TLS and let UCX choose, or add what is missing",
-        MANAGERS: "Unset it",
-        **({} if missing else {DEVICES: f"Unset it, or add one of {there}"}),
-    }
-    for name, remedy in advice.items():
-        whole = [one for one in found if name in one.settings and one.effect]
-        if name == MANAGERS:  # among several that do it together, the others are told
-            whole = [one for one in whole if one.settings == (name,)]
-        if lost := ", ".join(dict.fromkeys(one.effect for one in whole)):
-            yield of_settings.slow(name, f"with {own[name]}, {lost}", remedy)
 
 
 def _system_ucx(environ: Mapping[str, str], ucx: Facts) -> Iterator[Finding]:

@@ -101,24 +101,18 @@ def _ask(nvml: Any, call: str, *arguments: Any) -> Any:
 
 def _numa_node(bus: str, root: str = "/") -> int | None:
     """The NUMA node of a PCI device; NVML writes the domain with eight digits, the kernel four."""
-    try:
-        with open(f"{root}sys/bus/pci/devices/{bus[-12:]}/numa_node") as file:
-            number = int(file.read())
-    except (OSError, ValueError):
-        return None
-    return number if number >= 0 else None
+    number = driver.read(f"{root}sys/bus/pci/devices/{bus[-12:]}/numa_node")
+    return int(number) if number.isdigit() else None
 
 
 def _processes(nvml: Any, handle: Any) -> Iterator[Facts]:
     """Processes with a context on a GPU. In a container, those outside have no name."""
     for process in _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or []:
-        folder = f"/proc/{process.pid}"
-        name = user = None
+        folder, user = f"/proc/{process.pid}", None
         with contextlib.suppress(OSError, KeyError):
             with open(f"{folder}/cmdline", "rb") as file:
                 if OWN in file.read():
                     continue
-            with open(f"{folder}/comm") as file:
-                name = file.read().strip()
             user = pwd.getpwuid(os.stat(folder).st_uid).pw_name
+        name = driver.read(f"{folder}/comm") or None
         yield {"pid": int(process.pid), "name": name, "user": user, "memory": process.usedGpuMemory}

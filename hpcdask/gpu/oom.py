@@ -137,29 +137,26 @@ async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
     """
     from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
 
-    if not isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
-        return event
-    try:
-        told: Event = await _explained(worker, plan, event)
-        return told
-    except Exception as error:  # the scheduler must hear of the failure all the same
-        log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
-        return event
+    if isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
+        try:
+            await _explain_failure(worker, plan, event)
+        except Exception as error:  # the scheduler must hear of the failure all the same
+            log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
+    return event
 
 
-async def _explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
+async def _explain_failure(worker: Any, plan: MemoryPlan, event: Any) -> None:
     from distributed.core import clean_exception, error_message
 
     error = clean_exception(event.exception.data)[1]
     if not isinstance(error, BaseException) or not device_out_of_memory(error):
-        return event
+        return
     clear = explain(worker, plan, error)
     # copying results to the host takes seconds, in which the worker must answer
     await asyncio.to_thread(make_room, worker.data, plan, asked_for(error))
     message = error_message(clear)
     event.exception = message["exception"]
     event.exception_text = message["exception_text"]
-    return event
 
 
 def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
