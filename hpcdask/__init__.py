@@ -7,40 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+from .queues.registry import SYSTEMS as _SYSTEMS
+
+if TYPE_CHECKING:  # to type checkers these are the base of all cluster classes
     from .client.connect import connect
-    from .clusters.classes import (
-        HTCondorCUDACluster,
-        LocalCUDAJobCluster,
-        LSFCUDACluster,
-        MoabCUDACluster,
-        OARCUDACluster,
-        PBSCUDACluster,
-        SGECUDACluster,
-        SLURMCUDACluster,
-    )
+    from .clusters.cluster import JobCluster
     from .runner.runner import Runner, initialize
 
+    HTCondorCUDACluster = JobCluster
+    LSFCUDACluster = JobCluster
+    LocalCUDAJobCluster = JobCluster
+    MoabCUDACluster = JobCluster
+    OARCUDACluster = JobCluster
+    PBSCUDACluster = JobCluster
+    SGECUDACluster = JobCluster
+    SLURMCUDACluster = JobCluster
+
 __version__ = "0.1.0"
-__all__ = [
-    "HTCondorCUDACluster",
-    "LSFCUDACluster",
-    "LocalCUDAJobCluster",
-    "MoabCUDACluster",
-    "OARCUDACluster",
-    "PBSCUDACluster",
-    "Runner",
-    "SGECUDACluster",
-    "SLURMCUDACluster",
-    "connect",
-    "initialize",
-]
-_HOMES = {
-    **dict.fromkeys((name for name in __all__ if name.endswith("Cluster")), "clusters.classes"),
-    "Runner": "runner.runner",
-    "initialize": "runner.runner",
-    "connect": "client.connect",
-}
+__all__ = ["Runner", "connect", "initialize"]
+__all__ += sorted(system.cluster for system in _SYSTEMS.values())
+_HOMES = {"Runner": "runner.runner", "initialize": "runner.runner", "connect": "client.connect"}
 
 
 def __dir__() -> list[str]:
@@ -48,8 +34,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in (system.cluster for system in _SYSTEMS.values()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    home = _HOMES.get(name, "clusters.classes")
+    return getattr(importlib.import_module(f".{home}", __name__), name)

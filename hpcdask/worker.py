@@ -26,7 +26,8 @@ from . import process
 from .errors import HpcdaskError, UsageError
 from .node.gpu_probe import GpuProbe
 from .node.job_options import parse
-from .queues.environment import is_job_of_queue, listed_nodes
+from .queues.environment import is_job_of_queue
+from .queues.registry import queue_class, system_of_job
 from .security.credentials import check_configuration
 
 if TYPE_CHECKING:
@@ -39,33 +40,21 @@ def spread(asked: JobSpec, janitor: Janitor) -> None:
 
     Raises UsageError if another queueing system gave several nodes, or srun does not start.
     """
-    if not is_job_of_queue(asked.job) or "SLURM_STEP_ID" in os.environ:
+    system = system_of_job()
+    if system is None or not is_job_of_queue(asked.job):
         return
-    if "SLURM_JOB_ID" not in os.environ:
-        if (nodes := listed_nodes()) > 1:
-            raise UsageError(
-                f"job {asked.job} has {nodes} nodes, and only under SLURM can its workers be "
-                f"started on all of them: request one node per job"
-            )
+    try:
+        starter = queue_class(system).on_each_node(os.environ)
+    except UsageError as error:
+        raise UsageError(f"job {asked.job} has {error}") from None
+    if not starter:
         return
-    if (nodes := int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)) == 1:
-        return
-    srun = [
-        "srun",
-        f"-n{nodes}",
-        "--ntasks-per-node=1",
-        "-K",
-        "--cpu-bind=none",  # by default a task gets one core
-        "--mpi=none",
-        "--export=ALL",
-        "--input=none",
-    ]
     janitor.dismiss()
     try:
-        os.execvp(srun[0], [*srun, sys.executable, *sys.orig_argv[1:]])
+        os.execvp(starter[0], [*starter, sys.executable, *sys.orig_argv[1:]])
     except OSError as error:
         raise UsageError(
-            f"job {asked.job} has {nodes} nodes, and srun does not start: {error.strerror}"
+            f"job {asked.job} has several nodes, and {starter[0]} does not start: {error.strerror}"
         ) from None
 
 

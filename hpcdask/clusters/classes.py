@@ -1,4 +1,4 @@
-"""The public cluster classes, one per queueing system."""
+"""The public cluster classes, one per queueing system, made from the registry and its queues."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from hpcdask.queues.base import Queue
+from hpcdask.queues.registry import SYSTEMS, queue_class
 
 from .cluster import JobCluster
 
@@ -81,82 +82,8 @@ _PARAMETERS = """
 """
 
 
-def _documented(summary: str, config: str) -> str:
-    return summary + _PARAMETERS.format(config=config)
-
-
-class SLURMCUDACluster(JobCluster):
-    __doc__ = _documented(
-        """Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
-
-    >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
-    >>> cluster.adapt(minimum=0, maximum=32)
-    >>> client = cluster.get_client()
-
-    SLURM alone: ``gpu_request`` is how the site takes the request of GPUs, ``"gres"`` (default),
-    ``"gpus-per-node"`` or ``"gpus"``.""",
-        "slurm",
-    )
-    jobqueue = ("slurm", "SLURMJob")
-    queue_name = "slurm"
-
-    def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
-        from hpcdask.queues.slurm import SlurmQueue
-
-        request = job_keywords.pop("gpu_request", None)
-        return SlurmQueue() if request is None else SlurmQueue(gpu_request=request)
-
-
-class PBSCUDACluster(JobCluster):
-    __doc__ = _documented("Dask workers on GPUs that PBS grants; see `SLURMCUDACluster`.", "pbs")
-    jobqueue = ("pbs", "PBSJob")
-    queue_name = "pbs"
-
-
-class MoabCUDACluster(JobCluster):
-    __doc__ = _documented("Dask workers on GPUs that Moab grants; see `SLURMCUDACluster`.", "moab")
-    jobqueue = ("moab", "MoabJob")
-    queue_name = "moab"
-
-
-class LSFCUDACluster(JobCluster):
-    __doc__ = _documented("Dask workers on GPUs that LSF grants; see `SLURMCUDACluster`.", "lsf")
-    jobqueue = ("lsf", "LSFJob")
-    queue_name = "lsf"
-
-
-class SGECUDACluster(JobCluster):
-    __doc__ = _documented(
-        "Dask workers on GPUs that Grid Engine grants; see `SLURMCUDACluster`.", "sge"
-    )
-    jobqueue = ("sge", "SGEJob")
-    queue_name = "sge"
-
-
-class OARCUDACluster(JobCluster):
-    __doc__ = _documented("Dask workers on GPUs that OAR grants; see `SLURMCUDACluster`.", "oar")
-    jobqueue = ("oar", "OARJob")
-    queue_name = "oar"
-
-
-class HTCondorCUDACluster(JobCluster):
-    __doc__ = _documented(
-        "Dask workers on GPUs that HTCondor grants; see `SLURMCUDACluster`.", "htcondor"
-    )
-    jobqueue = ("htcondor", "HTCondorJob")
-    queue_name = "htcondor"
-
-
-class LocalCUDAJobCluster(JobCluster):
-    __doc__ = _documented(
-        """The same with processes of this machine as jobs: for laptops, tests, a single GPU box.
-
-    Cores and memory of a job default to this machine's, shared by its GPUs. Each job gets GPUs of
-    its own; jobs that find none free are pending.""",
-        "local",
-    )
-    jobqueue = ("local", "LocalJob")
-    queue_name = "local"
+class LocalJobCluster(JobCluster):
+    """Base of the cluster whose jobs are processes of this machine."""
 
     def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
         import psutil
@@ -176,3 +103,25 @@ class LocalCUDAJobCluster(JobCluster):
         job_keywords.setdefault("memory", psutil.virtual_memory().total // share)
         walltime = parse_seconds(job_keywords.get("walltime"), "walltime")
         return LocalQueue(gpus=gpus or None, walltime_s=walltime)
+
+
+def _contents(system: str) -> dict[str, Any]:
+    """What the class of a system has that others have not."""
+    queue = queue_class(system)
+    usual = f"Dask workers on GPUs that {queue.title} grants; see `SLURMCUDACluster`."
+    module, _ = queue.jobqueue
+    return {
+        "__doc__": (queue.summary or usual) + _PARAMETERS.format(config=module),
+        "__module__": __name__,
+        "queue_name": system,
+        "jobqueue": queue.jobqueue,
+    }
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class of a system when it is asked for: the registry alone says which there are."""
+    system = next((key for key, found in SYSTEMS.items() if found.cluster == name), None)
+    if system is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = LocalJobCluster if queue_class(system).is_local else JobCluster
+    return globals().setdefault(name, type(name, (base,), _contents(system)))

@@ -46,10 +46,9 @@ START_TIMEOUT_S = 300.0
 class JobCluster(Scaling):
     """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`."""
 
-    #: Class of dask-jobqueue that writes the header, as (module, name), and its configuration.
-    jobqueue: ClassVar[tuple[str, str]]
-    #: Name of the queue in `hpcdask.queues.registry`.
+    #: Name of the queue in `hpcdask.queues.registry`, and what the queue says of dask-jobqueue.
     queue_name: ClassVar[str]
+    jobqueue: ClassVar[tuple[str, str]]
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
     _folder: ClusterFolder | None = None
     _watchdog: Any = None
@@ -101,7 +100,7 @@ class JobCluster(Scaling):
             base = configured("shared_temp_directory", {}, config_name)
             self._base = shared_temp_directory or base
             self._logs = log_directory(job_keywords, config_name)
-            local = self.queue_name == "local"
+            local = self.queue.is_local
             chosen = read_scheduler_options(scheduler_options, config_name, interface, local=local)
         self._own_scheduler = ClusterScheduler(
             scheduler_cls, chosen, security, local=local, say=self._say
@@ -120,7 +119,7 @@ class JobCluster(Scaling):
         """The door to the queue; takes from the keywords what belongs to it."""
         from hpcdask.queues.registry import queue_class
 
-        return queue_class(self.queue_name)()
+        return queue_class(self.queue_name).of_cluster(job_keywords)
 
     def _start_now(self) -> None:
         self._loop_runner.start()

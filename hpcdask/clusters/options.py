@@ -20,7 +20,6 @@ import dask.config
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.gpu_directives import is_per_node, requested_gpus
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import check_lines
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT
@@ -193,7 +192,7 @@ def _gpus(
     config_name: str,
 ) -> tuple[int, bool]:
     """GPUs per job, and whether the user's own directives ask for them already."""
-    written, count = _gpu_directive(queue, for_job, config_name)
+    written, count = _gpu_directive(queue, nodes, for_job, config_name)
     if asked is not None:
         if type(asked) is not int or asked < 0:
             raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
@@ -209,11 +208,11 @@ def _gpus(
         return 0, False
     if written is None:
         return 1, False
-    return count * (nodes if is_per_node(written) else 1), True
+    return count, True
 
 
 def _gpu_directive(
-    queue: Queue, for_job: Mapping[str, Any], config_name: str
+    queue: Queue, nodes: int, for_job: Mapping[str, Any], config_name: str
 ) -> tuple[str | None, int]:
     """The user's own directive or resource that requests GPUs, and how many."""
     directives = configured("job_extra_directives", for_job, config_name)
@@ -225,7 +224,7 @@ def _gpu_directive(
     )
     resource = f"-l {configured('resource_spec', for_job, config_name, '')}"
     for line in [*lines, resource]:
-        if (count := requested_gpus(queue, line)) is not None:
+        if (count := queue.requested_gpus(line, nodes)) is not None:
             return line, count
     return None, 0
 

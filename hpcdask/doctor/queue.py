@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
 from hpcdask.node.inventory import Inventory
-from hpcdask.queues.environment import QUEUE_JOBS, job_id
+from hpcdask.queues.environment import job_id, title_and_request
 from hpcdask.runner import assignment
 
 from .findings import Facts, Finding, Reporter, known_gpus
@@ -19,16 +19,6 @@ from .findings import Facts, Finding, Reporter, known_gpus
 say = Reporter("job")
 #: Seconds for a command of SLURM; srun only looks into its own folders for these.
 COMMAND_DEADLINE_S = 8.0
-SYSTEMS = {
-    "SLURM_JOB_ID": "SLURM",
-    "PBS_JOBID": "PBS",
-    "LSB_JOBID": "LSF",
-    "OAR_JOB_ID": "OAR",
-    "SGE_JOB_SPOOL_DIR": "Grid Engine",
-    "_CONDOR_JOB_AD": "HTCondor",
-    "COBALT_JOBID": "Cobalt",
-    "FLUX_JOB_ID": "Flux",
-}
 #: What the systems tell a job of its GPUs.
 GPU_VARIABLES = re.compile(
     r"SLURM_(GPUS|GPUS_PER_\w+|GPUS_ON_NODE|JOB_GPUS|STEP_GPUS|GPU_BIND|GRES|TRES_PER_\w+"
@@ -51,11 +41,11 @@ def granted(known: Facts) -> str:
 def read(environ: Mapping[str, str] | None = None) -> Facts:
     """The job, and SLURM's version and MPI plugins where there is an srun."""
     environ = os.environ if environ is None else environ
-    variable = next((name for name in QUEUE_JOBS if environ.get(name)), None)
+    title, request = title_and_request(environ)
     known: Facts = {
-        "system": SYSTEMS.get(variable or "", ""),
+        "system": title,
         "job": job_id(environ),
-        "request": QUEUE_JOBS.get(variable or "", ""),
+        "request": request,
         "gpus": {name: value for name, value in environ.items() if GPU_VARIABLES.match(name)},
         "step": environ.get("SLURM_STEP_ID", "") if "SLURM_JOB_ID" in environ else "",
     }

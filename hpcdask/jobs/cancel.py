@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 
 from hpcdask.errors import NoTags, QueueError
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
+from hpcdask.queues.base import Queue
+from hpcdask.queues.commands import COMMAND_TIMEOUT_S
 from hpcdask.queues.job_state import OVER
 
 from .folder import ClusterFolder

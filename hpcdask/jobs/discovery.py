@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
-from hpcdask.queues.registry import NAMES, queue_class
+from hpcdask.queues.registry import SYSTEMS, queue_class
 
 from .cancel import find_jobs
 from .folder import ClusterFolder, list_clusters
@@ -43,7 +43,8 @@ class ClusterRecord:
     @property
     def elsewhere(self) -> str | None:
         """The other machine whose processes its jobs are, if they are."""
-        if self.queue != "local" or self.folder is None:
+        known = self.folder and self.queue in SYSTEMS
+        if self.folder is None or not (known and queue_class(self.queue).is_local):
             return None
         host = self.folder.owner.host
         return None if host == os.uname().nodename else host
@@ -77,7 +78,7 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]
     }
     problems = {}
     # a system that a folder names comes first: another one's commands may be wrappers around it
-    systems = sorted(NAMES, key=lambda name: name not in named)
+    systems = sorted(SYSTEMS, key=lambda name: name not in named)
     answers = await asyncio.gather(
         *(_ask(name, name in named, list(folders.values())) for name in systems)
     )

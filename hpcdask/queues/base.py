@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
+import re
+import shlex
 import shutil
-import signal
 import subprocess
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from hpcdask.errors import NoAnswer, QueueError, UsageError
+from hpcdask.errors import QueueError, Refused, UsageError
 
+from .commands import Commands
+from .helpers import AGAIN, parse_clock, words
 from .job_state import QueueStatus
+from .script import first_number, option_values, quoted_header, render
 
-#: Seconds after which a command of the queueing system counts as hanging.
-COMMAND_TIMEOUT_S = 60.0
+#: Matches no text.
+NOTHING = re.compile(r"(?!)")
 #: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
 CONTAINER_MARKS = (
     *("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d"),
@@ -40,7 +42,8 @@ class Request:
     job's id, ``.log``, as far as the queue can make that name.
 
     `gpus` counts those on all nodes of the job together, and may be 0; `gpu_type` is in the site's
-    words. `cores` and `memory`, in bytes of host memory, are the whole job's.
+    words. `cores` and `memory`, in bytes of host memory, are the whole job's. A job that is `alone`
+    is none of a cluster's, which would replace it: it may run again.
     """
 
     name: str
@@ -51,47 +54,203 @@ class Request:
     nodes: int = 1
     cores: int = 1
     memory: int = 0
+    alone: bool = False
 
 
-class Queue(ABC):
-    """One queueing system. Its commands count as hanging after `timeout_s`."""
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What a batch job asks for, in the words of `hpcdask submit`.
 
-    #: As users call it.
-    title: ClassVar[str]
+    Each GPU gets one rank; without GPUs each node has one. `walltime` is in the queueing system's
+    forms, or None for what is configured. `memory` is host memory per node in bytes: 0 for all of
+    it, None for what the site gives. `directives` are more options of the queueing system.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    walltime: str | None = None
+    queue: str | None = None
+    account: str | None = None
+    cpus_per_gpu: int | None = None
+    memory: int | None = None
+    directives: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks per node."""
+        return max(1, self.gpus_per_node)
+
+    @property
+    def cores(self) -> int:
+        """Cores per node; one per rank if the user leaves that to the site."""
+        return self.ranks * (self.cpus_per_gpu or 1)
+
+
+class Queue(Commands, ABC):
+    """One queueing system. Its commands count as hanging after `timeout_s`.
+
+    What is not said by a class attribute is said by a method that the system's class overrides.
+    """
+
+    #: Class of dask-jobqueue that writes the header: its module, which is also the name of its
+    #: section of the configuration, and its name.
+    jobqueue: ClassVar[tuple[str, str]]
+    #: What the documentation of the cluster class begins with, if it says more than the title.
+    summary: ClassVar[str] = ""
+    #: Whether jobs are processes of this machine.
+    is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
     #: What its commands need beside themselves, for a container into which they are bound.
     companions: ClassVar[str] = "its configuration"
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
+    #: Words of refusals that time or fewer jobs cure.
+    limits: ClassVar[re.Pattern[str]] = NOTHING
+    #: The command that cancels, what it says of jobs that are gone, and whether line by line.
+    canceller: str = ""
+    gone: ClassVar[re.Pattern[str]] = NOTHING
+    gone_by_line: ClassVar[bool] = True
     #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
     job_id: ClassVar[str]
     restarts: ClassVar[str] = "0"
-    #: How variables begin that would change what its commands do, or what a job learns of itself.
-    ignored_variables: ClassVar[tuple[str, ...]] = ()
+    #: Whether a job that is started again does not learn of it, so that it must end at once.
+    needs_guard: ClassVar[bool] = False
+    #: How a directive begins; dask-jobqueue's options for the job's name, and for words to quote.
+    prefix: ClassVar[str] = "#PBS"
+    name_option: ClassVar[str] = "-N"
+    quoted_options: ClassVar[tuple[str, ...]] = ()
+    #: How one asks for a GPU; options of directives that may do so, and their values.
+    gpu_example: ClassVar[str] = ""
+    gpu_options: ClassVar[tuple[str, ...]] = ("-l",)
+    gpu_pattern: ClassVar[re.Pattern[str]] = NOTHING
+    #: The units of a walltime's numbers, the last one's first, and the forms in words.
+    walltime_units: ClassVar[str] = "smh"
+    walltime_forms: ClassVar[str] = "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS"
+    #: Variable that names a file with the job's nodes.
+    node_file: ClassVar[str] = ""
+    #: What may start the ranks of a batch job, the usual one first.
+    launchers: ClassVar[tuple[str, ...]] = ("mpirun",)
+    #: Shell line and option that an mpirun of several nodes needs.
+    mpirun_setup: ClassVar[str] = ""
+    mpirun_option: ClassVar[str] = ""
+    #: Whether it tells an MPI how many ranks a node gets: its slots are ranks, not cores.
+    counts_ranks: bool = False
+    #: Whether its own output of a job goes to a file of any name, while the job runs.
+    names_log: ClassVar[bool] = False
 
-    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        self.timeout_s = timeout_s
+    @classmethod
+    def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
+        """The door for a cluster; takes out of its keywords what belongs to the system."""
+        return cls()
 
     # What the script says
 
-    @abstractmethod
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         """The job script: the header, what `request` adds to it, `preamble`, and `command`.
 
         `job` is an instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
         ``_job_script_prologue`` are used. The lines of `preamble` go before that prologue, which is
-        the user's; `command` starts the worker.
+        the user's; `command` starts the worker. Raises UsageError for what cannot be expressed.
         """
+        self.refuse_nodes(request)
+        name = self.job_name(request)
+        options = (self.name_option, self.quoted_name(name), self.quote, self.quoted_options)
+        lines = self.with_gpus(quoted_header(job, self.prefix, *options), request)
+        if not name.startswith(request.name):
+            lines = [*lines, f"# {self.title} does not take the job name {request.name!r}"]
+        lines = self.with_directives(lines, job, request)
+        return render(job, lines, [*self.guard(request), *preamble], command)
+
+    def refuse_nodes(self, request: Request) -> None:
+        """Raise UsageError for jobs of several nodes: nothing would start workers on the others."""
+        if request.nodes > 1:
+            raise UsageError(
+                f"nodes_per_job={request.nodes}: jobs of several nodes are for SLURM only. With "
+                f"{self.title}, ask for jobs of one node, and more of them"
+            )
+
+    def job_name(self, request: Request) -> str:
+        """The job's name as the queue takes it."""
+        return request.name
+
+    def quoted_name(self, name: str) -> str:
+        """That name as a directive has it."""
+        return name
+
+    def quote(self, value: str) -> str:
+        """A value as the reader of directives takes it."""
+        return shlex.quote(value)
+
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        """The header, asking for the request's GPUs where it asks for other resources."""
+        return lines
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
+        """The header with the tag, the file of the queue's own output, and what else it needs."""
+        raise NotImplementedError
+
+    def guard(self, request: Request) -> list[str]:
+        """Shell lines that end a job which the queue started before.
+
+        Some queues run a job again under its id and do not tell the job. Its workers would come
+        with names that the scheduler may still know, so the job ends, and the cluster replaces it.
+        """
+        if request.alone or not self.needs_guard:
+            return []
+        log = f"{shlex.quote(request.folder)}/{self.job_id}.log"
+        return [f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"]
 
     def replaced(self, job: Any) -> list[str]:
         """Directives that the user wrote and that `script` overrules with the tag."""
         return []
 
-    @staticmethod
-    @abstractmethod
-    def parse_walltime(text: str) -> timedelta:
+    @classmethod
+    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
+        """GPUs that a user's directive requests for a job of so many nodes; None for no request.
+
+        The directive has no prefix. ``--cpus-per-gpu=8`` and ``-p gpus`` request none.
+        """
+        return first_number(cls.gpu_pattern, option_values(directive, *cls.gpu_options))
+
+    @classmethod
+    def parse_walltime(cls, text: str) -> timedelta:
         """Read a walltime in this system's forms. UsageError names them."""
+        return parse_clock(text, cls.walltime_units, cls.walltime_forms)
+
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Keywords of dask-jobqueue's class for a batch job, where they depend on the system.
+
+        `directives` are the site's and the user's, `site` is its section of Dask's configuration.
+        Raises UsageError for what it does not have.
+        """
+        if asked.memory == 0:
+            raise UsageError("--mem 0, all of the node's memory, is SLURM's. Leave it out")
+        return {}
+
+    # What a job of it knows
+
+    @classmethod
+    def node_count(cls, environ: Mapping[str, str]) -> int:
+        """Number of nodes of the job whose variables these are; 0 or 1 where it is not said."""
+        with contextlib.suppress(OSError), open(environ.get(cls.node_file, "")) as file:
+            return len(set(file.read().split()))
+        return 0
+
+    @classmethod
+    def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
+        """Words that start a command on every node of this job; none where that is done, or one.
+
+        Raises UsageError if there are several nodes and no such command.
+        """
+        if (nodes := cls.node_count(environ)) > 1:
+            raise UsageError(
+                f"{nodes} nodes, and only under SLURM can its workers be started on all of them: "
+                f"request one node per job"
+            )
+        return []
 
     # What is asked of the queue
 
@@ -120,9 +279,15 @@ class Queue(ABC):
         """How jobs ended that `query` does not show any more, as far as accounting knows."""
         return {}
 
-    @abstractmethod
     async def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs with one command. Those that are over already do not matter."""
+        done = await self.run(*shlex.split(self.canceller), *ids)
+        said = done.stderr + done.stdout
+        parts = filter(str.strip, said.splitlines()) if self.gone_by_line else [said.strip()]
+        bad = [part for part in parts if not self.gone.search(part)]
+        if done.returncode and bad:
+            why = "; ".join(bad)[:500] if self.gone_by_line else words(done)
+            raise QueueError(f"{done.args[0]} failed: {why}")
 
     @abstractmethod
     async def tagged(self) -> dict[str, str]:
@@ -132,6 +297,26 @@ class Queue(ABC):
         """
 
     # Running commands
+
+    async def take(self, script: str, pattern: str, *command: str, **options: Any) -> re.Match[str]:
+        """Submit a script with this command, and find the job's id in what it prints.
+
+        Raises Refused if it fails, and QueueError if it prints something else.
+        """
+        done = await self.run(*command, **options)
+        if done.returncode:
+            raise self.refused(done, script)
+        if not (found := re.search(pattern, done.stdout, re.M)):
+            raise QueueError(f"{command[0]} answered {words(done)!r} instead of a job's id")
+        return found
+
+    def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
+        """The error of a submission that failed: for now if its words match `limits`."""
+        text = words(done)
+        return Refused(
+            f"{done.args[0]} refused the job: {text}. Script kept at {script}. {self.advice}",
+            for_now=bool(self.limits.search(text)),
+        )
 
     def check(
         self,
@@ -150,65 +335,6 @@ class Queue(ABC):
                     f"{where_to_run(self)}. {instead}"
                 )
 
-    async def run(
-        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one command in a thread; it may not take longer than `timeout_s`.
-
-        Who no longer waits for it has it killed: an event loop that ends waits for its threads.
-        Files that the queue creates for the job are private: the umask is 077. Raises NoAnswer if
-        the command hangs, and QueueError if it cannot be started.
-        """
-        given_up, started = threading.Event(), list[subprocess.Popen[str]]()
-
-        def tell(process: subprocess.Popen[str]) -> None:
-            started.append(process)
-            if given_up.is_set():
-                _kill(process)
-
-        try:
-            return await asyncio.to_thread(self._run, command, input, env, tell)
-        except asyncio.CancelledError:
-            given_up.set()
-            for process in started:
-                _kill(process)
-            raise
-
-    def _run(
-        self,
-        command: Sequence[str],
-        input: str | None,
-        env: Mapping[str, str] | None,
-        started: Callable[[subprocess.Popen[str]], None] = lambda process: None,
-    ) -> subprocess.CompletedProcess[str]:
-        passed = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                umask=0o077,
-                start_new_session=True,
-                env={**passed, **(env or {})},
-            )
-        except OSError as error:
-            raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
-        started(process)
-        try:
-            out, err = process.communicate(input, timeout=self.timeout_s)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            said = _last_words(process)
-            raise NoAnswer(
-                f"{command[0]} did not answer within {self.timeout_s:g} s"
-                f"{f' (it said: {said})' if said else ''}: {self.title} is "
-                f"overloaded or down. See whether it answers in a terminal"
-            ) from None
-        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
-
 
 def in_container() -> bool:
     """Whether this process seems to run inside a container."""
@@ -225,23 +351,3 @@ def where_to_run(queue: Queue) -> str:
         f"This is inside a container, which does not have the queue's commands: submit from the "
         f"host, or bind into the container {', '.join(queue.programs)} and {queue.companions}"
     )
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """With a wrapper's children, which hold the pipes too."""
-    if process.returncode is None:  # else its id may be another one's
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _last_words(process: subprocess.Popen[str]) -> str:
-    """Return what a killed process had said, in one line."""
-    try:
-        out, err = process.communicate(timeout=1)
-    except subprocess.TimeoutExpired:  # a child in a session of its own still holds the pipes
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        process.wait()  # it was killed
-        return ""
-    return " ".join(f"{out} {err}".split())[:500]

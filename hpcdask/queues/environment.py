@@ -1,24 +1,20 @@
-"""A job's own variables, per system."""
+"""What a process learns from the variables of its queueing system's job."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping
 
-#: Variables that queueing systems set inside a job, and how one asks each for a GPU.
-QUEUE_JOBS = {
-    "SLURM_JOB_ID": "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 "
-    "--gpu-bind=none",
-    "PBS_JOBID": "#PBS -l select=1:ngpus=1",
-    "LSB_JOBID": "#BSUB -gpu num=1",
-    "OAR_JOB_ID": "oarsub -l gpu=1",
-    "SGE_JOB_SPOOL_DIR": "#$ -l gpu=1",
-    "_CONDOR_JOB_AD": "request_gpus = 1",
-    "COBALT_JOBID": "#COBALT -q <a queue with GPUs>",
-    "FLUX_JOB_ID": "flux run --gpus-per-task=1",
+from .registry import SYSTEMS, queue_class, system_of_job
+
+#: Systems for which there is no door: their variable in a job, name, and how to ask for a GPU.
+OTHERS = {
+    "COBALT_JOBID": ("Cobalt", "#COBALT -q <a queue with GPUs>"),
+    "FLUX_JOB_ID": ("Flux", "flux run --gpus-per-task=1"),
 }
+#: By which a job of each system is known.
+VARIABLES = (*(system.job for system in SYSTEMS.values() if system.job), *OTHERS)
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
@@ -27,17 +23,12 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     A requeued SLURM job keeps its id, so the id carries the restart count.
     """
     environ = os.environ if environ is None else environ
-    for name in QUEUE_JOBS:
-        if environ.get(name):
-            if name == "SGE_JOB_SPOOL_DIR":  # JOB_ID alone might be anybody's
-                return f"{environ.get('JOB_ID')}.{environ.get('SGE_TASK_ID')}"
-            restarts = environ.get("SLURM_RESTART_COUNT", "0") if "SLURM" in name else "0"
-            return f"{environ[name]}.r{restarts}"
-    return None
-
-
-#: Variables of queueing systems that name a file with the job's nodes.
-NODE_FILES = ("PBS_NODEFILE", "OAR_NODEFILE")
+    if name := system_of_job(environ):
+        system = SYSTEMS[name]
+        if system.task:
+            return f"{environ.get(system.number)}.{environ.get(system.task)}"
+        return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
+    return next((f"{environ[other]}.r0" for other in OTHERS if environ.get(other)), None)
 
 
 def is_job_of_queue(job: str) -> bool:
@@ -46,23 +37,22 @@ def is_job_of_queue(job: str) -> bool:
     def number(text: str) -> str:
         return re.split(r"\D", text, maxsplit=1)[0]
 
-    names = (*QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID")
+    names = (*VARIABLES, *(system.number for system in SYSTEMS.values()))
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 
-def listed_nodes() -> int:
-    """Number of nodes that a system other than SLURM gave this job."""
-    for name in NODE_FILES:
-        with contextlib.suppress(OSError), open(os.environ.get(name, "")) as file:
-            return len(set(file.read().split()))
-    if os.environ.get("NHOSTS", "").isdigit():
-        return int(os.environ["NHOSTS"])
-    return len(set(os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
+def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The job's system as users call it, and how one asks it for a GPU; empty outside of a job."""
+    environ = os.environ if environ is None else environ
+    if name := system_of_job(environ):
+        queue = queue_class(name)
+        return queue.title, queue.gpu_example
+    return next((facts for name, facts in OTHERS.items() if environ.get(name)), ("", ""))
 
 
 def how_to_request(job: str | None) -> str:
     """A sentence that tells how to get a GPU, in a queueing system's job or on a workstation."""
     if job is None:
         return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
-    ways = next((way for name, way in QUEUE_JOBS.items() if os.environ.get(name)), "")
-    return f"This job ({job.partition('.r')[0]}) got none: request them, for example {ways}. "
+    _, way = title_and_request()
+    return f"This job ({job.partition('.r')[0]}) got none: request them, for example {way}. "

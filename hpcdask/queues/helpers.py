@@ -1,48 +1,37 @@
-"""What doors to queueing systems share: names, values in a header, times, exit codes."""
+"""What doors to queueing systems share: what commands say, times, states, exit codes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pwd
 import re
-import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcdask.errors import Refused, UsageError
-from hpcdask.queues.base import Request
-from hpcdask.queues.script import header_lines, one_line
+from hpcdask.errors import QueueError, UsageError
 
-from .job_state import QueueState
+from .job_state import OVER, QueueState, QueueStatus
 
+if TYPE_CHECKING:
+    from xml.etree import ElementTree
+
+T = TypeVar("T")
 #: Exit code of a job that the queue has started a second time.
 AGAIN = 75
+#: What a state's word means, and the reason to tell if the queue gives none.
+Words = Mapping[str, tuple[QueueState, str]]
+#: State, reason and exit code of a job that is over.
+End = tuple[QueueState, str, int | None]
 
 
-def one_node(request: Request, title: str) -> None:
-    """Raise UsageError for jobs of several nodes: nothing would start workers on the others."""
-    if request.nodes > 1:
-        raise UsageError(
-            f"nodes_per_job={request.nodes}: jobs of several nodes are for SLURM only. With "
-            f"{title}, ask for jobs of one node, and more of them"
-        )
-
-
-def first_life(request: Request, job_id: str) -> str:
-    """Shell line that ends a job which the queue started before.
-
-    Some queues run a job again under its id and do not tell the job. Its workers would come with
-    names that the scheduler may still know, so the job ends, and the cluster replaces it.
-    """
-    log = f"{shlex.quote(request.folder)}/{job_id}.log"
-    return f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"
+# What a script says
 
 
 def walltime_text(value: Any) -> str:
@@ -59,63 +48,6 @@ def walltime_text(value: Any) -> str:
     return str(value)
 
 
-async def read(script: str) -> str:
-    """Return a script's text; the file system may be slow."""
-    return await asyncio.to_thread(Path(script).read_text)
-
-
-def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
-    """Return a job name with `_` for what a queue does not take.
-
-    `good` are the characters that it takes, as in a regular expression's brackets, and `start` the
-    same for the first one, if that is a narrower choice. The name is cut after `longest`.
-    """
-    clean = re.sub(f"[^{good}]", "_", name)
-    if start and not re.match(f"[{start}]", clean):
-        clean = f"j{clean}"
-    return clean[:longest]
-
-
-def renamed(name: str, clean: str, title: str) -> list[str]:
-    """Return a comment for the script where the name had to change."""
-    return [] if clean.startswith(name) else [f"# {title} does not take the job name {name!r}"]
-
-
-def quoted_header(
-    job: Any,
-    prefix: str,
-    name: str,
-    quote: Callable[[str], str],
-    flags: Collection[str],
-    name_flag: str = "-N",
-) -> list[str]:
-    """Return dask-jobqueue's header with its values quoted and another job name.
-
-    `prefix` is that of its directives, such as ``#PBS``. `quote` is as the queue's parser wants it,
-    and is used for the options in `flags`, where that is necessary. ``job_extra_directives`` stay
-    as the user wrote them.
-    """
-    own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
-    lines = []
-    for line in header_lines(job):
-        start, _, value = line.partition(" ")[2].partition(" ")
-        if line not in own and start == name_flag:
-            line = f"{prefix} {name_flag} {name}"
-        elif line not in own and start in flags and not value.startswith('"'):
-            line = f"{prefix} {start} {quote(one_line(value, f'{prefix} {start}'))}"
-        lines.append(line)
-    return lines
-
-
-def with_header(job: Any, lines: Collection[str]) -> Any:
-    """Return what `render` needs of a job, with another header."""
-    return SimpleNamespace(
-        shebang=job.shebang,
-        job_header="\n".join(lines),
-        _job_script_prologue=job._job_script_prologue,
-    )
-
-
 def parse_clock(text: str, units: str, forms: str) -> timedelta:
     """Read numbers between colons, such as ``2:00:00``.
 
@@ -129,6 +61,87 @@ def parse_clock(text: str, units: str, forms: str) -> timedelta:
             pairs = zip(numbers, units, strict=False)
             return timedelta(seconds=sum(number * seconds[unit] for number, unit in pairs))
     raise UsageError(f"walltime={text!r} is not one of {forms}")
+
+
+async def read(script: str) -> str:
+    """Return a script's text; the file system may be slow."""
+    return await asyncio.to_thread(Path(script).read_text)
+
+
+# What commands say
+
+
+def words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command said, in one line, without a full stop."""
+    text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+    return text[:500].rstrip(".") or f"exit code {done.returncode}"
+
+
+def read_json(done: subprocess.CompletedProcess[str], kind: type[T]) -> T:
+    """Read the JSON that a command printed; nothing is an empty one.
+
+    Raises QueueError if it failed, or printed another kind.
+    """
+    try:
+        found = json.loads(done.stdout) if done.stdout.strip() else kind()
+    except ValueError:
+        found = None
+    if done.returncode or not isinstance(found, kind):
+        raise QueueError(f"{done.args[0]} failed: {words(done)}")
+    return found
+
+
+def read_xml(text: str, command: str) -> ElementTree.Element:
+    """Read the XML that a command printed. Raises QueueError if it is none."""
+    from xml.etree import ElementTree
+
+    try:
+        return ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise QueueError(f"the XML of {command} is broken: {error}") from None
+
+
+def pick(ids: Collection[str], found: Mapping[str, T]) -> dict[str, T]:
+    """Of what was found, the jobs with these ids."""
+    return {job_id: found[job_id] for job_id in ids if job_id in found}
+
+
+def fold(
+    job_id: str,
+    word: str,
+    known: Words,
+    end: Callable[[], End],
+    *,
+    waits: str = "",
+    again: object = False,
+    started: float | None = None,
+    walltime: float | None = None,
+    nodes: str = "",
+) -> QueueStatus:
+    """One job, from the queue's word for its state and what else the queue says of it.
+
+    `waits` is why it waits, if it does, and `again` tells whether it has run before; `end` is asked
+    how it ended if it is over.
+    """
+    state, reason = known.get(word, (QueueState.UNKNOWN, word))
+    ends = started + walltime if started and walltime else None
+    code = None
+    if state is QueueState.PENDING:
+        state = QueueState.REQUEUED if again else state
+        reason, started, ends = waits or reason, None, None
+    elif state in OVER:
+        state, reason, code = end()
+    return QueueStatus(job_id, state, reason, code, 0, started, ends, nodes)
+
+
+def elements(text: str) -> list[int]:
+    """Numbers of an array's elements, listed as in ``1,3-7:2``."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", text)
+    return [
+        number
+        for first, last, step in ranges
+        for number in range(int(first), int(last or first) + 1, int(step or 1))
+    ]
 
 
 def ended(code: int | None) -> tuple[QueueState, str]:
@@ -156,20 +169,3 @@ def unix_time(text: str | None, form: str) -> float | None:
 def user() -> str:
     """Name of this user, as queues show it."""
     return pwd.getpwuid(os.geteuid()).pw_name
-
-
-def words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a command said, in one line, without a full stop."""
-    text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-    return text[:500].rstrip(".") or f"exit code {done.returncode}"
-
-
-def refused(
-    done: subprocess.CompletedProcess[str], script: str, advice: str, limits: re.Pattern[str]
-) -> Refused:
-    """Return the error of a submission: for now if its words match `limits`."""
-    text = words(done)
-    return Refused(
-        f"{done.args[0]} refused the job: {text}. Script kept at {script}. {advice}",
-        for_now=bool(limits.search(text)),
-    )

@@ -8,23 +8,20 @@ ends, quotes are text, and ``$(DOLLAR)`` is a dollar sign.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.queues.script import one_line, render
+from hpcdask.errors import UsageError
 
 from . import helpers
+from .base import Allocation, Queue, Request
+from .commands import COMMAND_TIMEOUT_S
 from .job_state import QueueState, QueueStatus
+from .script import one_line, render
 
-PREFIX = "#CONDOR "
-LIMITS = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")
 ATTRIBUTES = (
     "ClusterId,ProcId,Owner,JobStatus,HoldReason,HoldReasonCode,ExitBySignal,ExitCode,ExitSignal,"
     "JobCurrentStartDate,AllowedJobDuration,RemoteHost,LastRemoteHost,NumJobStarts,RemoveReason,"
@@ -33,7 +30,6 @@ ATTRIBUTES = (
 IDLE, RUNNING, REMOVED, COMPLETED, HELD, TRANSFERRING, SUSPENDED = range(1, 8)
 BY_USER = 1  # hold reason codes
 TOO_LONG = (46, 47)
-GONE = re.compile(r"not found|couldn't find|already", re.I)
 
 
 class HtcondorQueue(Queue):
@@ -45,6 +41,7 @@ class HtcondorQueue(Queue):
     """
 
     title: ClassVar[str] = "HTCondor"
+    jobqueue: ClassVar[tuple[str, str]] = ("htcondor", "HTCondorJob")
     programs: ClassVar[tuple[str, ...]] = (
         "condor_submit",
         "condor_q",
@@ -52,19 +49,30 @@ class HtcondorQueue(Queue):
         "condor_history",
     )
     advice: ClassVar[str] = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out"
+    )
+    canceller = "condor_rm"
+    gone: ClassVar[re.Pattern[str]] = re.compile("not found|couldn't find|already", re.I)
+    gone_by_line: ClassVar[bool] = False
     job_id: ClassVar[str] = '"$1"'  # the description's arguments
+    needs_guard: ClassVar[bool] = True
+    prefix: ClassVar[str] = "#CONDOR"
+    gpu_example: ClassVar[str] = "request_gpus = 1"
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
+        r"\s*(?:\+|MY\.)?request_?gpus\s*=\s*(\d*)", re.I
+    )
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         super().__init__(timeout_s)
         self._submit_extra: list[str] = []
-        self._cancel_extra: list[str] = []
 
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        helpers.one_node(request, self.title)
+        self.refuse_nodes(request)
         self._submit_extra = shlex.split(job.submit_command)[1:]
-        self._cancel_extra = shlex.split(job.cancel_command)[1:]
+        self.canceller = job.cancel_command
         description = {
             name: value
             for name, value in job.job_header_dict.items()
@@ -83,16 +91,44 @@ class HtcondorQueue(Queue):
             "output": log,
             "error": log,
         }
-        lines = [f"{PREFIX}{name} = {value}" for name, value in description.items()]
-        header = helpers.with_header(job, lines)
-        if "condor_submit" in header.shebang:
-            header.shebang = "#!/usr/bin/env bash"
-        guard = helpers.first_life(request, self.job_id)
-        return render(header, [], [guard, *preamble], command)
+        lines = [f"#CONDOR {name} = {value}" for name, value in description.items()]
+        text = render(job, lines, [*self.guard(request), *preamble], command)
+        first, _, rest = text.partition("\n")
+        return f"#!/usr/bin/env bash\n{rest}" if "condor_submit" in first else text
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
-        return helpers.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
+    @classmethod
+    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
+        found = cls.gpu_pattern.match(directive)
+        return int(found[1] or 1) if found else None
+
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Account and walltime are directives here, which are pairs."""
+        if asked.nodes > 1:
+            raise UsageError(
+                f"-N {asked.nodes}: HTCondor's jobs are of one node. Leave -N out, or ask for one "
+                f"GPU per job with hpcdask.HTCondorCUDACluster"
+            )
+        extra = {}
+        for line in directives:
+            name, equals, value = line.partition("=")
+            if not equals or not name.strip():
+                raise UsageError(f"--directive {line!r} is not NAME = VALUE, as HTCondor's are")
+            extra[name.strip()] = value.strip()
+        if asked.account:
+            extra.setdefault("accounting_group", asked.account)
+        if asked.walltime:
+            seconds = self.parse_walltime(asked.walltime).total_seconds()
+            extra.setdefault("allowed_job_duration", f"{seconds:.0f}")
+        unasked = [] if asked.memory else ["RequestMemory", "MY.DaskWorkerMemory"]
+        unasked += [] if site.get("disk") else ["RequestDisk", "MY.DaskWorkerDisk"]
+        return {
+            **await super().allocation(asked, directives, site),
+            "disk": site.get("disk") or "1GB",
+            "job_directives_skip": unasked,
+            "job_extra_directives": extra,
+        }
 
     # What is asked of the queue
 
@@ -103,21 +139,15 @@ class HtcondorQueue(Queue):
 
     async def submit(self, script: str, count: int) -> list[str]:
         description = await asyncio.to_thread(_description, script, count)
-        done = await self.run("condor_submit", "-terse", *self._submit_extra, input=description)
-        if done.returncode:
-            raise helpers.refused(done, script, self.advice, LIMITS)
-        found = re.search(r"^(\d+)\.0\s*-\s*\1\.(\d+)", done.stdout, re.M)
-        if not found or int(found[2]) != count - 1:
-            raise QueueError(
-                f"condor_submit answered {helpers.words(done)!r}, no ids of {count} jobs"
-            )
-        return [f"{found[1]}.{number}" for number in range(count)]
+        command = ["condor_submit", "-terse", *self._submit_extra]
+        form = rf"^(\d+)\.0\s*-\s*\1\.{count - 1}\b"
+        cluster = (await self.take(script, form, *command, input=description))[1]
+        return [f"{cluster}.{number}" for number in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         clusters = dict.fromkeys(job.partition(".")[0] for job in ids)
         jobs = await self._ads("condor_q", *clusters)
-        found = {_id(job): _seen(job) for job in jobs}
-        found = {job: found[job] for job in ids if job in found}
+        found = helpers.pick(ids, {_id(job): _seen(job) for job in jobs})
         stuck = {_id(job) for job in jobs if job.get("JobStatus") == HELD}
         if broken := [
             job for job in stuck if job in found and found[job].state is not QueueState.PENDING
@@ -128,22 +158,11 @@ class HtcondorQueue(Queue):
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         # Without a limit it reads the history to its beginning
         jobs = await self._ads("condor_history", *ids, "-limit", str(len(ids)))
-        return {_id(job): _seen(job) for job in jobs if _id(job) in ids}
+        return helpers.pick(ids, {_id(job): _seen(job) for job in jobs})
 
     async def _ads(self, *command: str) -> list[dict[str, Any]]:
         done = await self.run(*command, "-json", "-attributes", ATTRIBUTES)
-        try:
-            jobs = json.loads(done.stdout) if done.stdout.strip() else []
-        except ValueError:
-            jobs = None
-        if done.returncode or not isinstance(jobs, list):
-            raise QueueError(f"{command[0]} failed: {helpers.words(done)}")
-        return jobs
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("condor_rm", *self._cancel_extra, *ids)
-        if done.returncode and not GONE.search(done.stderr + done.stdout):
-            raise QueueError(f"condor_rm failed: {helpers.words(done)}")
+        return helpers.read_json(done, list)
 
     async def tagged(self) -> dict[str, str]:
         jobs = await self._ads("condor_q", "-constraint", "HpcdaskTag =!= undefined")
@@ -160,9 +179,9 @@ def _description(script: str, count: int) -> str:
     path = Path(script).absolute()
     path.chmod(0o700)
     lines = [
-        line.removeprefix(PREFIX)
+        line.removeprefix("#CONDOR ")
         for line in path.read_text().split("\n")
-        if line.startswith(PREFIX)
+        if line.startswith("#CONDOR ")
     ]
     executable = _text(str(path), "the script's path")
     return "\n".join([*lines, f"executable = {executable}", f"queue {count}", ""])

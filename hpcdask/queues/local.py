@@ -25,10 +25,12 @@ from typing import Any
 
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.process import process_start
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
 
 from . import local_processes
+from .base import Queue, Request
+from .commands import COMMAND_TIMEOUT_S
 from .job_state import OVER, QueueState, QueueStatus
+from .registry import SYSTEMS, queue_class
 
 #: Seconds between SIGTERM and SIGKILL.
 KILL_WAIT_S = 5.0
@@ -75,6 +77,12 @@ class LocalQueue(Queue):
     """
 
     title = "this machine"
+    jobqueue = ("local", "LocalJob")
+    summary = """The same with processes of this machine as jobs: for laptops, tests, one GPU box.
+
+    Cores and memory of a job default to this machine's, shared by its GPUs. Each job gets GPUs of
+    its own; jobs that find none free are pending."""
+    is_local = True
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
     job_id = f"${local_processes.JOB}"
@@ -100,8 +108,15 @@ class LocalQueue(Queue):
         first = job.shebang or "#!/usr/bin/env bash"
         return "\n".join([first, DIRECTIVE + json.dumps(asked), *preamble, *prologue, command, ""])
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
+    @classmethod
+    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
+        """As in the words of any system: this one has none of its own."""
+        others = (queue for name in SYSTEMS if (queue := queue_class(name)) is not LocalQueue)
+        counts = (queue.requested_gpus(directive, nodes) for queue in others)
+        return next((count for count in counts if count is not None), None)
+
+    @classmethod
+    def parse_walltime(cls, text: str) -> timedelta:
         """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
         from hpcdask.spec.parsing import parse_seconds
 

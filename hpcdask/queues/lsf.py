@@ -9,27 +9,27 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError
-from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.script import double_quoted, one_line, render
-
 from . import helpers
+from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
+from .script import clean_name, double_quoted, first_number, one_line, option_values
 
-#: Not those of a queue's hard limits on time and memory, which do not pass.
-LIMITS = re.compile(
-    r"threshold|[Jj]ob (slot )?limit|[Nn]umber of jobs|index too large|too many|not responding"
-    r"|is down|busy|try later"
-)
 #: What the reader of options, or of the names of files, takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$%`]""")
 FIELDS = "jobid jobindex stat exit_code exit_reason pend_reason start_time exec_host"
-WAITS = ("PEND", "PSUSP", "WAIT", "PROV")
-GONE = re.compile(r"not found|already finished|no matching|already been|is being")
+STATES = {
+    **dict.fromkeys(("PEND", "PSUSP", "WAIT", "PROV"), (QueueState.PENDING, "")),
+    "RUN": (QueueState.STARTING, ""),
+    **dict.fromkeys(("USUSP", "SSUSP"), (QueueState.STARTING, "suspended")),
+    "DONE": (QueueState.COMPLETED, ""),
+    "EXIT": (QueueState.FAILED, ""),
+}
+#: LSF's older form of a request of GPUs, ``-R "rusage[ngpus_excl_p=2]"``.
+USAGE = re.compile(r"\brusage\s*\[[^]]*?\bngpus\w*=(\d+)", re.I)
 #: Why LSF ended a job, by the first word of its reason.
 REASONS = {
     "TERM_RUNLIMIT": QueueState.TIMEOUT,
@@ -54,26 +54,75 @@ class LsfQueue(Queue):
     """
 
     title: ClassVar[str] = "LSF"
+    jobqueue: ClassVar[tuple[str, str]] = ("lsf", "LSFJob")
     programs: ClassVar[tuple[str, ...]] = ("bsub", "bjobs", "bkill")
     advice: ClassVar[str] = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
+    # Not those of a queue's hard limits on time and memory, which do not pass
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"threshold|[Jj]ob (slot )?limit|[Nn]umber of jobs|index too large|too many|not responding"
+        r"|is down|busy|try later"
+    )
+    canceller = "bkill"
+    gone: ClassVar[re.Pattern[str]] = re.compile(
+        "not found|already finished|no matching|already been|is being"
+    )
     job_id: ClassVar[str] = '"$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")"'
+    needs_guard: ClassVar[bool] = True
+    prefix: ClassVar[str] = "#BSUB"
+    name_option: ClassVar[str] = "-J"
+    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-P")
+    gpu_example: ClassVar[str] = "#BSUB -gpu num=1"
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
+    walltime_units: ClassVar[str] = "mh"
+    walltime_forms: ClassVar[str] = "MINUTES, HOURS:MINUTES"
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        helpers.one_node(request, self.title)
-        name = helpers.clean_name(request.name, r"\w.-", longest=100)
-        lines = helpers.quoted_header(job, "#BSUB", name, _quote, ("-q", "-P"), "-J")
-        lines += helpers.renamed(request.name, name, self.title)
-        if request.gpus:
-            lines.append(f'#BSUB -gpu "num={request.gpus}{_kind(request.gpu_type)}"')
-        lines += [f'#BSUB -Jd "{request.tag}"', "#BSUB -rn", f"#BSUB -o {_log(request.folder)}"]
-        guard = helpers.first_life(request, self.job_id)
-        return render(helpers.with_header(job, lines), [], [guard, *preamble], command)
+    def job_name(self, request: Request) -> str:
+        return clean_name(request.name, r"\w.-", longest=100)
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
-        return helpers.parse_clock(text.partition("/")[0], "mh", "MINUTES, HOURS:MINUTES")
+    def quote(self, value: str) -> str:
+        return value if re.fullmatch(r"[\w.@,+:/=-]+", value) else double_quoted(value, "#BSUB")
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
+        if request.gpus:
+            # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
+            kind = request.gpu_type or ""
+            kind = f":{kind}" if "=" in kind else f":gmodel={kind}" if kind else ""
+            lines = [*lines, f'#BSUB -gpu "num={request.gpus}{kind}"']
+        folder = one_line(request.folder, "the folder of logs")
+        # What cannot be named goes nowhere
+        log = "/dev/null" if UNQUOTABLE.search(folder) else f'"{folder}/queue-%J.%I.log"'
+        return [*lines, f'#BSUB -Jd "{request.tag}"', "#BSUB -rn", f"#BSUB -o {log}"]
+
+    @classmethod
+    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
+        """``-gpu "num=2:gmodel=A100"``; ``-gpu -`` is one GPU."""
+        for value in option_values(directive, "-gpu"):
+            return first_number(cls.gpu_pattern, [value]) or 1
+        return first_number(USAGE, option_values(directive, "-R"))
+
+    @classmethod
+    def parse_walltime(cls, text: str) -> timedelta:
+        return super().parse_walltime(text.partition("/")[0])
+
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        skip = ["#BSUB -R", *([] if asked.memory else ["#BSUB -M "])]
+        span = f"ptile={asked.cores}" if asked.nodes > 1 else "hosts=1" if asked.cores > 1 else ""
+        spread = [f'-R "span[{span}]"'] if span else []
+        return {
+            **await super().allocation(asked, directives, site),
+            "ncpus": asked.nodes * asked.cores,
+            "walltime": _without_seconds(asked.walltime),
+            "job_directives_skip": skip,
+            "job_extra_directives": [*spread, *directives],
+        }
+
+    @classmethod
+    def node_count(cls, environ: Mapping[str, str]) -> int:
+        return len(set(environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
 
     # What is asked of the queue
 
@@ -89,18 +138,15 @@ class LsfQueue(Queue):
             name = re.search(r"^#BSUB -J (\S+)", text, re.M)
             array = ["-J", f"{name[1] if name else 'dask-worker'}[1-{count}]"]
         # Where jobs wait for a threshold, bsub would wait as well
-        done = await self.run("bsub", *array, input=text, env={"LSB_NTRIES": "1"})
-        found = re.search(r"Job <(\d+)> is submitted", done.stdout)
-        if done.returncode:
-            raise helpers.refused(done, script, self.advice, LIMITS)
-        if not found:
-            raise QueueError(f"bsub answered {helpers.words(done)!r} instead of a job's id")
-        return [found[1]] if count == 1 else [f"{found[1]}[{n + 1}]" for n in range(count)]
+        command, env = ["bsub", *array], {"LSB_NTRIES": "1"}
+        form = r"Job <(\d+)> is submitted"
+        number = (await self.take(script, form, *command, input=text, env=env))[1]
+        return [number] if count == 1 else [f"{number}[{n + 1}]" for n in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         numbers = dict.fromkeys(job.partition("[")[0] for job in ids)
         found = {seen.id: seen for seen in map(_seen, await self._records(FIELDS, "-a", *numbers))}
-        return {job: found[job] for job in ids if job in found}
+        return helpers.pick(ids, found)
 
     async def _records(self, fields: str, *arguments: str) -> list[dict[str, str]]:
         done = await self.run("bjobs", "-json", "-o", fields, *arguments)
@@ -109,14 +155,8 @@ class LsfQueue(Queue):
         except (ValueError, KeyError, TypeError):
             if done.returncode and re.search(r"not found|No (unfinished )?job", done.stderr):
                 return []
-            raise QueueError(f"bjobs failed: {helpers.words(done)}") from None
+            raise self.failed(done) from None
         return [record for record in records if "ERROR" not in record]
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("bkill", *ids)
-        bad = [line for line in done.stderr.splitlines() if line.strip() and not GONE.search(line)]
-        if done.returncode and bad:
-            raise QueueError(f"bkill failed: {'; '.join(bad)[:500]}")
 
     async def tagged(self) -> dict[str, str]:
         records = await self._records("jobid jobindex job_description")
@@ -127,21 +167,13 @@ class LsfQueue(Queue):
         }
 
 
-def _quote(value: str) -> str:
-    return value if re.fullmatch(r"[\w.@,+:/=-]+", value) else double_quoted(value, "#BSUB")
-
-
-def _log(folder: str) -> str:
-    """Where LSF's own output of a job goes; what it cannot name goes nowhere."""
-    folder = one_line(folder, "the folder of logs")
-    return "/dev/null" if UNQUOTABLE.search(folder) else f'"{folder}/queue-%J.%I.log"'
-
-
-def _kind(gpu_type: str | None) -> str:
-    """The GPU's model, or other GPU requirements, as in ``gmodel=A100:j_exclusive=yes``."""
-    if gpu_type is None:
-        return ""
-    return f":{gpu_type}" if "=" in gpu_type else f":gmodel={gpu_type}"
+def _without_seconds(walltime: str | None) -> str | None:
+    """LSF's form, hours and minutes; a minute that has begun counts."""
+    found = re.fullmatch(r"(\d+):(\d\d):(\d\d)", (walltime or "").strip())
+    if found is None:
+        return walltime
+    minutes = 60 * int(found[1]) + int(found[2]) + bool(int(found[3]))
+    return f"{minutes // 60}:{minutes % 60:02}"
 
 
 # What bjobs says
@@ -154,28 +186,26 @@ def _id(record: Mapping[str, str]) -> str:
 
 def _seen(record: Mapping[str, str]) -> QueueStatus:
     """One record of ``bjobs -json -o``."""
-    stat = record.get("STAT", "")
-    started = _time(record.get("START_TIME", ""))
     hosts = re.split(r"[:\s]+", record.get("EXEC_HOST", "").strip("-"))
-    nodes = "+".join(dict.fromkeys(re.sub(r"^\d+\*", "", host) for host in hosts if host))
-    state, reason, code = QueueState.STARTING, "", None
-    if stat in WAITS:
-        state = QueueState.PENDING
-        reason = record.get("PEND_REASON", "").strip().rstrip(";")
-        started = None
-    elif stat in ("DONE", "EXIT"):
-        text = record.get("EXIT_CODE", "")
-        code = int(text) if text.isdigit() else 0 if stat == "DONE" else None
-        why = record.get("EXIT_REASON", "").strip("- ")
-        state, reason = helpers.ended(code)
-        if stat == "EXIT" and state is QueueState.COMPLETED:
-            state = QueueState.FAILED
-        state, reason = REASONS.get(why.partition(":")[0], state), why or reason
-    elif stat in ("USUSP", "SSUSP"):
-        reason = "suspended"
-    elif stat != "RUN":
-        state, reason = QueueState.UNKNOWN, stat
-    return QueueStatus(_id(record), state, reason, code, 0, started, None, nodes)
+    return helpers.fold(
+        _id(record),
+        record.get("STAT", ""),
+        STATES,
+        lambda: _end(record),
+        waits=record.get("PEND_REASON", "").strip().rstrip(";"),
+        started=_time(record.get("START_TIME", "")),
+        nodes="+".join(dict.fromkeys(re.sub(r"^\d+\*", "", host) for host in hosts if host)),
+    )
+
+
+def _end(record: Mapping[str, str]) -> helpers.End:
+    text, success = record.get("EXIT_CODE", ""), record["STAT"] == "DONE"
+    code = int(text) if text.isdigit() else 0 if success else None
+    why = record.get("EXIT_REASON", "").strip("- ")
+    state, reason = helpers.ended(code)
+    if state is QueueState.COMPLETED and not success:
+        state = QueueState.FAILED
+    return REASONS.get(why.partition(":")[0], state), why or reason, code
 
 
 def _time(text: str) -> float | None:

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, ClassVar
-
-from hpcdask.errors import QueueError
-from hpcdask.queues.base import Request
-from hpcdask.queues.pbs import PbsQueue
+from collections.abc import Collection, Iterator
+from typing import ClassVar
 
 from . import helpers
+from .base import Request
 from .job_state import QueueState, QueueStatus
+from .pbs import PbsQueue
+from .script import clean_name
 
-#: Not those on the time and memory of one job, which do not pass.
-LIMITS = re.compile(
-    r"number of (\w+ )?jobs|jobs? limit|max\w*job|too many|cannot connect|timed out|unavailable",
-    re.I,
-)
-GONE = re.compile(r"invalid job|cannot locate|not found|unknown|already|completed", re.I)
 SELECT = re.compile(r"#PBS -l select=1:ncpus=(\d+)((?::ngpus=\d+)?)(?::mem=(\w+))?")
 TAG = re.compile(r"\.hpcdask_([\w-]+)$")
-WAITS = ("Idle", "Hold", "UserHold", "SystemHold", "BatchHold", "Deferred", "Blocked", "Staged")
-RUNS = ("Running", "Starting", "Suspended", "Migrated", "Staging")
+HOLDS = ("Hold", "UserHold", "SystemHold", "BatchHold", "Deferred", "Blocked", "Staged")
 OVER = ("Completed", "Removed", "Vacated")
+STATES = {
+    "Idle": (QueueState.PENDING, ""),
+    **{word: (QueueState.PENDING, word) for word in HOLDS},
+    **dict.fromkeys(("Running", "Starting", "Migrated", "Staging"), (QueueState.STARTING, "")),
+    "Suspended": (QueueState.STARTING, "suspended"),
+    **dict.fromkeys(OVER, (QueueState.COMPLETED, "")),
+}
 
 
 class MoabQueue(PbsQueue):
@@ -38,22 +37,34 @@ class MoabQueue(PbsQueue):
     """
 
     title: ClassVar[str] = "Moab"
+    jobqueue: ClassVar[tuple[str, str]] = ("moab", "MoabJob")
     programs: ClassVar[tuple[str, ...]] = ("msub", "showq", "canceljob")
     advice: ClassVar[str] = "Queues: showq -l or qstat -Q, accounts and classes: mcredctl -q list"
+    # Not those on the time and memory of one job, which do not pass
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"number of (\w+ )?jobs|jobs? limit|max\w*job|too many|cannot connect|timed out"
+        r"|unavailable",
+        re.I,
+    )
+    canceller = "canceljob"
+    gone: ClassVar[re.Pattern[str]] = re.compile(
+        "invalid job|cannot locate|not found|unknown|already|completed", re.I
+    )
+    gone_by_line: ClassVar[bool] = False
     # msub -E passes Moab's own id
     job_id: ClassVar[str] = '"${MOAB_JOBID:-${PBS_JOBID%%.*}}"'
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         # dask-jobqueue's default is a form of PBS Professional
-        header = "\n".join(_nodes(line) for line in job.job_header.split("\n"))
-        moab = helpers.with_header(job, [header])
-        moab.job_extra_directives = job.job_extra_directives
-        return super().script(moab, request, preamble, command)
+        return super().with_gpus([_nodes(line) for line in lines], request)
+
+    async def _is_torque(self) -> bool:
+        return True
 
     def job_name(self, request: Request) -> str:
-        name = helpers.clean_name(request.name, r"\w.+-", "A-Za-z", longest=100)
+        name = clean_name(request.name, r"\w.+-", "A-Za-z", longest=100)
         return f"{name}.{request.tag.replace(':', '_')}"
 
     # What is asked of the queue
@@ -64,13 +75,7 @@ class MoabQueue(PbsQueue):
     async def submit(self, script: str, count: int) -> list[str]:
         if count != 1:
             raise ValueError("Moab takes one job at a time")
-        done = await self.run("msub", "-E", script)
-        if done.returncode:
-            raise helpers.refused(done, script, self.advice, LIMITS)
-        lines = done.stdout.split()
-        if len(lines) != 1 or not re.fullmatch(r"[\w.-]+", lines[0]):
-            raise QueueError(f"msub answered {helpers.words(done)!r} instead of a job's id")
-        return lines
+        return [(await self.take(script, r"\A\s*([\w.-]+)\s*\Z", "msub", "-E", script))[1]]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         return _pick(ids, await self._show())
@@ -79,18 +84,8 @@ class MoabQueue(PbsQueue):
         return _pick(ids, await self._show("-c"))
 
     async def _show(self, *options: str) -> list[ElementTree.Element]:
-        done = await self.run("showq", *options, "--xml")
-        if done.returncode:
-            raise QueueError(f"showq failed: {helpers.words(done)}")
-        try:
-            return list(ElementTree.fromstring(done.stdout).iter("job"))
-        except ElementTree.ParseError as error:
-            raise QueueError(f"the XML of showq is broken: {error}") from None
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("canceljob", *ids)
-        if done.returncode and not GONE.search(done.stderr + done.stdout):
-            raise QueueError(f"canceljob failed: {helpers.words(done)}")
+        text = await self.answer("showq", *options, "--xml")
+        return list(helpers.read_xml(text, "showq").iter("job"))
 
     async def tagged(self) -> dict[str, str]:
         user = helpers.user()
@@ -128,26 +123,21 @@ def _pick(ids: Collection[str], jobs: Collection[ElementTree.Element]) -> dict[s
 
 def _seen(name: str, job: ElementTree.Element) -> QueueStatus:
     """One job of ``showq --xml``; times are unix times."""
-    word = job.get("State", "")
     started = float(job.get("StartTime") or 0) or None
     walltime = float(job.get("ReqAWDuration") or 0)
-    ends = started + walltime if started and walltime else None
-    state, reason, code = QueueState.STARTING, "", None
-    if word in WAITS:
-        state, reason = QueueState.PENDING, "" if word == "Idle" else word
-        started = ends = None
-    elif word in OVER or job.get("CompletionCode") is not None:
-        state, reason, code = _end(job, started, walltime)
-    elif word not in RUNS:
-        state, reason = QueueState.UNKNOWN, word
-    elif word == "Suspended":
-        reason = "suspended"
-    return QueueStatus(name, state, reason, code, 0, started, ends, job.get("MasterHost", ""))
+    over = job.get("CompletionCode") is not None
+    return helpers.fold(
+        name,
+        "Completed" if over else job.get("State", ""),
+        STATES,
+        lambda: _end(job, started, walltime),
+        started=started,
+        walltime=walltime,
+        nodes=job.get("MasterHost", ""),
+    )
 
 
-def _end(
-    job: ElementTree.Element, started: float | None, walltime: float
-) -> tuple[QueueState, str, int | None]:
+def _end(job: ElementTree.Element, started: float | None, walltime: float) -> helpers.End:
     """How a job ended; the code of a cancelled one reads ``CNCLD(271)``."""
     text = job.get("CompletionCode", "")
     number = re.search(r"-?\d+", text)

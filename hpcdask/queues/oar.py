@@ -7,58 +7,115 @@ dask-jobqueue does. States, events and times: oarstat(1), its ``-f -J``, and OAR
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError, UsageError
-from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.script import one_line, render
 
 from . import helpers
+from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
+from .script import clean_name, one_line
 
-#: Not those on the time of one job, which do not pass.
-LIMITS = re.compile(r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I)
 TAG = "# HPCDASK_TAG="
-WAITS = ("Waiting", "Hold", "toLaunch", "toAckReservation")
-RUNS = ("Launching", "Running", "Suspended", "Resuming", "Finishing", "toError")
+RUNS = ("Launching", "Running", "Resuming", "Finishing", "toError")
+STATES = {
+    "Waiting": (QueueState.PENDING, ""),
+    **{word: (QueueState.PENDING, word) for word in ("Hold", "toLaunch", "toAckReservation")},
+    **dict.fromkeys(RUNS, (QueueState.STARTING, "")),
+    "Suspended": (QueueState.STARTING, "suspended"),
+    "Terminated": (QueueState.COMPLETED, ""),
+    "Error": (QueueState.FAILED, ""),
+}
 DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
-GONE = re.compile(r"already|not found|does not exist|no job|unknown", re.I)
 
 
 class OarQueue(Queue):
     """The door to OAR, which gives each element of an array, and each restart, an id of its own."""
 
     title: ClassVar[str] = "OAR"
+    jobqueue: ClassVar[tuple[str, str]] = ("oar", "OARJob")
     programs: ClassVar[tuple[str, ...]] = ("oarsub", "oarstat", "oardel")
     advice: ClassVar[str] = "Resources and their properties: oarnodes, queues: oarstat --help"
+    # Not those on the time of one job, which do not pass
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I
+    )
+    canceller = "oardel"
+    gone: ClassVar[re.Pattern[str]] = re.compile(
+        "already|not found|does not exist|no job|unknown", re.I
+    )
+    gone_by_line: ClassVar[bool] = False
     job_id: ClassVar[str] = '"$OAR_JOB_ID"'
+    prefix: ClassVar[str] = "#OAR"
+    name_option: ClassVar[str] = "-n"
+    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "--project")
+    gpu_example: ClassVar[str] = "oarsub -l gpu=1"
+    gpu_options: ClassVar[tuple[str, ...]] = ("-l", "--resource")
+    # Behind gpu= a number, or ALL or BEST
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:^|[/}+])gpu=(\d*)", re.I)
+    walltime_forms: ClassVar[str] = "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS"
+    node_file: ClassVar[str] = "OAR_NODEFILE"
+    mpirun_setup: ClassVar[str] = (
+        "export OMPI_MCA_plm_rsh_agent=oarsh PRTE_MCA_plm_ssh_agent=oarsh HYDRA_LAUNCHER_EXEC=oarsh"
+    )
+    mpirun_option: ClassVar[str] = '--hostfile "$OAR_NODEFILE"'
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        helpers.one_node(request, self.title)
-        name = helpers.clean_name(request.name, r"\w .,:;=@+()-", longest=100)
-        lines = helpers.quoted_header(
-            job, "#OAR", shlex.quote(name), shlex.quote, ("-q", "--project"), "-n"
-        )
-        if request.gpus:
-            lines = _with_gpus(lines, request)
-        lines += helpers.renamed(request.name, name, self.title)
+    def job_name(self, request: Request) -> str:
+        return clean_name(request.name, r"\w .,:;=@+()-", longest=100)
+
+    def quoted_name(self, name: str) -> str:
+        return shlex.quote(name)
+
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        """The header with the GPUs in its resources, unless the user's resources have them.
+
+        GPUs stand below the node, and bring the cores that belong to them: dask-jobqueue's own
+        ``/nodes=1/core=8`` becomes ``/nodes=1/gpu=2``. The type is the property ``gpu_model``, or
+        another as in ``gpu_type="gpu_mem>=40000"``.
+        """
+        if not request.gpus:
+            return lines
+        for number, line in enumerate(lines):
+            if line.startswith("#OAR -l "):
+                spec = _add(line.removeprefix("#OAR -l "), request)
+                return [*lines[:number], f"#OAR -l {shlex.quote(spec)}", *lines[number + 1 :]]
+        return [*lines, f"#OAR -l {shlex.quote(_add('/nodes=1', request))}"]
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         log = one_line(f"{request.folder}/queue-%jobid%.log", "the folder of logs")
         log = "/dev/null" if "'" in log else shlex.quote(log)  # OAR puts it between such quotes
-        lines += [f"#OAR -O {log}", f"#OAR -E {log}", f"{TAG}{request.tag}"]
-        return render(helpers.with_header(job, lines), [], preamble, command)
+        return [*lines, f"#OAR -O {log}", f"#OAR -E {log}", f"{TAG}{request.tag}"]
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
+    @classmethod
+    def parse_walltime(cls, text: str) -> timedelta:
         units = "smh"[max(0, 2 - text.count(":")) :]  # the first number is of hours
-        return helpers.parse_clock(text, units, "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS")
+        return helpers.parse_clock(text, units, cls.walltime_forms)
+
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        keywords = await super().allocation(asked, directives, site)
+        if asked.cpus_per_gpu and asked.gpus_per_node:
+            raise UsageError("--cpus-per-gpu: OAR's GPUs bring their cores. Leave it out")
+        if asked.memory is None:
+            keywords["memory_per_core_property_name"] = "not_applicable"
+        elif not site.get("memory-per-core-property-name"):
+            raise UsageError(
+                "--mem: in OAR memory is a property of the site. Set "
+                "jobqueue.oar.memory-per-core-property-name in Dask's configuration (oarnodes "
+                "lists the properties), or leave --mem out"
+            )
+        if any(re.match(r"-l\b", line) for line in asked.directives):
+            keywords["job_directives_skip"] = ["#OAR -l /nodes="]
+        cores = "" if asked.gpus_per_node else f"/core={asked.cores}"
+        return {**keywords, "resource_spec": f"/nodes={asked.nodes}{cores}"}
 
     # What is asked of the queue
 
@@ -78,7 +135,7 @@ class OarQueue(Queue):
         done = await self.run("oarsub", *options, _command(script, text))
         ids = re.findall(r"^OAR_JOB_ID=(\d+)", done.stdout, re.M)
         if done.returncode or (not ids and "ERROR" in done.stdout + done.stderr):
-            raise helpers.refused(done, script, self.advice, LIMITS)
+            raise self.refused(done, script)
         if len(ids) != count:
             raise QueueError(f"oarsub answered {helpers.words(done)!r} instead of {count} job ids")
         return ids
@@ -86,25 +143,13 @@ class OarQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
         found = await self._stat(*arguments)
-        return {job: _seen(job, found[job]) for job in ids if job in found}
+        return {job: _seen(job, facts) for job, facts in helpers.pick(ids, found).items()}
 
     async def _stat(self, *arguments: str) -> dict[str, dict[str, Any]]:
         done = await self.run("oarstat", "-f", "-J", *arguments)
-        if done.returncode and GONE.search(done.stderr):
+        if done.returncode and self.gone.search(done.stderr):
             return {}
-        try:
-            found = json.loads(done.stdout or "{}")
-        except ValueError:
-            found = None
-        if done.returncode or not isinstance(found, dict):
-            raise QueueError(f"oarstat failed: {helpers.words(done)}")
-        return found
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("oardel", *ids)
-        said = (done.stderr + done.stdout).strip()
-        if done.returncode and not GONE.search(said):
-            raise QueueError(f"oardel failed: {helpers.words(done)}")
+        return helpers.read_json(done, dict)
 
     async def tagged(self) -> dict[str, str]:
         jobs = await self._stat("-u", helpers.user())
@@ -121,23 +166,6 @@ def _command(script: str, text: str) -> str:
     interpreter = shlex.split(text.partition("\n")[0].removeprefix("#!"))
     setting = [f"HPCDASK_TAG={tag[1]}"] if tag else []
     return shlex.join(["env", *setting, *interpreter, os.path.abspath(script)])
-
-
-# GPUs
-
-
-def _with_gpus(lines: Sequence[str], request: Request) -> list[str]:
-    """The header with the GPUs in its resources, unless the user's resources have them.
-
-    GPUs stand below the node, and bring the cores that belong to them: dask-jobqueue's own
-    ``/nodes=1/core=8`` becomes ``/nodes=1/gpu=2``. The type is the property ``gpu_model``, or
-    another as in ``gpu_type="gpu_mem>=40000"``.
-    """
-    for number, line in enumerate(lines):
-        if line.startswith("#OAR -l "):
-            spec = _add(line.removeprefix("#OAR -l "), request)
-            return [*lines[:number], f"#OAR -l {shlex.quote(spec)}", *lines[number + 1 :]]
-    return [*lines, f"#OAR -l {shlex.quote(_add('/nodes=1', request))}"]
 
 
 def _add(spec: str, request: Request) -> str:
@@ -166,26 +194,19 @@ def _add(spec: str, request: Request) -> str:
 
 def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
     """One job of ``oarstat -f -J``."""
-    word = facts.get("state", "")
-    started = float(facts.get("startTime") or 0) or None
-    walltime = float(facts.get("walltime") or 0)
-    ends = started + walltime if started and walltime else None
-    nodes = "+".join(dict.fromkeys(facts.get("assigned_network_address") or ()))
-    state, reason, code = QueueState.STARTING, "", None
-    if word in WAITS:
-        state = QueueState.PENDING
-        reason = str(facts.get("message") or "") if word == "Waiting" else word
-        started = ends = None
-    elif word in ("Terminated", "Error"):
-        state, reason, code = _end(facts, word)
-    elif word not in RUNS:
-        state, reason = QueueState.UNKNOWN, word
-    elif word == "Suspended":
-        reason = "suspended"
-    return QueueStatus(job, state, reason, code, 0, started, ends, nodes)
+    return helpers.fold(
+        job,
+        word := facts.get("state", ""),
+        STATES,
+        lambda: _end(facts, word),
+        waits=str(facts.get("message") or "") if word == "Waiting" else "",
+        started=float(facts.get("startTime") or 0) or None,
+        walltime=float(facts.get("walltime") or 0),
+        nodes="+".join(dict.fromkeys(facts.get("assigned_network_address") or ())),
+    )
 
 
-def _end(facts: Mapping[str, Any], word: str) -> tuple[QueueState, str, int | None]:
+def _end(facts: Mapping[str, Any], word: str) -> helpers.End:
     status = facts.get("exit_code")  # as of wait(2)
     code = None
     if status not in (None, ""):

@@ -7,27 +7,21 @@ Options: qsub(1B) of both.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Collection, Sequence
-from datetime import timedelta
+import shutil
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from hpcdask.errors import NoTags, QueueError, UsageError
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.queues.script import one_line, render
+from hpcdask.errors import NoTags, UsageError
 
 from . import helpers
+from .base import Allocation, Queue, Request
+from .commands import COMMAND_TIMEOUT_S
 from .job_state import QueueStatus
 from .pbs_output import Flavour, parse_qstat, seen
-
-#: Of a job that is gone: unknown, or over.
-GONE = re.compile(r"unknown job|has finished|no such job|does not exist|history")
-#: Refusals that time or fewer jobs cure.
-LIMITS = re.compile(
-    r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
-    r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
-)
+from .script import clean_name, one_line
 
 
 class PbsQueue(Queue):
@@ -38,16 +32,35 @@ class PbsQueue(Queue):
     """
 
     title: ClassVar[str] = "PBS"
+    jobqueue: ClassVar[tuple[str, str]] = ("pbs", "PBSJob")
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
     advice: ClassVar[str] = "Queues: qstat -Q, their limits: qstat -Q -f"
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
+        r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
+    )
+    canceller = "qdel"
+    gone: ClassVar[re.Pattern[str]] = re.compile(
+        "unknown job|has finished|no such job|does not exist|history", re.I
+    )
     # SLURM sets PBS_JOBID only where the site loads its plugin for that
     job_id: ClassVar[str] = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
-
+    needs_guard: ClassVar[bool] = True
     # Of the job that the notebook may run in; SLURM's commands pass them on
     ignored_variables: ClassVar[tuple[str, ...]] = (
         *("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"),
         *("SLURM_ARRAY_", "SLURM_JOB"),
     )
+    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-A")
+    gpu_example: ClassVar[str] = "#PBS -l select=1:ngpus=1"
+    gpu_options: ClassVar[tuple[str, ...]] = ("-l", "-L", "-W")
+    # PBS Professional's ngpus=2, Torque's gpus=2, Moab's gres=gpu:2 and GRES:gpus@2
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
+        r"(?:^|[:,+=])n?gpus?=(\d+)|\bgres[=:](?:\S*%)?gpus?\b[:@]?(\d*)", re.I
+    )
+    walltime_units: ClassVar[str] = "smhd"
+    walltime_forms: ClassVar[str] = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
+    node_file: ClassVar[str] = "PBS_NODEFILE"
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         super().__init__(timeout_s)
@@ -55,39 +68,55 @@ class PbsQueue(Queue):
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        helpers.one_node(request, self.title)
-        name = self.job_name(request)
-        lines = helpers.quoted_header(job, "#PBS", name, shlex.quote, ("-q", "-A"))
-        lines = _with_gpus(lines, request) if request.gpus else lines
-        lines += helpers.renamed(request.name, name, self.title)
-        lines = _with_tag(lines, request.tag) + self.directives(request)
-        return render(
-            helpers.with_header(job, lines), [], [self.guard(request), *preamble], command
-        )
-
     def job_name(self, request: Request) -> str:
-        """The job's name as the queue takes it."""
-        return helpers.clean_name(request.name, r"\w.+-", "A-Za-z")
+        return clean_name(request.name, r"\w.+-", "A-Za-z")
 
-    def directives(self, request: Request) -> list[str]:
-        """Where the queue's own output of a job goes."""
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        """The header with the GPUs in its resources, unless the user's resources have them.
+
+        ``select=1:ncpus=8:ngpus=2`` is PBS Professional's form, ``nodes=1:ppn=8:gpus=2`` Torque's,
+        taken where the user's resources begin like that. The type of GPU is a resource that the
+        site defines; ``gpu_type="model=a100"`` names another than ``gpu_type``.
+        """
+        if not request.gpus:
+            return lines
+        for number, line in enumerate(lines):
+            for form, add in (("select=", _add_to_select), ("nodes=", _add_to_nodes)):
+                start, found, rest = line.partition(form)
+                if found and re.fullmatch(r"#PBS -l (.*,)?", start):
+                    chunk, *others = rest.split(",", 1)
+                    changed = ",".join([f"{start}{form}{add(chunk, request)}", *others])
+                    return [*lines[:number], changed, *lines[number + 1 :]]
+        kind = "" if request.gpu_type is None else f",{_kind(request.gpu_type)}"
+        return [*lines, f"#PBS -l ngpus={request.gpus}{kind}"]
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
-        return [
-            "#PBS -j oe",
-            f"#PBS -o {shlex.quote(folder)}",
-            "#PBS -W umask=077",
-        ]
+        own = ["#PBS -j oe", f"#PBS -o {shlex.quote(folder)}", "#PBS -W umask=077"]
+        return [*_with_tag(lines, request.tag), *own]
 
-    def guard(self, request: Request) -> str:
-        """Ends a job that is started again."""
-        return helpers.first_life(request, self.job_id)
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        keywords = await super().allocation(asked, directives, site)
+        torque = await self._is_torque()
+        self.counts_ranks = not torque
+        if any(re.search("(select|nodes)=", line) for line in asked.directives):
+            keywords["job_directives_skip"] = ["#PBS -l select=", "#PBS -l nodes="]
+        nbytes = (asked.memory or 0) * (asked.nodes if torque else 1)  # Torque's: all nodes'
+        memory = f"mem={math.ceil(nbytes / 2**20)}MB"
+        if torque:
+            spec = f"nodes={asked.nodes}:ppn={asked.cores}{f',{memory}' if nbytes else ''}"
+        else:  # mpiprocs is how often an MPI finds a node in its list
+            spec = f"select={asked.nodes}:ncpus={asked.cores}:mpiprocs={asked.ranks}"
+            spec += f":{memory}" if nbytes else ""
+        return {**keywords, "resource_spec": spec}
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
-        return helpers.parse_clock(
-            text, "smhd", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS:HOURS:MIN:SEC"
-        )
+    async def _is_torque(self) -> bool:
+        """Whether PBS Professional's form of resources is not understood, as far as one can see."""
+        if None in map(shutil.which, self.programs) or shutil.which("qconf"):  # Grid Engine's
+            return False
+        return await self.flavour() != "pbs"
 
     # What is asked of the queue
 
@@ -122,16 +151,10 @@ class PbsQueue(Queue):
             log = f"{folder}queue-%j.log"
             command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
         path = shlex.quote(script) if flavour == "slurm" else script
-        done = await self.run(*command, path)
-        if done.returncode:
-            raise helpers.refused(done, script, self.advice, LIMITS)
-        lines = done.stdout.split() or [""]
-        found = re.fullmatch(r"(\d+)(\[\])?(\.\S+)?", lines[-1])
-        if not found:
-            raise QueueError(f"qsub answered {helpers.words(done)!r} instead of a job's id")
+        form = r"(?:^|\s)((\d+)(?:\[\])?(\.\S+)?)\s*\Z"
+        job, number, server = (await self.take(script, form, *command, path)).groups("")
         if count == 1:
-            return [lines[-1]]
-        number, _, server = found.groups("")
+            return [job]
         return [f"{number}[{index}]{server}" for index in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
@@ -140,10 +163,9 @@ class PbsQueue(Queue):
         asked = dict.fromkeys(re.sub(r"\[\d+\]", "[]", job) for job in ids)
         options = {"pbs": ["-x", "-t", "-w"], "torque": ["-t", "-1"], "slurm": []}[flavour]
         done = await self.run("qstat", "-f", *options, *asked)
-        if done.returncode and done.stderr.strip() and not GONE.search(done.stderr.lower()):
-            raise QueueError(f"qstat failed: {helpers.words(done)}")
-        if done.returncode and not done.stdout.strip() and not done.stderr.strip():
-            return {}  # the wrapper's way to say that it knows none of them
+        # The wrapper says nothing where it knows none of them
+        if done.returncode and done.stderr.strip() and not self.gone.search(done.stderr):
+            raise self.failed(done)
         # The server's name may be shortened
         shown = {name.split(".")[0]: facts for name, facts in parse_qstat(done.stdout).items()}
         numbers = {job: job.split(".")[0] for job in ids}
@@ -153,27 +175,15 @@ class PbsQueue(Queue):
             if number in shown
         }
 
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("qdel", *ids)
-        complaints = [
-            line
-            for line in (done.stderr + done.stdout).splitlines()
-            if line.strip() and not GONE.search(line.lower())
-        ]
-        if done.returncode and complaints:
-            raise QueueError(f"qdel failed: {'; '.join(complaints)[:500]}")
-
     async def tagged(self) -> dict[str, str]:
         flavour = await self.flavour()
         if flavour == "slurm":
             raise NoTags(
                 "the commands of PBS over SLURM show no tags of jobs. See them with squeue --me"
             )
-        done = await self.run("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
-        if done.returncode:
-            raise QueueError(f"qstat failed: {helpers.words(done)}")
+        text = await self.answer("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
         found = {}
-        for job, facts in parse_qstat(done.stdout).items():
+        for job, facts in parse_qstat(text).items():
             mine = facts.get("Job_Owner", "").startswith(f"{helpers.user()}@")
             tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
@@ -187,7 +197,7 @@ def _log_folder(script: str) -> str:
     return shlex.split(line[1])[0] if line else ""
 
 
-def _with_tag(lines: Sequence[str], tag: str) -> list[str]:
+def _with_tag(lines: list[str], tag: str) -> list[str]:
     """The header with the tag among the job's variables; of several ``-v`` the last one counts."""
     own = [number for number, line in enumerate(lines) if line.startswith("#PBS -v ")]
     variable = f"HPCDASK_TAG={tag}"
@@ -198,24 +208,6 @@ def _with_tag(lines: Sequence[str], tag: str) -> list[str]:
 
 
 # GPUs
-
-
-def _with_gpus(lines: Sequence[str], request: Request) -> list[str]:
-    """The header with the GPUs in its resources, unless the user's resources have them.
-
-    ``select=1:ncpus=8:ngpus=2`` is PBS Professional's form, ``nodes=1:ppn=8:gpus=2`` Torque's,
-    taken where the user's resources begin like that. The type of GPU is a resource that the site
-    defines; ``gpu_type="model=a100"`` names another than ``gpu_type``.
-    """
-    for number, line in enumerate(lines):
-        for form, add in (("select=", _add_to_select), ("nodes=", _add_to_nodes)):
-            start, found, rest = line.partition(form)
-            if found and re.fullmatch(r"#PBS -l (.*,)?", start):
-                chunk, *others = rest.split(",", 1)
-                changed = ",".join([f"{start}{form}{add(chunk, request)}", *others])
-                return [*lines[:number], changed, *lines[number + 1 :]]
-    kind = "" if request.gpu_type is None else f",{_kind(request.gpu_type)}"
-    return [*lines, f"#PBS -l ngpus={request.gpus}{kind}"]
 
 
 def _kind(gpu_type: str) -> str:

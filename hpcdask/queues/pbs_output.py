@@ -20,7 +20,16 @@ Flavour = Literal["pbs", "torque", "slurm"]
 TIME = "%a %b %d %H:%M:%S %Y"
 KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME
 SUBSTATE_TERMINATED = "91"
-WAITS = {"Q": "", "H": "held", "W": "waits for its time", "T": "moves", "M": "moved"}
+STATES = {
+    "Q": (QueueState.PENDING, ""),
+    "H": (QueueState.PENDING, "held"),
+    "W": (QueueState.PENDING, "waits for its time"),
+    "T": (QueueState.PENDING, "moves"),
+    "M": (QueueState.PENDING, "moved"),
+    **dict.fromkeys("REB", (QueueState.STARTING, "")),
+    **dict.fromkeys("SU", (QueueState.STARTING, "suspended")),
+    **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
+}
 
 
 def parse_qstat(text: str) -> dict[str, dict[str, str]]:
@@ -48,44 +57,35 @@ def parse_qstat(text: str) -> dict[str, dict[str, str]]:
 
 def seen(job: str, facts: Mapping[str, str], flavour: Flavour) -> QueueStatus:
     """One job of ``qstat -f``."""
-    letter = facts.get("job_state", "")
-    started = _started(facts, letter, flavour)
-    walltime = _seconds(facts.get("Resource_List.walltime"))
-    ends = started + walltime if started and walltime else None
-    nodes = "+".join(dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))))
-    state, reason, code = QueueState.STARTING, "", None
-    if letter in WAITS:
-        again = int(facts.get("run_count", 0)) > 0
-        state = QueueState.REQUEUED if again else QueueState.PENDING
-        reason = facts.get("comment", "") or WAITS[letter]
-        started = ends = None
-    elif letter in ("C", "F", "X"):
-        state, reason, code = _end(facts, started, ends, flavour)
-    elif letter not in ("R", "E", "B"):
-        state, reason = (
-            (QueueState.STARTING, "suspended") if letter in "SU" else (QueueState.UNKNOWN, letter)
-        )
-    return QueueStatus(job, state, reason, code, 0, started, ends, nodes)
-
-
-def _started(facts: Mapping[str, str], letter: str, flavour: Flavour) -> float | None:
     name = {"pbs": "stime", "torque": "start_time", "slurm": "mtime"}[flavour]
-    return None if letter in WAITS else helpers.unix_time(facts.get(name), TIME)
+    started = helpers.unix_time(facts.get(name), TIME)
+    walltime = _seconds(facts.get("Resource_List.walltime"))
+    hosts = re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))
+    return helpers.fold(
+        job,
+        facts.get("job_state", ""),
+        STATES,
+        lambda: _end(facts, started, walltime, flavour),
+        waits=facts.get("comment", ""),
+        again=int(facts.get("run_count", 0)),
+        started=started,
+        walltime=walltime,
+        nodes="+".join(dict.fromkeys(hosts)),
+    )
 
 
 def _end(
-    facts: Mapping[str, str], started: float | None, ends: float | None, flavour: Flavour
-) -> tuple[QueueState, str, int | None]:
+    facts: Mapping[str, str], started: float | None, limit: float | None, flavour: Flavour
+) -> helpers.End:
     """How a job ended: state, reason and exit code."""
     text = facts.get("Exit_status", facts.get("exit_status"))
     code = int(text) if text and re.fullmatch(r"-?\d+", text) else None
     if code is not None and code >= 256:  # 256 + n after signal n
         code -= 128
     used = _seconds(facts.get("resources_used.walltime"))
-    limit = _seconds(facts.get("Resource_List.walltime"))
     if flavour == "slurm":
         over = helpers.unix_time(facts.get("ctime"), TIME)
-        if over and ends and over >= ends:
+        if over and started and limit and over >= started + limit:
             return QueueState.TIMEOUT, "", None
         return QueueState.COMPLETED, "ended, and its exit code is not shown", None
     comment = facts.get("comment", "")

@@ -1,14 +1,51 @@
-"""Which queueing systems there are."""
+"""Which queueing systems there are: a line here, and a module that defines one class of queue.
+
+The first moments of a rank ask for the job's id, and `import hpcdask` for the names of its classes.
+What both need stands here, since `hpcdask.queues.base` loads asyncio: nothing else is imported.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.base import Queue
 
-#: Each is a module that defines one class of queue.
-NAMES = ("slurm", "pbs", "lsf", "sge", "oar", "htcondor", "moab", "local")
+if TYPE_CHECKING:
+    from .base import Queue
+
+
+class System(NamedTuple):
+    """The name of a system's cluster class, and the variables by which a job knows its id.
+
+    Only the system's jobs have the variable `job`; its value is the id if there is no `task`.
+    `restarts` counts how often a job was started again under its id. The elements of an array share
+    a `number`, and `task` tells them apart.
+    """
+
+    cluster: str
+    job: str = ""
+    restarts: str = ""
+    number: str = ""
+    task: str = ""
+
+
+#: In the order in which commands are looked for: SLURM, Grid Engine and Moab may have a qsub too.
+SYSTEMS = {
+    "slurm": System(
+        "SLURMCUDACluster", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID"
+    ),
+    "lsf": System("LSFCUDACluster", "LSB_JOBID"),
+    # JOB_ID alone might be anybody's
+    "sge": System("SGECUDACluster", "SGE_JOB_SPOOL_DIR", number="JOB_ID", task="SGE_TASK_ID"),
+    "moab": System("MoabCUDACluster"),  # its jobs are PBS's too
+    "pbs": System("PBSCUDACluster", "PBS_JOBID"),
+    "oar": System("OARCUDACluster", "OAR_JOB_ID"),
+    "htcondor": System("HTCondorCUDACluster", "_CONDOR_JOB_AD"),
+    "local": System("LocalCUDAJobCluster"),
+}
 
 
 def queue_class(name: str) -> type[Queue]:
@@ -16,8 +53,10 @@ def queue_class(name: str) -> type[Queue]:
 
     Raises UsageError if there is none of this name.
     """
-    if name not in NAMES:
-        raise UsageError(f"there is no queue {name!r}. There are: {', '.join(NAMES)}")
+    from .base import Queue
+
+    if name not in SYSTEMS:
+        raise UsageError(f"there is no queue {name!r}. There are: {', '.join(SYSTEMS)}")
     module = importlib.import_module(f"hpcdask.queues.{name}")
     (found,) = (
         value
@@ -27,3 +66,14 @@ def queue_class(name: str) -> type[Queue]:
         and value.__module__ == module.__name__
     )
     return found
+
+
+def batch_systems() -> list[str]:
+    """Those that take batch jobs: all but this machine."""
+    return [name for name in SYSTEMS if not queue_class(name).is_local]
+
+
+def system_of_job(environ: Mapping[str, str] | None = None) -> str | None:
+    """The system whose job this process runs in, by the job's variables."""
+    environ = os.environ if environ is None else environ
+    return next((name for name, system in SYSTEMS.items() if environ.get(system.job)), None)

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcdask.errors import UsageError
 
 
-def render(job: Any, directives: Sequence[str], preamble: Sequence[str], command: str) -> str:
+def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: str) -> str:
     """Put a job script together, with a line end.
 
-    `directives` are whole lines that go after the header, such as ``#SBATCH --gres=gpu:1``;
-    `preamble` goes before the user's prologue. `job` is as in `Queue.script`.
+    `header` is whole lines, such as ``#SBATCH --gres=gpu:1``; `preamble` goes before the user's
+    prologue. `job` is as in `Queue.script`.
     """
-    lines = [
-        job.shebang,
-        *header_lines(job),
-        *directives,
-        "",
-        *preamble,
-        *(job._job_script_prologue or ()),
-        command,
-    ]
-    return "\n".join(lines) + "\n"
+    prologue = job._job_script_prologue or ()
+    return "\n".join([job.shebang, *header, "", *preamble, *prologue, command, ""])
 
 
 def header_lines(job: Any) -> list[str]:
-    """Return the header's lines; an empty header has none."""
+    """Return the lines of dask-jobqueue's header; an empty header has none."""
     return [line for line in (job.job_header or "").split("\n") if line.strip()]
+
+
+def quoted_header(
+    job: Any,
+    prefix: str,
+    name_option: str,
+    name: str,
+    quote: Callable[[str], str],
+    options: Collection[str],
+) -> list[str]:
+    """Return dask-jobqueue's header with its values quoted and another job name.
+
+    `quote` is as the queue's reader wants it, and is used for the `options` where that is
+    necessary. ``job_extra_directives`` stay as the user wrote them.
+    """
+    own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
+    lines = []
+    for line in header_lines(job):
+        start, _, value = line.partition(" ")[2].partition(" ")
+        if line not in own and start == name_option:
+            line = f"{prefix} {name_option} {name}"
+        elif line not in own and start in options and not value.startswith('"'):
+            line = f"{prefix} {start} {quote(one_line(value, f'{prefix} {start}'))}"
+        lines.append(line)
+    return lines
+
+
+def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
+    """Return a job name with `_` for what a queue does not take.
+
+    `good` are the characters that it takes, as in a regular expression's brackets, and `start` the
+    same for the first one, if that is a narrower choice. The name is cut after `longest`.
+    """
+    clean = re.sub(f"[^{good}]", "_", name)
+    if start and not re.match(f"[{start}]", clean):
+        clean = f"j{clean}"
+    return clean[:longest]
 
 
 def check_lines(value: Any, what: str) -> None:
@@ -60,3 +91,29 @@ def double_quoted(value: str, what: str, escaped: str = '"\\') -> str:
     """Return a value in double quotes, each character of `escaped` behind a backslash."""
     text = "".join(f"\\{c}" if c in escaped else c for c in one_line(value, what))
     return f'"{text}"'
+
+
+def option_words(line: str, *, comments: bool = False) -> list[str]:
+    """Split a line of options as a shell does."""
+    try:
+        return shlex.split(line, comments=comments)
+    except ValueError:  # a quote without its end
+        return line.split()
+
+
+def option_values(directive: str, *options: str) -> Iterator[str]:
+    """What follows options: ``--name=VALUE``, ``--name VALUE``, ``-l VALUE`` or ``-lVALUE``."""
+    words = option_words(directive)
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        for option in options:
+            joined = f"{option}=" if option.startswith("--") else option
+            if word == option:
+                yield following
+            elif word.startswith(joined) and (joined != option or len(option) == 2):
+                yield word.removeprefix(joined)
+
+
+def first_number(pattern: re.Pattern[str], values: Iterable[str]) -> int | None:
+    """The number in the first value that matches; one where it has none."""
+    found = next(filter(None, map(pattern.search, values)), None)
+    return int(next(filter(None, found.groups()), 1)) if found else None

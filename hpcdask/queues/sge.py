@@ -8,21 +8,16 @@ drops quotes inside of them; it refuses job names with spaces.
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Collection, Sequence
-from datetime import timedelta
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError
-from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.script import double_quoted, one_line, render
+from hpcdask.errors import UsageError
 
 from . import helpers
+from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
+from .script import clean_name, double_quoted, one_line
 
-LIMITS = re.compile(
-    r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib|can't get resp"
-)
 #: What the reader of directives or of paths takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
 KILLED = 100  # "assumedly after job": by a signal, which qdel and the limits send as well
@@ -38,30 +33,72 @@ class SgeQueue(Queue):
     """
 
     title: ClassVar[str] = "Grid Engine"
+    jobqueue: ClassVar[tuple[str, str]] = ("sge", "SGEJob")
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel", "qacct", "qconf")
     advice: ClassVar[str] = "Queues: qconf -sql, resources: qconf -sc, projects: qconf -sprjl"
+    limits: ClassVar[re.Pattern[str]] = re.compile(
+        r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib"
+        r"|can't get resp"
+    )
+    canceller = "qdel"
+    gone: ClassVar[re.Pattern[str]] = re.compile("delet|does not exist")
+    prefix: ClassVar[str] = "#$"
+    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-P")
+    gpu_example: ClassVar[str] = "#$ -l gpu=1"
+    # Complexes are named by the sites
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
+        r"(?:^|,)(?:n?gpus?|cuda)=(\d+)(?![\d.])", re.I
+    )
     job_id: ClassVar[str] = (
         '"$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo ".$SGE_TASK_ID")"'
     )
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        helpers.one_node(request, self.title)
-        name = helpers.clean_name(request.name, r"\w.+-", "A-Za-z_")
-        lines = helpers.quoted_header(job, "#$", name, _quote, ("-q", "-P"))
-        lines += helpers.renamed(request.name, name, self.title)
+    def job_name(self, request: Request) -> str:
+        return clean_name(request.name, r"\w.+-", "A-Za-z_")
+
+    def quote(self, value: str) -> str:
+        plain = re.fullmatch(r"[\w.@,+:/=*-]+", value)
+        return value if plain else double_quoted(value, "#$", escaped="")
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         if request.gpus:
-            lines.append(f"#$ -l gpu={request.gpus}{_kind(request.gpu_type)}")
-        lines += [f"#$ -ac HPCDASK_TAG={request.tag}", "#$ -r n", f"#$ -o {_log(request.folder)}"]
+            # the GPU's type as the resource gpu_type, or the site's own as in model=a100
+            kind = request.gpu_type or ""
+            kind = f",{kind}" if "=" in kind else f",gpu_type={kind}" if kind else ""
+            lines = [*lines, f"#$ -l gpu={request.gpus}{kind}"]
+        folder = one_line(request.folder, "the folder of logs")
+        # What cannot be named goes nowhere
+        odd = UNQUOTABLE.search(folder)
+        log = "/dev/null" if odd else f'"{folder}/queue-$JOB_ID.$TASK_ID.log"'
+        lines = [*lines, f"#$ -ac HPCDASK_TAG={request.tag}", "#$ -r n", f"#$ -o {log}"]
         # Many sites start scripts with csh and ignore the first line
         if "bash" in job.shebang and not any(line.startswith("#$ -S") for line in lines):
             lines.append("#$ -S /bin/bash")
-        return render(helpers.with_header(job, lines), [], preamble, command)
+        return lines
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
-        return helpers.parse_clock(text, "smh", "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS")
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if not any(re.search(r"(^|\s)-pe\s", line) for line in asked.directives):
+            how = "through a parallel environment: name the site's: --directive '-pe NAME SLOTS'"
+            how += " (qconf -spl lists them)"
+            if asked.nodes > 1:
+                raise UsageError(f"-N {asked.nodes}: Grid Engine gives several nodes {how}")
+            if asked.cpus_per_gpu:
+                raise UsageError(f"--cpus-per-gpu: Grid Engine gives cores {how}")
+        if asked.memory is not None:
+            raise UsageError(
+                "--mem: in Grid Engine each site has its own name for memory. Give it as "
+                "--directive '-l h_vmem=8G' (qconf -sc lists the names)"
+            )
+        return {}
+
+    @classmethod
+    def node_count(cls, environ: Mapping[str, str]) -> int:
+        hosts = environ.get("NHOSTS", "")
+        return int(hosts) if hosts.isdigit() else 0
 
     # What is asked of the queue
 
@@ -72,52 +109,37 @@ class SgeQueue(Queue):
 
     async def submit(self, script: str, count: int) -> list[str]:
         array = ["-t", f"1-{count}"] if count > 1 else []
-        done = await self.run("qsub", "-terse", *array, script)
-        if done.returncode:
-            raise helpers.refused(done, script, self.advice, LIMITS)
-        found = re.search(r"^(\d+)(\.\d+-\d+:\d+)?$", done.stdout, re.M)
-        if not found:
-            raise QueueError(f"qsub answered {helpers.words(done)!r} instead of a job's id")
-        return [found[1]] if count == 1 else [f"{found[1]}.{task + 1}" for task in range(count)]
+        form = r"^(\d+)(\.\d+-\d+:\d+)?$"
+        number = (await self.take(script, form, "qsub", "-terse", *array, script))[1]
+        return [number] if count == 1 else [f"{number}.{task + 1}" for task in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        found = {job.id: job for job in await self._list()}
-        jobs = {job: found[job] for job in ids if job in found}
+        jobs = helpers.pick(ids, {job.id: job for job in await self._list()})
         if stuck := [job.id for job in jobs.values() if job.state is QueueState.FAILED]:
             await self.cancel(stuck)
         return jobs
 
     async def _list(self) -> list[QueueStatus]:
         """All jobs of this user."""
-        done = await self.run("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
-        if done.returncode:
-            raise QueueError(f"qstat failed: {helpers.words(done)}")
-        return parse_qstat(done.stdout)
+        return parse_qstat(
+            await self.answer("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
+        )
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         found: dict[str, QueueStatus] = {}
         for number in dict.fromkeys(job.split(".")[0] for job in ids):
             done = await self.run("qacct", "-j", number)  # fails until the job is accounted for
             found |= parse_qacct(done.stdout)
-        return {job: found[job] for job in ids if job in found}
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        done = await self.run("qdel", *ids)
-        lines = (done.stderr + done.stdout).splitlines()
-        bad = [line for line in lines if not re.search(r"delet|does not exist", line)]
-        if done.returncode and any(line.strip() for line in bad):
-            raise QueueError(f"qdel failed: {'; '.join(bad)[:500]}")
+        return helpers.pick(ids, found)
 
     async def tagged(self) -> dict[str, str]:
         jobs = [job.id for job in await self._list()]
         numbers = dict.fromkeys(job.split(".")[0] for job in jobs)
         if not numbers:
             return {}
-        done = await self.run("qstat", "-j", ",".join(numbers), "-xml")
-        if done.returncode:
-            raise QueueError(f"qstat -j failed: {helpers.words(done)}")
+        text = await self.answer("qstat", "-j", ",".join(numbers), "-xml")
         tags = {}
-        for element in _xml(done.stdout).iter("element"):
+        for element in helpers.read_xml(text, "qstat").iter("element"):
             for context in element.findall("JB_context/context_list"):
                 if context.findtext("VA_variable") == "HPCDASK_TAG":
                     number = element.findtext("JB_job_number", "")
@@ -125,41 +147,13 @@ class SgeQueue(Queue):
         return {job: tags[job.split(".")[0]] for job in jobs if job.split(".")[0] in tags}
 
 
-def _quote(value: str) -> str:
-    return (
-        value if re.fullmatch(r"[\w.@,+:/=*-]+", value) else double_quoted(value, "#$", escaped="")
-    )
-
-
-def _log(folder: str) -> str:
-    """Where Grid Engine's own output of a job goes; what it cannot name goes nowhere."""
-    folder = one_line(folder, "the folder of logs")
-    if UNQUOTABLE.search(folder):
-        return "/dev/null"
-    return f'"{folder}/queue-$JOB_ID.$TASK_ID.log"'
-
-
-def _kind(gpu_type: str | None) -> str:
-    """The GPU's type as a resource: ``gpu_type``, or the site's own as in ``model=a100``."""
-    if gpu_type is None:
-        return ""
-    return f",{gpu_type}" if "=" in gpu_type else f",gpu_type={gpu_type}"
-
-
 # What qstat and qacct say
-
-
-def _xml(text: str) -> ElementTree.Element:
-    try:
-        return ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        raise QueueError(f"the XML of qstat is broken: {error}") from None
 
 
 def parse_qstat(text: str) -> list[QueueStatus]:
     """Read the answer of ``qstat -xml -r -g d``."""
     jobs = []
-    for element in _xml(text).iter("job_list"):
+    for element in helpers.read_xml(text, "qstat").iter("job_list"):
         number = element.findtext("JB_job_number", "")
         letters = element.findtext("state", "")
         started = _local(element.findtext("JAT_start_time"))
@@ -185,13 +179,7 @@ def _local(text: str | None) -> float | None:
 
 def _elements(number: str, tasks: str) -> list[str]:
     """Ids of an array's elements, listed as in ``1,3-7:2``; a job without any is its own."""
-    if not tasks:
-        return [number]
-    ids = []
-    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", tasks):
-        last_one = int(last or first)
-        ids += [f"{number}.{task}" for task in range(int(first), last_one + 1, int(step or 1))]
-    return ids
+    return [f"{number}.{task}" for task in helpers.elements(tasks)] or [number]
 
 
 def _state(letters: str, number: str) -> tuple[QueueState, str]:

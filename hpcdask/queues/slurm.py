@@ -6,28 +6,26 @@ text, and a backslash escapes, also inside of quotes (sbatch(1), and seen with 2
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import shlex
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue, Request
-from hpcdask.queues.script import double_quoted, header_lines, one_line, render
 
 from . import slurm_errors, slurm_output
-from .helpers import with_header
+from .base import Allocation, Queue, Request
+from .commands import COMMAND_TIMEOUT_S
+from .helpers import pick, read
 from .job_state import OVER, QueueState, QueueStatus
+from .script import double_quoted, header_lines, one_line, option_values, option_words, render
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
-#: Options of dask-jobqueue's header whose value may need quotes.
-QUOTED = {"-J", "-p", "-A", "-t", "--mem"}
 #: The line that names the file of SLURM's own output of a job, without its end.
 OUTPUT = "#SBATCH --output="
 ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
@@ -48,6 +46,17 @@ class SlurmQueue(Queue):
     """The door to SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
 
     title: ClassVar[str] = "SLURM"
+    jobqueue: ClassVar[tuple[str, str]] = ("slurm", "SLURMJob")
+    summary: ClassVar[
+        str
+    ] = """Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
+
+    >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
+    >>> cluster.adapt(minimum=0, maximum=32)
+    >>> client = cluster.get_client()
+
+    SLURM alone: ``gpu_request`` is how the site takes the request of GPUs, ``"gres"`` (default),
+    ``"gpus-per-node"`` or ``"gpus"``."""
     programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
     companions: ClassVar[str] = (
         "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"
@@ -67,6 +76,19 @@ class SlurmQueue(Queue):
         *("SLURM_TASK", "SLURM_TRES_"),
     )
 
+    prefix: ClassVar[str] = "#SBATCH"
+    gpu_example: ClassVar[str] = (
+        "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
+    )
+    gpu_options: ClassVar[tuple[str, ...]] = (
+        *("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G"),
+    )
+    # Of the words of a gres list: gpu, gpu:2, gpu:a100:2, gpu=2
+    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
+    launchers: ClassVar[tuple[str, ...]] = ("srun", "mpirun")
+    counts_ranks = True
+    names_log: ClassVar[bool] = True
+
     def __init__(
         self, gpu_request: GpuRequest = "gres", timeout_s: float = COMMAND_TIMEOUT_S
     ) -> None:
@@ -78,13 +100,17 @@ class SlurmQueue(Queue):
         self._site: dict[str, str] = {}
         self._shown: set[str] = set()  # by the last query
 
+    @classmethod
+    def of_cluster(cls, keywords: dict[str, Any]) -> SlurmQueue:
+        request = keywords.pop("gpu_request", None)
+        return cls() if request is None else cls(gpu_request=request)
+
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         lines = _header(job, request)
         _refuse_clusters(lines)
-        header = with_header(job, lines)
-        return render(header, self._directives(request), preamble, command)
+        return render(job, [*lines, *self._directives(request)], preamble, command)
 
     def _directives(self, request: Request) -> list[str]:
         lines = []
@@ -97,7 +123,8 @@ class SlurmQueue(Queue):
                 f"the folder {request.folder!r} has a backslash in its name, and SLURM writes no "
                 f"file of its own for each job there. Choose another folder"
             )
-        log = os.path.join(request.folder.replace("%", "%%"), ARRAY_LOG)
+        name = "hpcdask-%j.log" if request.alone else ARRAY_LOG
+        log = os.path.join(request.folder.replace("%", "%%"), name)
         return [
             *lines,
             f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}",
@@ -127,8 +154,51 @@ class SlurmQueue(Queue):
             value = f"gpu:{value}"
         return f"--{self.gpu_request}={_quoted(value, 'gpu_type')}"
 
-    @staticmethod
-    def parse_walltime(text: str) -> timedelta:
+    @classmethod
+    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
+        """``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``; types are optional.
+
+        The first two count for each node.
+        """
+        items = [item for value in option_values(directive, "--gres") for item in value.split(",")]
+        if found := list(filter(cls.gpu_pattern.fullmatch, items)):
+            return nodes * sum(map(_last_number, found))
+        per_node = any(option_values(directive, "--gpus-per-node"))
+        for value in option_values(directive, *cls.gpu_options):
+            return (nodes if per_node else 1) * sum(map(_last_number, value.split(",")))
+        return None
+
+    async def allocation(
+        self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        megabytes = math.ceil((asked.memory or 0) / 2**20)
+        unasked = [] if asked.cpus_per_gpu else ["#SBATCH --cpus-per-task="]
+        unasked += ["#SBATCH --mem="] if asked.memory is None else []
+        return {
+            "job_cpu": asked.cpus_per_gpu or 1,
+            "job_mem": f"{megabytes}M" if megabytes else "0",
+            "job_directives_skip": ["#SBATCH -n 1", *unasked],
+            "job_extra_directives": [
+                *(f"--nodes={asked.nodes}", f"--ntasks-per-node={asked.ranks}"),
+                "--open-mode=append",  # a requeued job goes on in the same log
+                *directives,
+            ],
+        }
+
+    @classmethod
+    def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
+        """One task on each node, unless this is a task."""
+        nodes = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
+        if nodes == 1 or "SLURM_STEP_ID" in environ:
+            return []
+        return [
+            *("srun", f"-n{nodes}", "--ntasks-per-node=1", "-K"),
+            "--cpu-bind=none",  # by default a task gets one core
+            *("--mpi=none", "--export=ALL", "--input=none"),
+        ]
+
+    @classmethod
+    def parse_walltime(cls, text: str) -> timedelta:
         """Read a walltime; ``timedelta.max`` where there is no limit."""
         if text.strip().upper() in ("UNLIMITED", "INFINITE"):
             return timedelta.max
@@ -154,14 +224,15 @@ class SlurmQueue(Queue):
 
     async def _configuration(self) -> dict[str, str]:
         if not self._site:
-            done = await self._run_well("scontrol", "show", "config")
-            pairs = (line.partition("=") for line in done.stdout.splitlines())
+            text = await self.answer("scontrol", "show", "config")
+            pairs = (line.partition("=") for line in text.splitlines())
             self._site = {key.strip(): value.strip() for key, _, value in pairs}
         return self._site
 
     async def submit(self, script: str, count: int) -> list[str]:
-        arrays = await self.limit() > 1
-        extra = [f"--array=0-{count - 1}"] if arrays else _single_output(script)
+        text = await read(script)
+        arrays = ARRAY_LOG in text and await self.limit() > 1
+        extra = [f"--array=0-{count - 1}"] if arrays else _single_output(text)
         try:
             done = await self.run("sbatch", "--parsable", *extra, script)
         except QueueError as error:
@@ -172,7 +243,7 @@ class SlurmQueue(Queue):
                 ) from None
             raise
         if done.returncode:
-            raise slurm_errors.refused(done, script)
+            raise self.refused(done, script)
         # a site's greetings may come before it
         match = re.search(r"^(\d+)(?:;(\S+))?\s*\Z", done.stdout, re.M)
         if match is None:
@@ -203,8 +274,10 @@ class SlurmQueue(Queue):
         text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
         seen = slurm_output.parse_squeue(text, time.time())
         self._shown = set(seen)
-        wanted = ((job_id, seen[job_id]) for job_id in ids if job_id in seen)
-        return {job_id: job for job_id, job in wanted if job.state is not QueueState.UNKNOWN}
+        wanted = pick(ids, seen)
+        return {
+            job_id: job for job_id, job in wanted.items() if job.state is not QueueState.UNKNOWN
+        }
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         seen = await self._accounting(ids) if ids else {}
@@ -220,9 +293,8 @@ class SlurmQueue(Queue):
         if clusters := os.environ.get(CLUSTERS):
             options.append(f"--clusters={clusters}")
         columns = f"--format={','.join(slurm_output.SACCT_COLUMNS)}"
-        done = await self._run_well("sacct", *options, columns, env=slurm_output.ENVIRONMENT)
-        seen = slurm_output.parse_sacct(done.stdout)
-        return {job_id: seen[job_id] for job_id in ids if job_id in seen}
+        text = await self.answer("sacct", *options, columns, env=slurm_output.ENVIRONMENT)
+        return pick(ids, slurm_output.parse_sacct(text))
 
     async def cancel(self, ids: Collection[str]) -> None:
         expressions = _expressions(ids)
@@ -233,7 +305,7 @@ class SlurmQueue(Queue):
             if done.returncode and not (
                 lines and all(map(slurm_errors.OVER_ALREADY.search, lines))
             ):
-                raise slurm_errors.failed(done)
+                raise self.failed(done)
 
     async def tagged(self) -> dict[str, str]:
         text = await self._squeue("JobArrayID", "State", "Comment")
@@ -248,17 +320,13 @@ class SlurmQueue(Queue):
         """All jobs of this user, over for a while or not: an unknown id would be an error."""
         options = ("--noheader", "--states=all", f"--user={os.getuid()}")
         columns = f"--Format={slurm_output.columns(*names)}"
-        return (
-            await self._run_well("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
-        ).stdout
+        return await self.answer("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
 
-    async def _run_well(
-        self, *command: str, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        done = await self.run(*command, env=env)
-        if done.returncode:
-            raise slurm_errors.failed(done)
-        return done
+    def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
+        return slurm_errors.failed(done)
+
+    def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
+        return slurm_errors.refused(done, script)
 
 
 def _header(job: Any, request: Request) -> list[str]:
@@ -276,7 +344,7 @@ def _header(job: Any, request: Request) -> list[str]:
             lines.append(line)
         elif match[1] == "-J":
             lines.append(f"#SBATCH --job-name={double_quoted(request.name, 'job_name')}")
-        elif match[1] in QUOTED:
+        elif match[1] in ("-p", "-A", "-t", "--mem"):
             value = _quoted(match[3], match[1])
             lines.append(f"#SBATCH {match[1]}{match[2]}{value}")
         elif match[1] != "-n" or request.nodes == 1:
@@ -297,10 +365,13 @@ def _refuse_clusters(lines: Sequence[str]) -> None:
 
 def _words(line: str) -> list[str]:
     """Split a line of options as sbatch does, without a comment at its end."""
-    try:
-        return shlex.split(line.removeprefix("#SBATCH"), comments=True)
-    except ValueError:  # a quote without its end
-        return line.split()
+    return option_words(line.removeprefix("#SBATCH"), comments=True)
+
+
+def _last_number(item: str) -> int:
+    """The count behind a type; a type alone is one GPU."""
+    last = re.split("[:=]", item)[-1]
+    return int(last) if last.isdecimal() else 1
 
 
 def _quoted(value: str, what: str) -> str:
@@ -309,8 +380,8 @@ def _quoted(value: str, what: str) -> str:
 
 
 def _single_output(script: str) -> list[str]:
-    """Return the option for a job that is no element of an array, whose %a would be 4294967294."""
-    for line in Path(script).read_text().split("\n"):
+    """The option for a job that is no element of an array, whose %a would be 4294967294."""
+    for line in script.split("\n"):
         if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
             path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])
             return [f"--output={path.removesuffix(ARRAY_LOG)}{SINGLE_LOG}"]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 
 from hpcdask.errors import QueueError
 
+from . import helpers
 from .job_state import OVER, QueueState, QueueStatus
 
 #: After each column of squeue; the last one may contain it.
@@ -94,11 +95,7 @@ def expand(job: str) -> list[str]:
     part = r"(\d+)(?:-(\d+))?(?::(\d+))?"
     if not re.fullmatch(rf"{part}(,{part})*(%\d+)?\]", elements):
         raise QueueError(f"squeue shortened {job[:200]!r}, so that some jobs are not known")
-    found = []
-    for first, last, step in re.findall(part, elements.partition("%")[0]):
-        indices = range(int(first), int(last or first) + 1, int(step or 1))
-        found += [f"{array}_{index}" for index in indices]
-    return found
+    return [f"{array}_{index}" for index in helpers.elements(elements.partition("%")[0])]
 
 
 def parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:

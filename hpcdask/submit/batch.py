@@ -14,36 +14,18 @@ from hpcdask.clusters import configuration
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.jobs.folder import BATCH, base_path
 from hpcdask.jobs.owner import check_owned
-from hpcdask.queues import helpers, slurm
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.pbs import PbsQueue
-from hpcdask.queues.registry import queue_class
+from hpcdask.queues.registry import batch_systems, queue_class
 from hpcdask.security.private import make_folders, write_private
 
 from . import header
-from .launch_lines import COUNTED, launch_lines
+from .launch_lines import launch_lines
 from .request import BatchRequest
-
-#: In the order in which they are looked for: SLURM, Grid Engine and Moab may have a qsub too.
-SYSTEMS = ("slurm", "lsf", "sge", "moab", "pbs", "oar", "htcondor")
-
-
-class SingleSlurmQueue(slurm.SlurmQueue):
-    """SLURM, asked for one job rather than for an array of one."""
-
-    async def limit(self) -> int:
-        """One: no array."""
-        return 1
-
-
-def door(system: str) -> Queue:
-    """The door to a queueing system for single jobs."""
-    return SingleSlurmQueue() if system == "slurm" else queue_class(system)()
 
 
 def find_system() -> str | None:
     """The queueing system whose commands are on this machine, or None."""
-    return next((system for system in SYSTEMS if _has(door(system))), None)
+    return next((name for name in batch_systems() if _has(queue_class(name)())), None)
 
 
 def _has(queue: Queue) -> bool:
@@ -59,11 +41,10 @@ def _has(queue: Queue) -> bool:
 class Batch:
     """A batch job that is ready to be submitted.
 
-    `system` is a name in `hpcdask.queues.registry`. `label` names its files, as no other job's.
-    `text` is the script, and `logs` the folder of its log.
+    `label` names its files, as no other job's. `text` is the script, and `logs` the folder of its
+    log.
     """
 
-    system: str
     queue: Queue
     label: str
     logs: str
@@ -83,7 +64,7 @@ class Batch:
 
         Raises UsageError if it cannot be written there, or others could change it.
         """
-        configured = f"jobqueue.{self.system}.shared-temp-directory"
+        configured = f"jobqueue.{self.queue.jobqueue[0]}.shared-temp-directory"
         base = base_path(dask.config.get(configured, None))
         path = base / "submitted" / f"{self.label}.sh"
         try:
@@ -129,29 +110,21 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
 
     Raises UsageError if the system, a name in `hpcdask.queues.registry`, cannot express it.
     """
-    queue = door(system)
-    torque = system == "moab"
-    if isinstance(queue, PbsQueue) and system == "pbs" and _has(queue) and find_system() != "sge":
-        torque = await queue.flavour() != "pbs"
-    settings = header.read(system, queue, asked, torque=torque)
-    batch = Batch(
-        system,
-        queue,
-        asked.label(),
-        configuration.log_directory({}, system) or asked.folder,
-        "",
-    )
+    queue = queue_class(system)()
+    settings = await header.read(queue, asked)
+    logs = configuration.log_directory({}, queue.jobqueue[0]) or asked.folder
+    batch = Batch(queue, asked.label(), logs, "")
     request = Request(
         name=asked.name,
         tag=batch.tag,
-        folder=batch.logs,
+        folder=logs,
         gpus=0 if settings.gpus_in_header else settings.gpus,
         cores=asked.cores,
         memory=asked.memory or 0,
+        alone=True,
     )
-    launch = launch_lines(system, asked, settings.python, counted=system in COUNTED and not torque)
-    text = queue.script(settings.job, request, _preamble(batch, asked), "\n".join(launch))
-    batch.text = _adjusted(batch, request, text)
+    launch = launch_lines(queue, asked, settings.python)
+    batch.text = queue.script(settings.job, request, _preamble(batch, asked), "\n".join(launch))
     return batch
 
 
@@ -159,22 +132,7 @@ def _preamble(batch: Batch, asked: BatchRequest) -> list[str]:
     mask = os.umask(0o077)
     os.umask(mask)
     lines = [f"cd {shlex.quote(asked.folder)} || exit"]
-    if batch.system != "slurm":  # which writes to a file that can be named, while the job runs
+    if not batch.queue.names_log:
         log = f"{shlex.quote(batch.logs)}/hpcdask-{batch.queue.job_id}.log"
         lines += ["umask 077", f"exec >>{log} 2>&1"]
     return [*lines, f"umask {mask:04o}", "export PYTHONUNBUFFERED=1"]
-
-
-def _adjusted(batch: Batch, request: Request, text: str) -> str:
-    """The script of a cluster's job as one of its own."""
-    # A job that is started again is not replaced here: it runs again
-    guard = helpers.first_life(request, batch.queue.job_id)
-    lines = [line for line in text.removesuffix("\n").split("\n") if line != guard]
-    if batch.system == "slurm":
-        lines = [
-            line.replace(slurm.ARRAY_LOG, "hpcdask-%j.log")
-            if line.startswith(slurm.OUTPUT)
-            else line
-            for line in lines
-        ]
-    return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
+from hpcdask.queues.base import Allocation
 from hpcdask.queues.script import one_line
 from hpcdask.spec.parsing import parse_memory
 
@@ -17,43 +18,22 @@ GPUS = re.compile(r"gres\S*gpu|--gpus|-G *\d|gpus?=|-gpu\b|request_gpus", re.I)
 NO_PROGRAM = "dask-cluster"
 
 
-@dataclass(frozen=True)
-class BatchRequest:
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest(Allocation):
     """A batch job, in the words of the command line.
 
     `program` is followed by its arguments; if empty, the cluster stays up. `run` has options of
-    ``python -m hpcdask.run``. Each GPU gets one rank; without GPUs each node has one. `walltime` is
-    in the queueing system's forms, or None for what is configured. `memory` is host memory per node
-    in bytes: 0 for all of it, None for what the site gives. `prologue` is shell lines before the
-    launch, `directives` more options of the queueing system. `container` is shell words that go
-    before ``python``. The job runs and writes its log in `folder`.
+    ``python -m hpcdask.run``. `prologue` is shell lines before the launch, `container` is shell
+    words that go before ``python``. The job runs and writes its log in `folder`.
     """
 
     program: tuple[str, ...]
     is_module: bool = False
     run: tuple[str, ...] = ()
-    nodes: int = 1
-    gpus_per_node: int = 1
-    walltime: str | None = None
-    queue: str | None = None
-    account: str | None = None
-    cpus_per_gpu: int | None = None
-    memory: int | None = None
     prologue: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
     launcher: str | None = None
     container: str | None = None
     folder: str = field(default_factory=lambda: working_folder())
-
-    @property
-    def ranks(self) -> int:
-        """Ranks per node."""
-        return max(1, self.gpus_per_node)
-
-    @property
-    def cores(self) -> int:
-        """Cores per node; one per rank if the user leaves that to the site."""
-        return self.ranks * (self.cpus_per_gpu or 1)
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from hpcdask.errors import QueueError
 from hpcdask.jobs import cancel, watchdog
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import QueueState, QueueStatus
-from hpcdask.queues.registry import NAMES
+from hpcdask.queues.registry import SYSTEMS
 from launching import end, leftovers, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")
@@ -173,7 +173,7 @@ def test_the_watchdog_is_small_and_holds_nothing_of_the_notebook(start):
     assert os.getsid(process.pid) == process.pid
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_the_watchdog_loads_no_dask(name):
     program = f"""
 import sys

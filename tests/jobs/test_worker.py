@@ -592,7 +592,7 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
 )
 def test_the_identity_of_a_job(monkeypatch, environ, expected):
     for name in [
-        *environment.QUEUE_JOBS,
+        *environment.VARIABLES,
         "HPCDASK_JOB_ID",
         "HPCDASK_RESTARTS",
         "SLURM_RESTART_COUNT",
@@ -615,7 +615,7 @@ def test_the_identity_of_a_job(monkeypatch, environ, expected):
     ],
 )
 def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
-    for name in [*environment.QUEUE_JOBS, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
+    for name in [*environment.VARIABLES, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
-from hpcdask.queues import slurm_errors, slurm_output
+from hpcdask.queues import slurm, slurm_errors, slurm_output
 from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.script import double_quoted, one_line, render
@@ -531,12 +531,17 @@ def test_a_controller_that_is_away_for_a_moment(said, kind):
     assert type(error) is kind
 
 
+async def script_of_an_array(path: str) -> str:
+    return f"#SBATCH --output={slurm.ARRAY_LOG}\n"
+
+
 def submitted(monkeypatch, answer: str) -> list[str]:
     async def run(self, *command, env=None):
         text = answer if command[0] == "sbatch" else "ClusterName = site\n"
         return subprocess.CompletedProcess(command, 0, text, "")
 
     monkeypatch.setattr(SlurmQueue, "run", run)
+    monkeypatch.setattr(slurm, "read", script_of_an_array)
     return asyncio.run(SlurmQueue().submit("/me/script.sh", 2))
 
 
@@ -562,7 +567,7 @@ def test_a_job_elsewhere_is_named_when_scontrol_fails(monkeypatch):
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
     monkeypatch.setattr(SlurmQueue, "run", run)
     monkeypatch.setattr(SlurmQueue, "limit", limit)
-    monkeypatch.setattr("hpcdask.queues.slurm._single_output", lambda script: [])
+    monkeypatch.setattr(slurm, "read", script_of_an_array)
     with pytest.raises(QueueError, match="scancel -M other 4711"):
         asyncio.run(SlurmQueue().submit("/me/script.sh", 1))
 

@@ -1,0 +1,121 @@
+"""Runs the commands of a queueing system, none of which may hang for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hpcdask.errors import NoAnswer, QueueError
+
+from .helpers import words
+
+#: Seconds after which a command of the queueing system counts as hanging.
+COMMAND_TIMEOUT_S = 60.0
+
+
+class Commands:
+    """The commands of one system, which count as hanging after `timeout_s`."""
+
+    #: As users call the system.
+    title: ClassVar[str]
+    #: How variables begin that would change what its commands do, or what a job learns of itself.
+    ignored_variables: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+
+    async def answer(self, *command: str, **options: Any) -> str:
+        """What a command prints; `options` are those of `run`. Raises QueueError if it fails."""
+        done = await self.run(*command, **options)
+        if done.returncode:
+            raise self.failed(done)
+        return done.stdout
+
+    def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
+        """The error of a command that failed."""
+        return QueueError(f"{done.args[0]} failed: {words(done)}")
+
+    async def run(
+        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command in a thread; it may not take longer than `timeout_s`.
+
+        Who no longer waits for it has it killed: an event loop that ends waits for its threads.
+        Files that the queue creates for the job are private: the umask is 077. Raises NoAnswer if
+        the command hangs, and QueueError if it cannot be started.
+        """
+        given_up, started = threading.Event(), list[subprocess.Popen[str]]()
+
+        def tell(process: subprocess.Popen[str]) -> None:
+            started.append(process)
+            if given_up.is_set():
+                _kill(process)
+
+        try:
+            return await asyncio.to_thread(self._run, command, input, env, tell)
+        except asyncio.CancelledError:
+            given_up.set()
+            for process in started:
+                _kill(process)
+            raise
+
+    def _run(
+        self,
+        command: Sequence[str],
+        input: str | None,
+        env: Mapping[str, str] | None,
+        started: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+    ) -> subprocess.CompletedProcess[str]:
+        passed = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                umask=0o077,
+                start_new_session=True,
+                env={**passed, **(env or {})},
+            )
+        except OSError as error:
+            raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
+        started(process)
+        try:
+            out, err = process.communicate(input, timeout=self.timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            said = _last_words(process)
+            raise NoAnswer(
+                f"{command[0]} did not answer within {self.timeout_s:g} s"
+                f"{f' (it said: {said})' if said else ''}: {self.title} is "
+                f"overloaded or down. See whether it answers in a terminal"
+            ) from None
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With a wrapper's children, which hold the pipes too."""
+    if process.returncode is None:  # else its id may be another one's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Return what a killed process had said, in one line."""
+    try:
+        out, err = process.communicate(timeout=1)
+    except subprocess.TimeoutExpired:  # a child in a session of its own still holds the pipes
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()  # it was killed
+        return ""
+    return " ".join(f"{out} {err}".split())[:500]
