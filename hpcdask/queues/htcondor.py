@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hpcdask.errors import UsageError
 
@@ -27,7 +27,16 @@ ATTRIBUTES = (
     "JobCurrentStartDate,AllowedJobDuration,RemoteHost,LastRemoteHost,NumJobStarts,RemoveReason,"
     "HpcdaskTag"
 )
-IDLE, RUNNING, REMOVED, COMPLETED, HELD, TRANSFERRING, SUSPENDED = range(1, 8)
+IDLE, REMOVED, COMPLETED, HELD = 1, 3, 4, 5
+STATES = {
+    "status 1": (QueueState.PENDING, ""),
+    "status 2": (QueueState.STARTING, ""),
+    "status 3": (QueueState.CANCELLED, ""),
+    "status 4": (QueueState.COMPLETED, ""),
+    "status 5": (QueueState.FAILED, ""),
+    "status 6": (QueueState.STARTING, ""),  # its output is transferred
+    "status 7": (QueueState.STARTING, "suspended"),
+}
 BY_USER = 1  # hold reason codes
 TOO_LONG = (46, 47)
 
@@ -40,28 +49,19 @@ class HtcondorQueue(Queue):
     error, which only a hand releases, is removed.
     """
 
-    title: ClassVar[str] = "HTCondor"
-    jobqueue: ClassVar[tuple[str, str]] = ("htcondor", "HTCondorJob")
-    programs: ClassVar[tuple[str, ...]] = (
-        "condor_submit",
-        "condor_q",
-        "condor_rm",
-        "condor_history",
-    )
-    advice: ClassVar[str] = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
-    limits: ClassVar[re.Pattern[str]] = re.compile(
-        r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out"
-    )
+    title = "HTCondor"
+    jobqueue = ("htcondor", "HTCondorJob")
+    programs = ("condor_submit", "condor_q", "condor_rm", "condor_history")
+    advice = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
+    limits = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")
     canceller = "condor_rm"
-    gone: ClassVar[re.Pattern[str]] = re.compile("not found|couldn't find|already", re.I)
-    gone_by_line: ClassVar[bool] = False
-    job_id: ClassVar[str] = '"$1"'  # the description's arguments
-    needs_guard: ClassVar[bool] = True
-    prefix: ClassVar[str] = "#CONDOR"
-    gpu_example: ClassVar[str] = "request_gpus = 1"
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
-        r"\s*(?:\+|MY\.)?request_?gpus\s*=\s*(\d*)", re.I
-    )
+    gone = re.compile("not found|couldn't find|already", re.I)
+    gone_by_line = False
+    job_id = '"$1"'  # the description's arguments
+    needs_guard = True
+    prefix = "#CONDOR"
+    gpu_example = "request_gpus = 1"
+    gpu_pattern = re.compile(r"\s*(?:\+|MY\.)?request_?gpus\s*=\s*(\d*)", re.I)
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         super().__init__(timeout_s)
@@ -206,28 +206,28 @@ def _id(job: Mapping[str, Any]) -> str:
 
 def _seen(job: Mapping[str, Any]) -> QueueStatus:
     """One job's ClassAd."""
-    status = job.get("JobStatus")
-    started = float(job["JobCurrentStartDate"]) if job.get("JobCurrentStartDate") else None
+    status, hold = job.get("JobStatus"), str(job.get("HoldReason", "held"))
+    by_user = status == HELD and job.get("HoldReasonCode") == BY_USER
     duration = job.get("AllowedJobDuration")
-    ends = started + duration if started and isinstance(duration, int) else None
-    host = str(job.get("RemoteHost") or job.get("LastRemoteHost") or "").rpartition("@")[2]
-    state, reason, code = QueueState.STARTING, "", None
-    if status == IDLE or (status == HELD and job.get("HoldReasonCode") == BY_USER):
-        state = QueueState.REQUEUED if job.get("NumJobStarts") else QueueState.PENDING
-        reason = str(job.get("HoldReason", "held")) if status == HELD else ""
-        started = ends = None
-    elif status == HELD:
+    return helpers.fold(
+        _id(job),
+        f"status {IDLE if by_user else status}",
+        STATES,
+        lambda: _end(job, hold),
+        waits=hold if by_user else "",
+        again=job.get("NumJobStarts"),
+        started=float(job.get("JobCurrentStartDate") or 0) or None,
+        walltime=duration if isinstance(duration, int) else None,
+        nodes=str(job.get("RemoteHost") or job.get("LastRemoteHost") or "").rpartition("@")[2],
+    )
+
+
+def _end(job: Mapping[str, Any], hold: str) -> helpers.End:
+    if job["JobStatus"] == REMOVED:
+        return QueueState.CANCELLED, str(job.get("RemoveReason", "")), None
+    if job["JobStatus"] == HELD:
         too_long = job.get("HoldReasonCode") in TOO_LONG
-        state = QueueState.TIMEOUT if too_long else QueueState.FAILED
-        reason = str(job.get("HoldReason", "held"))
-    elif status == REMOVED:
-        state, reason = QueueState.CANCELLED, str(job.get("RemoveReason", ""))
-    elif status == COMPLETED:
-        by_signal = job.get("ExitBySignal")
-        code = 128 + int(job.get("ExitSignal", 0)) if by_signal else int(job.get("ExitCode", 0))
-        state, reason = helpers.ended(code)
-    elif status == SUSPENDED:
-        reason = "suspended"
-    elif status not in (RUNNING, TRANSFERRING):
-        state, reason = QueueState.UNKNOWN, f"status {status}"
-    return QueueStatus(_id(job), state, reason, code, 0, started, ends, host)
+        return QueueState.TIMEOUT if too_long else QueueState.FAILED, hold, None
+    by_signal = job.get("ExitBySignal")
+    code = 128 + int(job.get("ExitSignal", 0)) if by_signal else int(job.get("ExitCode", 0))
+    return *helpers.ended(code), code

@@ -18,10 +18,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.process import process_start
@@ -39,6 +39,8 @@ DIRECTIVE = "#HPCDASK "
 #: What ``timeout`` returns for a command that it ended.
 TIMED_OUT = 124
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -66,6 +68,21 @@ class Entry:
     def end(self, state: QueueState, reason: str = "", exit_code: int | None = None) -> None:
         """Note that it is over."""
         self.state, self.reason, self.exit_code = state, reason, exit_code
+
+
+def locked_in_thread(
+    method: Callable[Concatenate[LocalQueue, P], T],
+) -> Callable[Concatenate[LocalQueue, P], Coroutine[Any, Any, T]]:
+    """Have a method run in a thread, and one at a time."""
+
+    async def run(self: LocalQueue, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def locked() -> T:
+            with self._lock:
+                return method(self, *args, **kwargs)
+
+        return await asyncio.to_thread(locked)
+
+    return run
 
 
 class LocalQueue(Queue):
@@ -129,33 +146,15 @@ class LocalQueue(Queue):
         """Most jobs that one submission may hold."""
         return 1000
 
-    async def submit(self, script: str, count: int) -> list[str]:
+    # In a thread, one at a time
+
+    @locked_in_thread
+    def submit(self, script: str, count: int) -> list[str]:
         """Start `count` jobs, or as many as there are GPUs for; the others wait.
 
         Raises Refused if a job asks for more GPUs than there are, and QueueError if the script does
         not say what it asks for.
         """
-        return await asyncio.to_thread(self._submit, script, count)
-
-    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
-        return await asyncio.to_thread(self._query, ids)
-
-    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """Jobs of a program that has ended, of which no process is left."""
-        return await asyncio.to_thread(self._departed, ids)
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        """Send SIGTERM; what is left of the job after 5 s gets SIGKILL."""
-        await asyncio.to_thread(self._cancel, ids)
-
-    async def tagged(self) -> dict[str, str]:
-        """Running jobs of this user on this machine, and those that wait in this process."""
-        return await asyncio.to_thread(self._tagged)
-
-    # In a thread
-
-    def _submit(self, script: str, count: int) -> list[str]:
         asked = _read_directive(script)
         if self.gpus is not None and asked["gpus"] > len(self.gpus):
             raise Refused(
@@ -173,56 +172,57 @@ class LocalQueue(Queue):
             )
             for _ in range(count)
         ]
-        with self._lock:
-            self._entries.update((entry.id, entry) for entry in new)
-            self._advance()
+        self._entries.update((entry.id, entry) for entry in new)
+        self._advance()
         return [entry.id for entry in new]
 
-    def _query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        with self._lock:
-            found = self._advance()
-            seen = {}
-            for job_id in ids:
-                if job_id in self._entries:
-                    seen[job_id] = self._show(self._entries[job_id])
-                elif job_id in found:
-                    started = min(process.started for process in found[job_id])
-                    node = os.uname().nodename
-                    seen[job_id] = QueueStatus(
-                        job_id, QueueState.STARTING, started=started, nodes=node
-                    )
-            return seen
+    @locked_in_thread
+    def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
+        found = self._advance()
+        seen = {}
+        for job_id in ids:
+            if job_id in self._entries:
+                seen[job_id] = self._show(self._entries[job_id])
+            elif job_id in found:
+                started = min(process.started for process in found[job_id])
+                node = os.uname().nodename
+                seen[job_id] = QueueStatus(job_id, QueueState.STARTING, started=started, nodes=node)
+        return seen
 
-    def _departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        with self._lock:
-            seen = {}
-            for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
-                if job_id in self._cancelled:
-                    seen[job_id] = QueueStatus(job_id, QueueState.CANCELLED, "cancelled")
-                elif not _submitter_lives(job_id):
-                    seen[job_id] = QueueStatus(
-                        job_id, QueueState.COMPLETED, "how it ended is not known"
-                    )
-            return seen
+    @locked_in_thread
+    def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        """Jobs of a program that has ended, of which no process is left."""
+        seen = {}
+        for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
+            if job_id in self._cancelled:
+                seen[job_id] = QueueStatus(job_id, QueueState.CANCELLED, "cancelled")
+            elif not _submitter_lives(job_id):
+                seen[job_id] = QueueStatus(
+                    job_id, QueueState.COMPLETED, "how it ended is not known"
+                )
+        return seen
 
-    def _cancel(self, ids: Collection[str]) -> None:
-        with self._lock:
-            found = local_processes.living()
-            for job_id in ids:
-                entry = self._entries.get(job_id)
-                if entry and entry.state is QueueState.PENDING:
-                    entry.end(QueueState.CANCELLED, "cancelled")
-                if not (entry and entry.state in OVER):
-                    self._cancelled.setdefault(job_id, time.monotonic())
-                    local_processes.terminate(found.get(job_id, ()))
+    @locked_in_thread
+    def cancel(self, ids: Collection[str]) -> None:
+        """Send SIGTERM; what is left of the job after 5 s gets SIGKILL."""
+        found = local_processes.living()
+        for job_id in ids:
+            entry = self._entries.get(job_id)
+            if entry and entry.state is QueueState.PENDING:
+                entry.end(QueueState.CANCELLED, "cancelled")
+            if not (entry and entry.state in OVER):
+                self._cancelled.setdefault(job_id, time.monotonic())
+                local_processes.terminate(found.get(job_id, ()))
 
-    def _tagged(self) -> dict[str, str]:
-        with self._lock:
-            tags = {job_id: found[0].tag for job_id, found in self._advance().items()}
-            for job_id, entry in self._entries.items():
-                if entry.state not in OVER:
-                    tags[job_id] = entry.tag
-            return {job_id: tag for job_id, tag in tags.items() if tag}
+    @locked_in_thread
+    def tagged(self) -> dict[str, str]:
+        """Running jobs of this user on this machine, and those that wait in this process."""
+        tags = {job_id: found[0].tag for job_id, found in self._advance().items()}
+        for job_id, entry in self._entries.items():
+            if entry.state not in OVER:
+                tags[job_id] = entry.tag
+        return {job_id: tag for job_id, tag in tags.items() if tag}
 
     # With the lock
 

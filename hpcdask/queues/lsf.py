@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from . import helpers
 from .base import Allocation, Queue, Request
@@ -53,28 +53,26 @@ class LsfQueue(Queue):
     end, or as long as the site's CLEAN_PERIOD says.
     """
 
-    title: ClassVar[str] = "LSF"
-    jobqueue: ClassVar[tuple[str, str]] = ("lsf", "LSFJob")
-    programs: ClassVar[tuple[str, ...]] = ("bsub", "bjobs", "bkill")
-    advice: ClassVar[str] = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
+    title = "LSF"
+    jobqueue = ("lsf", "LSFJob")
+    programs = ("bsub", "bjobs", "bkill")
+    advice = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
     # Not those of a queue's hard limits on time and memory, which do not pass
-    limits: ClassVar[re.Pattern[str]] = re.compile(
+    limits = re.compile(
         r"threshold|[Jj]ob (slot )?limit|[Nn]umber of jobs|index too large|too many|not responding"
         r"|is down|busy|try later"
     )
     canceller = "bkill"
-    gone: ClassVar[re.Pattern[str]] = re.compile(
-        "not found|already finished|no matching|already been|is being"
-    )
-    job_id: ClassVar[str] = '"$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")"'
-    needs_guard: ClassVar[bool] = True
-    prefix: ClassVar[str] = "#BSUB"
-    name_option: ClassVar[str] = "-J"
-    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-P")
-    gpu_example: ClassVar[str] = "#BSUB -gpu num=1"
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
-    walltime_units: ClassVar[str] = "mh"
-    walltime_forms: ClassVar[str] = "MINUTES, HOURS:MINUTES"
+    gone = re.compile("not found|already finished|no matching|already been|is being")
+    job_id = '"$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")"'
+    needs_guard = True
+    prefix = "#BSUB"
+    name_option = "-J"
+    quoted_options = ("-q", "-P")
+    gpu_example = "#BSUB -gpu num=1"
+    gpu_pattern = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
+    walltime_units = "mh"
+    walltime_forms = "MINUTES, HOURS:MINUTES"
 
     # What the script says
 

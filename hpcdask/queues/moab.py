@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Collection, Iterator
-from typing import ClassVar
 
 from . import helpers
 from .base import Request
@@ -36,23 +35,21 @@ class MoabQueue(PbsQueue):
     ``showq`` shows the names of jobs but no other word of the user, so the tag is in the name.
     """
 
-    title: ClassVar[str] = "Moab"
-    jobqueue: ClassVar[tuple[str, str]] = ("moab", "MoabJob")
-    programs: ClassVar[tuple[str, ...]] = ("msub", "showq", "canceljob")
-    advice: ClassVar[str] = "Queues: showq -l or qstat -Q, accounts and classes: mcredctl -q list"
+    title = "Moab"
+    jobqueue = ("moab", "MoabJob")
+    programs = ("msub", "showq", "canceljob")
+    advice = "Queues: showq -l or qstat -Q, accounts and classes: mcredctl -q list"
     # Not those on the time and memory of one job, which do not pass
-    limits: ClassVar[re.Pattern[str]] = re.compile(
+    limits = re.compile(
         r"number of (\w+ )?jobs|jobs? limit|max\w*job|too many|cannot connect|timed out"
         r"|unavailable",
         re.I,
     )
     canceller = "canceljob"
-    gone: ClassVar[re.Pattern[str]] = re.compile(
-        "invalid job|cannot locate|not found|unknown|already|completed", re.I
-    )
-    gone_by_line: ClassVar[bool] = False
+    gone = re.compile("invalid job|cannot locate|not found|unknown|already|completed", re.I)
+    gone_by_line = False
     # msub -E passes Moab's own id
-    job_id: ClassVar[str] = '"${MOAB_JOBID:-${PBS_JOBID%%.*}}"'
+    job_id = '"${MOAB_JOBID:-${PBS_JOBID%%.*}}"'
 
     # What the script says
 

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from hpcdask.errors import QueueError, UsageError
 
@@ -37,33 +37,31 @@ DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
 class OarQueue(Queue):
     """The door to OAR, which gives each element of an array, and each restart, an id of its own."""
 
-    title: ClassVar[str] = "OAR"
-    jobqueue: ClassVar[tuple[str, str]] = ("oar", "OARJob")
-    programs: ClassVar[tuple[str, ...]] = ("oarsub", "oarstat", "oardel")
-    advice: ClassVar[str] = "Resources and their properties: oarnodes, queues: oarstat --help"
+    title = "OAR"
+    jobqueue = ("oar", "OARJob")
+    programs = ("oarsub", "oarstat", "oardel")
+    advice = "Resources and their properties: oarnodes, queues: oarstat --help"
     # Not those on the time of one job, which do not pass
-    limits: ClassVar[re.Pattern[str]] = re.compile(
+    limits = re.compile(
         r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I
     )
     canceller = "oardel"
-    gone: ClassVar[re.Pattern[str]] = re.compile(
-        "already|not found|does not exist|no job|unknown", re.I
-    )
-    gone_by_line: ClassVar[bool] = False
-    job_id: ClassVar[str] = '"$OAR_JOB_ID"'
-    prefix: ClassVar[str] = "#OAR"
-    name_option: ClassVar[str] = "-n"
-    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "--project")
-    gpu_example: ClassVar[str] = "oarsub -l gpu=1"
-    gpu_options: ClassVar[tuple[str, ...]] = ("-l", "--resource")
+    gone = re.compile("already|not found|does not exist|no job|unknown", re.I)
+    gone_by_line = False
+    job_id = '"$OAR_JOB_ID"'
+    prefix = "#OAR"
+    name_option = "-n"
+    quoted_options = ("-q", "--project")
+    gpu_example = "oarsub -l gpu=1"
+    gpu_options = ("-l", "--resource")
     # Behind gpu= a number, or ALL or BEST
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:^|[/}+])gpu=(\d*)", re.I)
-    walltime_forms: ClassVar[str] = "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS"
-    node_file: ClassVar[str] = "OAR_NODEFILE"
-    mpirun_setup: ClassVar[str] = (
+    gpu_pattern = re.compile(r"(?:^|[/}+])gpu=(\d*)", re.I)
+    walltime_forms = "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS"
+    node_file = "OAR_NODEFILE"
+    mpirun_setup = (
         "export OMPI_MCA_plm_rsh_agent=oarsh PRTE_MCA_plm_ssh_agent=oarsh HYDRA_LAUNCHER_EXEC=oarsh"
     )
-    mpirun_option: ClassVar[str] = '--hostfile "$OAR_NODEFILE"'
+    mpirun_option = '--hostfile "$OAR_NODEFILE"'
 
     # What the script says
 

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from hpcdask.errors import NoTags, UsageError
 
@@ -31,36 +31,31 @@ class PbsQueue(Queue):
     a job that PBS starts again ends at once and is replaced.
     """
 
-    title: ClassVar[str] = "PBS"
-    jobqueue: ClassVar[tuple[str, str]] = ("pbs", "PBSJob")
-    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
-    advice: ClassVar[str] = "Queues: qstat -Q, their limits: qstat -Q -f"
-    limits: ClassVar[re.Pattern[str]] = re.compile(
+    title = "PBS"
+    jobqueue = ("pbs", "PBSJob")
+    programs = ("qsub", "qstat", "qdel")
+    advice = "Queues: qstat -Q, their limits: qstat -Q -f"
+    limits = re.compile(
         r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
         r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
     )
     canceller = "qdel"
-    gone: ClassVar[re.Pattern[str]] = re.compile(
-        "unknown job|has finished|no such job|does not exist|history", re.I
-    )
+    gone = re.compile("unknown job|has finished|no such job|does not exist|history", re.I)
     # SLURM sets PBS_JOBID only where the site loads its plugin for that
-    job_id: ClassVar[str] = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
-    needs_guard: ClassVar[bool] = True
+    job_id = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
+    needs_guard = True
     # Of the job that the notebook may run in; SLURM's commands pass them on
-    ignored_variables: ClassVar[tuple[str, ...]] = (
-        *("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"),
-        *("SLURM_ARRAY_", "SLURM_JOB"),
-    )
-    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-A")
-    gpu_example: ClassVar[str] = "#PBS -l select=1:ngpus=1"
-    gpu_options: ClassVar[tuple[str, ...]] = ("-l", "-L", "-W")
+    ignored_variables = (*("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"), *("SLURM_ARRAY_", "SLURM_JOB"))
+    quoted_options = ("-q", "-A")
+    gpu_example = "#PBS -l select=1:ngpus=1"
+    gpu_options = ("-l", "-L", "-W")
     # PBS Professional's ngpus=2, Torque's gpus=2, Moab's gres=gpu:2 and GRES:gpus@2
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
+    gpu_pattern = re.compile(
         r"(?:^|[:,+=])n?gpus?=(\d+)|\bgres[=:](?:\S*%)?gpus?\b[:@]?(\d*)", re.I
     )
-    walltime_units: ClassVar[str] = "smhd"
-    walltime_forms: ClassVar[str] = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
-    node_file: ClassVar[str] = "PBS_NODEFILE"
+    walltime_units = "smhd"
+    walltime_forms = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
+    node_file = "PBS_NODEFILE"
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         super().__init__(timeout_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from hpcdask.errors import UsageError
 
@@ -32,26 +32,22 @@ class SgeQueue(Queue):
     that Grid Engine holds back in error state, which only an administrator ends, are deleted.
     """
 
-    title: ClassVar[str] = "Grid Engine"
-    jobqueue: ClassVar[tuple[str, str]] = ("sge", "SGEJob")
-    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel", "qacct", "qconf")
-    advice: ClassVar[str] = "Queues: qconf -sql, resources: qconf -sc, projects: qconf -sprjl"
-    limits: ClassVar[re.Pattern[str]] = re.compile(
+    title = "Grid Engine"
+    jobqueue = ("sge", "SGEJob")
+    programs = ("qsub", "qstat", "qdel", "qacct", "qconf")
+    advice = "Queues: qconf -sql, resources: qconf -sc, projects: qconf -sprjl"
+    limits = re.compile(
         r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib"
         r"|can't get resp"
     )
     canceller = "qdel"
-    gone: ClassVar[re.Pattern[str]] = re.compile("delet|does not exist")
-    prefix: ClassVar[str] = "#$"
-    quoted_options: ClassVar[tuple[str, ...]] = ("-q", "-P")
-    gpu_example: ClassVar[str] = "#$ -l gpu=1"
+    gone = re.compile("delet|does not exist")
+    prefix = "#$"
+    quoted_options = ("-q", "-P")
+    gpu_example = "#$ -l gpu=1"
     # Complexes are named by the sites
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(
-        r"(?:^|,)(?:n?gpus?|cuda)=(\d+)(?![\d.])", re.I
-    )
-    job_id: ClassVar[str] = (
-        '"$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo ".$SGE_TASK_ID")"'
-    )
+    gpu_pattern = re.compile(r"(?:^|,)(?:n?gpus?|cuda)=(\d+)(?![\d.])", re.I)
+    job_id = '"$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo ".$SGE_TASK_ID")"'
 
     # What the script says
 

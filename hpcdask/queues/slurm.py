@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from hpcdask.errors import QueueError, Refused, UsageError
 
@@ -45,11 +45,10 @@ WALLTIME_FORMS = (
 class SlurmQueue(Queue):
     """The door to SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
 
-    title: ClassVar[str] = "SLURM"
-    jobqueue: ClassVar[tuple[str, str]] = ("slurm", "SLURMJob")
-    summary: ClassVar[
-        str
-    ] = """Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
+    title = "SLURM"
+    jobqueue = ("slurm", "SLURMJob")
+    summary = """\
+    Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
 
     >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
     >>> cluster.adapt(minimum=0, maximum=32)
@@ -57,17 +56,15 @@ class SlurmQueue(Queue):
 
     SLURM alone: ``gpu_request`` is how the site takes the request of GPUs, ``"gres"`` (default),
     ``"gpus-per-node"`` or ``"gpus"``."""
-    programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
-    companions: ClassVar[str] = (
+    programs = ("sbatch", "squeue", "scancel")
+    companions = (
         "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"
     )
-    job_id: ClassVar[str] = (
-        "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
-    )
-    restarts: ClassVar[str] = "${SLURM_RESTART_COUNT:-0}"
+    job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+    restarts = "${SLURM_RESTART_COUNT:-0}"
     # sbatch takes these for options that beat the script's, or hands them to the job, where they
     # would be those of the job that the notebook runs in
-    ignored_variables: ClassVar[tuple[str, ...]] = (
+    ignored_variables = (
         *("SACCT_", "SCANCEL_", "SQUEUE_"),
         *("SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_COMMENT", "SBATCH_GPUS", "SBATCH_GRES"),
         *("SBATCH_JOB_NAME", "SBATCH_MEM_PER", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_WAIT"),
@@ -76,18 +73,16 @@ class SlurmQueue(Queue):
         *("SLURM_TASK", "SLURM_TRES_"),
     )
 
-    prefix: ClassVar[str] = "#SBATCH"
-    gpu_example: ClassVar[str] = (
+    prefix = "#SBATCH"
+    gpu_example = (
         "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
     )
-    gpu_options: ClassVar[tuple[str, ...]] = (
-        *("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G"),
-    )
+    gpu_options = ("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G")
     # Of the words of a gres list: gpu, gpu:2, gpu:a100:2, gpu=2
-    gpu_pattern: ClassVar[re.Pattern[str]] = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
-    launchers: ClassVar[tuple[str, ...]] = ("srun", "mpirun")
+    gpu_pattern = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
+    launchers = ("srun", "mpirun")
     counts_ranks = True
-    names_log: ClassVar[bool] = True
+    names_log = True
 
     def __init__(
         self, gpu_request: GpuRequest = "gres", timeout_s: float = COMMAND_TIMEOUT_S

@@ -23,9 +23,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py --epochs 10",
 )
 @click.option(
-    "--system",
-    type=SYSTEM,
-    help="Queueing system. Default: the one whose commands are found here.",
+    "--system", type=SYSTEM, help="Queueing system. Default: the one whose commands are found here."
 )
 @click.option("--dry-run", is_flag=True, help="Print the script, and submit nothing.")
 @click.option(

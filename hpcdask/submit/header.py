@@ -70,7 +70,8 @@ async def _keywords(
         walltime_text(site["walltime"])
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
-    return {key: value for key, value in keywords.items() if value and key in known}
+    given = {key: value for key, value in keywords.items() if key in known}
+    return {key: value for key, value in given.items() if value not in (None, "")}
 
 
 def _site_directives(queue: Queue, site: Mapping[str, Any]) -> list[str]:

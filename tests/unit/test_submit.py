@@ -243,6 +243,8 @@ def test_configured_directives_stay_unless_they_request_gpus():
     assert "\n#SBATCH -p gpus\n#SBATCH --gpu-bind=none\n" in text
     assert text.count("gpu:") == text.count("--gres=gpu:4\n") == 1
     assert "-G2" not in text
+    with dask.config.set({"jobqueue.slurm.job-extra-directives": ["--gres=gpu:a100:1"]}):
+        assert script("slurm", "train.py").count("gpu:") == 1
 
 
 def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
