@@ -119,7 +119,7 @@ class Queue(Commands, ABC):
     #: How a directive begins; dask-jobqueue's options for the job's name, and for words to quote.
     prefix: ClassVar[str] = "#PBS"
     name_option: ClassVar[str] = "-N"
-    quoted_options: ClassVar[tuple[str, ...]] = ()
+    quoted_options: ClassVar[str] = ""
     #: How one asks for a GPU; options of directives that may do so, and their values.
     gpu_example: ClassVar[str] = ""
     gpu_options: ClassVar[tuple[str, ...]] = ("-l",)
@@ -155,8 +155,9 @@ class Queue(Commands, ABC):
         """
         self.refuse_nodes(request)
         name = self.job_name(request)
-        options = (self.name_option, self.quoted_name(name), self.quote, self.quoted_options)
-        lines = self.with_gpus(quoted_header(job, self.prefix, *options), request)
+        named = (self.prefix, self.name_option, self.name_directive(name))
+        header = quoted_header(job, *named, self.quote, self.quoted_options)
+        lines = self.with_gpus(header, request)
         if not name.startswith(request.name):
             lines = [*lines, f"# {self.title} does not take the job name {request.name!r}"]
         lines = self.with_directives(lines, job, request)
@@ -174,13 +175,13 @@ class Queue(Commands, ABC):
         """The job's name as the queue takes it."""
         return request.name
 
-    def quoted_name(self, name: str) -> str:
-        """That name as a directive has it."""
-        return name
+    def name_directive(self, name: str) -> str:
+        """The option that gives the job this name."""
+        return f"{self.name_option} {name}"
 
     def quote(self, value: str) -> str:
         """A value as the reader of directives takes it."""
-        return shlex.quote(value)
+        return value if value.startswith('"') else shlex.quote(value)
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """The header, asking for the request's GPUs where it asks for other resources."""

@@ -162,19 +162,11 @@ class LocalQueue(Queue):
                 f"give. Ask for fewer with gpus_per_job. Script kept at {script}"
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
-        new = [
-            Entry(
-                f"{submitter}.{next(_numbers)}",
-                script,
-                asked["tag"],
-                asked["gpus"],
-                asked["folder"],
-            )
-            for _ in range(count)
-        ]
-        self._entries.update((entry.id, entry) for entry in new)
+        ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
+        new = [Entry(job_id, script, **asked) for job_id in ids]
+        self._entries |= dict(zip(ids, new, strict=True))
         self._advance()
-        return [entry.id for entry in new]
+        return ids
 
     @locked_in_thread
     def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
@@ -310,34 +302,23 @@ class LocalQueue(Queue):
     def _run_job(
         self, entry: Entry, given: dict[str, str], locks: list[int]
     ) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            **given,
-            local_processes.JOB: entry.id,
-            local_processes.TAG: entry.tag,
-        }
+        own = {local_processes.JOB: entry.id, local_processes.TAG: entry.tag}
+        environment = {**os.environ, **given, **own}
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
         limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
-        script = os.open(entry.script, os.O_RDONLY)
-        try:
-            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                # bash would open the script by its name only after this has returned
-                read = ["bash", "-c", f". /proc/self/fd/{script}", entry.script]
-                return subprocess.Popen(
-                    ["timeout", *limit, *read],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    pass_fds=[*locks, script],
-                    start_new_session=True,
-                )
-            finally:
-                os.close(output)
-        finally:
-            os.close(script)
+        with open(entry.script, "rb") as script, open(path, "ab", opener=_private) as output:
+            # bash would open the script by its name only after this has returned
+            read = ["bash", "-c", f". /proc/self/fd/{script.fileno()}", entry.script]
+            return subprocess.Popen(
+                ["timeout", *limit, *read],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=[*locks, script.fileno()],
+                start_new_session=True,
+            )
 
     def _show(self, entry: Entry) -> QueueStatus:
         ends = entry.started + self.walltime_s if entry.started and self.walltime_s else None
@@ -350,6 +331,10 @@ class LocalQueue(Queue):
             ends=ends,
             nodes=os.uname().nodename if entry.started else "",
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read_directive(script: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class LsfQueue(Queue):
     needs_guard = True
     prefix = "#BSUB"
     name_option = "-J"
-    quoted_options = ("-q", "-P")
+    quoted_options = "-q -P"
     gpu_example = "#BSUB -gpu num=1"
     gpu_pattern = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
     walltime_units = "mh"
@@ -80,7 +80,8 @@ class LsfQueue(Queue):
         return clean_name(request.name, r"\w.-", longest=100)
 
     def quote(self, value: str) -> str:
-        return value if re.fullmatch(r"[\w.@,+:/=-]+", value) else double_quoted(value, "#BSUB")
+        plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=-]+", value)
+        return value if plain else double_quoted(value, "#BSUB")
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         if request.gpus:

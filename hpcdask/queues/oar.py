@@ -51,7 +51,7 @@ class OarQueue(Queue):
     job_id = '"$OAR_JOB_ID"'
     prefix = "#OAR"
     name_option = "-n"
-    quoted_options = ("-q", "--project")
+    quoted_options = "-q --project"
     gpu_example = "oarsub -l gpu=1"
     gpu_options = ("-l", "--resource")
     # Behind gpu= a number, or ALL or BEST
@@ -68,8 +68,8 @@ class OarQueue(Queue):
     def job_name(self, request: Request) -> str:
         return clean_name(request.name, r"\w .,:;=@+()-", longest=100)
 
-    def quoted_name(self, name: str) -> str:
-        return shlex.quote(name)
+    def name_directive(self, name: str) -> str:
+        return super().name_directive(shlex.quote(name))
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """The header with the GPUs in its resources, unless the user's resources have them.

@@ -46,7 +46,7 @@ class PbsQueue(Queue):
     needs_guard = True
     # Of the job that the notebook may run in; SLURM's commands pass them on
     ignored_variables = (*("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"), *("SLURM_ARRAY_", "SLURM_JOB"))
-    quoted_options = ("-q", "-A")
+    quoted_options = "-q -A"
     gpu_example = "#PBS -l select=1:ngpus=1"
     gpu_options = ("-l", "-L", "-W")
     # PBS Professional's ngpus=2, Torque's gpus=2, Moab's gres=gpu:2 and GRES:gpus@2

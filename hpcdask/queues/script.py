@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcdask.errors import UsageError
@@ -26,26 +26,22 @@ def header_lines(job: Any) -> list[str]:
 
 
 def quoted_header(
-    job: Any,
-    prefix: str,
-    name_option: str,
-    name: str,
-    quote: Callable[[str], str],
-    options: Collection[str],
+    job: Any, prefix: str, name_option: str, name: str, quote: Callable[[str], str], quoted: str
 ) -> list[str]:
-    """Return dask-jobqueue's header with its values quoted and another job name.
+    """Return dask-jobqueue's header with its values quoted, and the name's directive in its place.
 
-    `quote` is as the queue's reader wants it, and is used for the `options` where that is
-    necessary. ``job_extra_directives`` stay as the user wrote them.
+    `quote` is as the queue's reader wants it, and is used for the options in `quoted`.
+    ``job_extra_directives`` stay as the user wrote them.
     """
     own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
     lines = []
     for line in header_lines(job):
-        start, _, value = line.partition(" ")[2].partition(" ")
-        if line not in own and start == name_option:
-            line = f"{prefix} {name_option} {name}"
-        elif line not in own and start in options and not value.startswith('"'):
-            line = f"{prefix} {start} {quote(one_line(value, f'{prefix} {start}'))}"
+        found = re.fullmatch(rf"{re.escape(prefix)} (--?[\w-]+)([ =])(.*)", line)
+        if found and line not in own and found[1] == name_option:
+            line = f"{prefix} {name}"
+        elif found and line not in own and found[1] in quoted.split():
+            value = one_line(found[3], f"{prefix} {found[1]}")
+            line = f"{prefix} {found[1]}{found[2]}{quote(value)}"
         lines.append(line)
     return lines
 

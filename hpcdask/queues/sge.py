@@ -43,7 +43,7 @@ class SgeQueue(Queue):
     canceller = "qdel"
     gone = re.compile("delet|does not exist")
     prefix = "#$"
-    quoted_options = ("-q", "-P")
+    quoted_options = "-q -P"
     gpu_example = "#$ -l gpu=1"
     # Complexes are named by the sites
     gpu_pattern = re.compile(r"(?:^|,)(?:n?gpus?|cuda)=(\d+)(?![\d.])", re.I)
@@ -55,7 +55,7 @@ class SgeQueue(Queue):
         return clean_name(request.name, r"\w.+-", "A-Za-z_")
 
     def quote(self, value: str) -> str:
-        plain = re.fullmatch(r"[\w.@,+:/=*-]+", value)
+        plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=*-]+", value)
         return value if plain else double_quoted(value, "#$", escaped="")
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:

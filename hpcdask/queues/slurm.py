@@ -22,7 +22,7 @@ from .base import Allocation, Queue, Request
 from .commands import COMMAND_TIMEOUT_S
 from .helpers import pick, read
 from .job_state import OVER, QueueState, QueueStatus
-from .script import double_quoted, header_lines, one_line, option_values, option_words, render
+from .script import double_quoted, one_line, option_values, option_words
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -74,6 +74,8 @@ class SlurmQueue(Queue):
     )
 
     prefix = "#SBATCH"
+    name_option = "-J"
+    quoted_options = "-p -A -t --mem"
     gpu_example = (
         "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
     )
@@ -102,17 +104,24 @@ class SlurmQueue(Queue):
 
     # What the script says
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        lines = _header(job, request)
-        _refuse_clusters(lines)
-        return render(job, [*lines, *self._directives(request)], preamble, command)
+    def refuse_nodes(self, request: Request) -> None:
+        """SLURM's jobs may have several: srun starts the workers on all of them."""
 
-    def _directives(self, request: Request) -> list[str]:
-        lines = []
+    def name_directive(self, name: str) -> str:
+        return f"--job-name={double_quoted(name, 'job_name')}"
+
+    def quote(self, value: str) -> str:
+        plain = re.fullmatch(r"[\w.,:/@%+=-]+", value, re.ASCII)
+        return value if plain else double_quoted(value, "a keyword")
+
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        _refuse_others(lines)
         if request.nodes > 1:
+            lines = [line for line in lines if line != "#SBATCH -n 1"]
             lines.append(f"#SBATCH --nodes={request.nodes} --ntasks-per-node=1")
-        if request.gpus:
-            lines.append(f"#SBATCH {self._gpus(request)}")
+        return [*lines, f"#SBATCH {self._gpus(request)}"] if request.gpus else lines
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         if "\\" in request.folder:
             raise UsageError(
                 f"the folder {request.folder!r} has a backslash in its name, and SLURM writes no "
@@ -120,11 +129,8 @@ class SlurmQueue(Queue):
             )
         name = "hpcdask-%j.log" if request.alone else ARRAY_LOG
         log = os.path.join(request.folder.replace("%", "%%"), name)
-        return [
-            *lines,
-            f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}",
-            f"{OUTPUT}{double_quoted(log, 'the folder of logs')}",
-        ]
+        comment = f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}"
+        return [*lines, comment, f"{OUTPUT}{double_quoted(log, 'the folder of logs')}"]
 
     def replaced(self, job: Any) -> list[str]:
         """See `Queue.replaced`."""
@@ -147,7 +153,7 @@ class SlurmQueue(Queue):
             value = f"{kind}{per_node}"
         if self.gpu_request == "gres":
             value = f"gpu:{value}"
-        return f"--{self.gpu_request}={_quoted(value, 'gpu_type')}"
+        return f"--{self.gpu_request}={self.quote(value)}"
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
@@ -324,32 +330,14 @@ class SlurmQueue(Queue):
         return slurm_errors.refused(done, script)
 
 
-def _header(job: Any, request: Request) -> list[str]:
-    """Return dask-jobqueue's header with quoted values, the job's name and its nodes."""
-    own = {f"#SBATCH {directive}" for directive in job.job_extra_directives}
-    lines = []
-    for line in header_lines(job):
-        match = re.fullmatch(r"#SBATCH (--[\w-]+|-\w)([ =])(.*)", line)
+def _refuse_others(lines: Sequence[str]) -> None:
+    """Refuse lines that are no directives, and those that send a job where nobody looks for it."""
+    for line in lines:
         if not line.startswith("#SBATCH"):
             raise UsageError(
                 f"a keyword of the job has a line end, so that {line[:100]!r} would be a line of "
                 f"the script. Take it out"
             )
-        if match is None or line in own:
-            lines.append(line)
-        elif match[1] == "-J":
-            lines.append(f"#SBATCH --job-name={double_quoted(request.name, 'job_name')}")
-        elif match[1] in ("-p", "-A", "-t", "--mem"):
-            value = _quoted(match[3], match[1])
-            lines.append(f"#SBATCH {match[1]}{match[2]}{value}")
-        elif match[1] != "-n" or request.nodes == 1:
-            lines.append(line)
-    return lines
-
-
-def _refuse_clusters(lines: Sequence[str]) -> None:
-    """Refuse directives that send a job to a cluster where the other commands do not look."""
-    for line in lines:
         if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
             raise UsageError(
                 f"{found} in the line {line!r} is for sbatch alone: squeue and scancel would not "
@@ -367,11 +355,6 @@ def _last_number(item: str) -> int:
     """The count behind a type; a type alone is one GPU."""
     last = re.split("[:=]", item)[-1]
     return int(last) if last.isdecimal() else 1
-
-
-def _quoted(value: str, what: str) -> str:
-    plain = re.fullmatch(r"[\w.,:/@%+=-]+", value, re.ASCII)
-    return value if plain else double_quoted(value, what)
 
 
 def _single_output(script: str) -> list[str]:
