@@ -29,7 +29,7 @@ def import_jobqueue(module: str) -> Any:
     signal.signal = lambda *args: None
     try:
         found = importlib.import_module(f"dask_jobqueue.{module}")
-        if not dask.config.get("jobqueue", None):
+        if not dask.config.get(f"jobqueue.{module}.name", None):
             # imported first inside a block of dask.config.set, whose end took the defaults away
             importlib.import_module("dask_jobqueue.config").reconfigure()
     finally:

@@ -30,7 +30,7 @@ from . import local_processes
 from .base import Queue, Request
 from .commands import COMMAND_TIMEOUT_S
 from .job_state import OVER, QueueState, QueueStatus
-from .registry import SYSTEMS, queue_class
+from .registry import requested_gpus
 
 #: Seconds between SIGTERM and SIGKILL.
 KILL_WAIT_S = 5.0
@@ -128,9 +128,7 @@ class LocalQueue(Queue):
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
         """As in the words of any system: this one has none of its own."""
-        others = (queue for name in SYSTEMS if (queue := queue_class(name)) is not LocalQueue)
-        counts = (queue.requested_gpus(directive, nodes) for queue in others)
-        return next((count for count in counts if count is not None), None)
+        return requested_gpus(directive, nodes)
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:

@@ -73,6 +73,13 @@ def batch_systems() -> list[str]:
     return [name for name in SYSTEMS if not queue_class(name).is_local]
 
 
+def requested_gpus(directive: str, nodes: int = 1) -> int | None:
+    """As `Queue.requested_gpus`, in the words of any system."""
+    queues = map(queue_class, batch_systems())
+    counts = (queue.requested_gpus(directive, nodes) for queue in queues)
+    return next((count for count in counts if count is not None), None)
+
+
 def system_of_job(environ: Mapping[str, str] | None = None) -> str | None:
     """The system whose job this process runs in, by the job's variables."""
     environ = os.environ if environ is None else environ

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Allocation
+from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
 from hpcdask.spec.parsing import parse_memory
 
-#: In directives that request GPUs.
-GPUS = re.compile(r"gres\S*gpu|--gpus|-G *\d|gpus?=|-gpu\b|request_gpus", re.I)
 #: Name of a job that runs no program.
 NO_PROGRAM = "dask-cluster"
 
@@ -39,7 +38,8 @@ class BatchRequest(Allocation):
     def options(self) -> tuple[str, ...]:
         """Options of the runner, which in a job expects GPUs if it is not told that none are."""
         named = any(word.partition("=")[0] == "--device" for word in self.run)
-        theirs = any(GPUS.search(line) for line in self.directives)
+        bare = (re.sub(r"^\s*#\S+", "", line) for line in self.directives)
+        theirs = any(requested_gpus(line) is not None for line in bare)
         return self.run if self.gpus_per_node or named or theirs else (*self.run, "--device", "cpu")
 
     @property
