@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from .bootstrap import reexec
-from .bootstrap.janitor import Janitor
+import sys
+
+from .node.prepare import prepare_rank
 
 if __name__ == "__main__":
-    reexec.end_on_interrupt()
-    reexec.reexecute()
-    _janitor = Janitor.start()
-    from .bootstrap import ranks, resources
-
-    ranks.note_launcher()
-    resources.widen(resources.launcher_cores())  # the imports and the probe need more than one
-    ranks.leave_mpi_alone()
-    from .node.gpu_probe import GpuProbe
-    from .node.prestart import prestart
-
-    _probe = GpuProbe.start(_janitor.release_in_child, prestart)
+    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=True)
 
 import contextlib
 import io
-import sys
 
+from .bootstrap import ranks
+from .bootstrap.janitor import Janitor
 from .errors import UsageError
 from .node.gpu_probe import GpuProbe
 from .runner.launch import launch
@@ -32,8 +23,6 @@ from .runner.program import Program
 
 def main(janitor: Janitor, probe: GpuProbe | None) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
-    from .bootstrap import ranks
-
     rank = ranks.detect()
     silent = rank is not None and rank.index != 0  # --help is for one of them to print
     try:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from .bootstrap import reexec
-from .bootstrap.janitor import Janitor
+import sys
+
+from .node.prepare import prepare_rank
 
 if __name__ == "__main__":
-    reexec.end_on_interrupt()
-    reexec.reexecute()
-    _janitor = Janitor.start()
-    from .bootstrap import resources
-
-    resources.widen(resources.launcher_cores())  # the imports and the probe need more than one
-    from .node.gpu_probe import GpuProbe
-    from .node.prestart import prestart
-
-    _probe = GpuProbe.start(_janitor.release_in_child, prestart)
+    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=False)
 
 import os
-import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from . import process
+from .bootstrap import reexec
+from .bootstrap.janitor import Janitor
 from .errors import HpcdaskError, UsageError
 from .node.gpu_probe import GpuProbe
 from .node.job_options import parse
@@ -105,7 +98,7 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
     set_log_level()
-    start_template(asked.spec, scratch, forking.Forker(janitor, probe))
+    start_template(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
     process.mark("processes forked")
     return JobAgent(asked, scratch, probe)
 

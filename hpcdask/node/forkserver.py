@@ -23,12 +23,9 @@ from multiprocessing import forkserver as mp_forkserver
 from multiprocessing import reduction, resource_tracker
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcdask.bootstrap import ranks
 from hpcdask.comm import ucx_hooks
 from hpcdask.gpu import devices, driver
 from hpcdask.process import FILES, detach_standard_streams, process_start
-
-from .gpu_probe import has_peers
 
 if TYPE_CHECKING:
     from hpcdask.spec.specs import WorkerSpec
@@ -261,12 +258,15 @@ def _drop_idle_hook() -> None:
         ]
 
 
-def start_template(spec: WorkerSpec, scratch: str, forker: Forker) -> None:
-    """Fork the template of this rank's workers. This is the last fork of a rank."""
+def start_template(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: bool) -> None:
+    """Fork the template of this rank's workers. This is the last fork of a rank.
+
+    ``peers``: there may be other workers on GPUs to exchange data with.
+    """
     import dask.config
 
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
-    likely = cuda and spec.protocol == "auto" and has_peers(ranks.detect())
+    likely = cuda and spec.protocol == "auto" and peers
 
     def in_child() -> None:
         forker.close_in_child()

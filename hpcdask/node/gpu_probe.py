@@ -16,7 +16,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -37,13 +36,32 @@ PROBE_DEADLINE_S = 30.0
 HOLD_S = 60.0
 #: Seconds that the probe gets to be gone.
 DISMISSAL_S = 0.5
-#: Options with which the rank's worker has no GPU, or not the one that its number tells.
-ELSEWHERE = {"cpu", "dedicated"}
 #: The variable that is 0 where no probe is to become a worker, to see what depends on it.
 SWITCH = "HPCDASK_PRESTART"
 
+
+class EarlyOptions(NamedTuple):
+    """What the probe knows of a command line that is not read yet; a wrong guess costs time only.
+
+    ``in_run``: the ranks of a run meet, those of a job do not. ``elsewhere``: the rank's worker has
+    no GPU, or not the one that its number tells.
+    """
+
+    in_run: bool
+    elsewhere: bool = False
+    tcp: bool = False
+    oversubscribe: bool = False
+
+    @classmethod
+    def read(cls, arguments: Sequence[str], *, in_run: bool) -> EarlyOptions:
+        """Look at all words, the program's too."""
+        words = {word for argument in arguments for word in argument.split("=")}
+        elsewhere = bool(words & {"cpu", "dedicated"})
+        return cls(in_run, elsewhere, "tcp" in words, "--oversubscribe" in words)
+
+
 #: Makes a process ready to be a worker, see `hpcdask.node.prestart.prestart`.
-Prestart = Callable[[Callable[[], str | None], socket.socket, str | None], None]
+Prestart = Callable[[Callable[[], str | None], socket.socket, EarlyOptions, str | None], None]
 
 
 class ProbeResult(NamedTuple):
@@ -74,7 +92,7 @@ class GpuProbe:
 
     @classmethod
     def start(
-        cls, in_child: Callable[[], None], prestart: Prestart | None = None
+        cls, in_child: Callable[[], None], early: EarlyOptions, prestart: Prestart | None = None
     ) -> GpuProbe | None:
         """Fork the probe, where there is a driver to ask.
 
@@ -91,7 +109,7 @@ class GpuProbe:
                 in_child()
                 os.close(read_end)
                 line.close()
-                _serve(write_end, theirs, prestart)
+                _serve(write_end, theirs, early, prestart)
             finally:
                 os._exit(0)
         os.close(write_end)
@@ -146,14 +164,14 @@ class GpuProbe:
         return os.read(self._pipe, 65536)
 
 
-def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
+def _serve(pipe: int, line: socket.socket, early: EarlyOptions, prestart: Prestart | None) -> None:
     """In the probe: look, tell, and be of use until the workers are there."""
     rank, environ = ranks.detect(), dict(os.environ)
-    may = prestart if has_nvidia_driver() and _may_prestart(rank) else None
+    may = prestart if has_nvidia_driver() and _may_prestart(rank, early) else None
     files = driver_files() if may else []
     gpus = foreseen_gpus(files, environ)
-    foreseen = _choose(rank, [gpu.uuid for gpu in gpus])
-    shared = "hpcdask.run" in sys.orig_argv and rank is not None and rank.local_size > 1
+    foreseen = _choose(rank, [gpu.uuid for gpu in gpus], early)
+    shared = early.in_run and rank is not None and rank.local_size > 1
     first = rank is not None and rank.local_index == 0
     leaves = shared and not first and foreseen is not None and len(gpus) == len(files) > 1
     held: list[str] = []
@@ -164,7 +182,7 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
         found = _foresee(environ, gpus) if leaves else _ask(environ, every=shared and first)
         mark("GPUs found")
         uuids = [gpu["uuid"] for gpu in found.get("gpus", ())]
-        uuid = _choose(rank, uuids) if may else None
+        uuid = _choose(rank, uuids, early) if may else None
         wrong = foreseen is not None and uuid != foreseen
         with open(pipe, "w") as stream:
             stream.write(json.dumps({**found, "prestarts": None if wrong else uuid}))
@@ -175,7 +193,7 @@ def _serve(pipe: int, line: socket.socket, prestart: Prestart | None) -> None:
         return uuid
 
     if may:
-        may(look, line, foreseen)
+        may(look, line, early, foreseen)
     else:
         look()
     if held:
@@ -226,9 +244,9 @@ def _one_start() -> Iterator[None]:
         yield
 
 
-def _may_prestart(rank: ranks.Rank | None) -> bool:
+def _may_prestart(rank: ranks.Rank | None, early: EarlyOptions) -> bool:
     """Whether this rank may have one worker, and has a core for its imports beside its own."""
-    if rank is None or words() & ELSEWHERE or os.environ.get(SWITCH) == "0":
+    if rank is None or early.elsewhere or os.environ.get(SWITCH) == "0":
         return False
     if rank.local_size == 1 and _count_visible() != 1:
         return False  # a worker for each, or one that the job chooses
@@ -236,15 +254,9 @@ def _may_prestart(rank: ranks.Rank | None) -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * sharing
 
 
-def words() -> set[str]:
-    """What stands on the command line, before it is read: options, values, the program's too."""
-    return {word for arg in sys.argv[1:] for word in arg.split("=")}
-
-
 def has_peers(rank: ranks.Rank | None) -> bool:
-    """Whether there may be other workers on GPUs: a job's are in other jobs."""
-    alone = rank is not None and rank.size == 1 and _count_visible() == 1
-    return not (alone and "hpcdask.run" in sys.orig_argv)
+    """Whether there may be other workers on GPUs in the run of this rank."""
+    return rank is None or rank.size > 1 or _count_visible() != 1
 
 
 def _count_visible() -> int:
@@ -254,14 +266,14 @@ def _count_visible() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _choose(rank: ranks.Rank | None, uuids: Sequence[str]) -> str | None:
+def _choose(rank: ranks.Rank | None, uuids: Sequence[str], early: EarlyOptions) -> str | None:
     """The GPU that the rank's only worker will get, where that is as good as certain.
 
     A context on the GPU of another rank would keep that one out, in exclusive mode.
     """
     probable = _probable(rank, uuids)
     own_or_all = rank and (len(uuids) == 1 or len(uuids) >= rank.local_size)
-    certain = own_or_all or "--oversubscribe" in sys.argv
+    certain = own_or_all or early.oversubscribe
     return probable[0] if certain and len(probable) == 1 else None
 
 

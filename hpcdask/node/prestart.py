@@ -21,14 +21,17 @@ from hpcdask.gpu.context import CONTEXT_MADE, make_context, start_cuda
 from hpcdask.process import detach_standard_streams, mark
 
 from . import forkserver
-from .gpu_probe import has_peers, words
+from .gpu_probe import EarlyOptions, has_peers
 
 #: What the template and the worker import besides, where it is there.
 PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
 
 
 def prestart(
-    look: Callable[[], str | None], line: socket.socket, foreseen: str | None = None
+    look: Callable[[], str | None],
+    line: socket.socket,
+    early: EarlyOptions,
+    foreseen: str | None = None,
 ) -> None:
     """Make this process ready to be a worker. Returns if it cannot be one.
 
@@ -36,7 +39,7 @@ def prestart(
     one or none. The rank gives the order on ``line``, see `hpcdask.node.forkserver.adopt`.
     """
     detach_standard_streams(output=False)
-    if "tcp" not in words() and has_peers(ranks.detect()):
+    if not early.tcp and (not early.in_run or has_peers(ranks.detect())):  # a job's are in others
         ucx_hooks.install()  # before there is another thread; UCX takes a signal for itself
     forkserver.leave_signals_to_the_rank()
     found: list[str] = []

@@ -21,7 +21,7 @@ from hpcdask import process
 from hpcdask.bootstrap import ranks, reexec
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.node.gpu_probe import GpuProbe
+from hpcdask.node.gpu_probe import GpuProbe, has_peers
 from hpcdask.spec.specs import RunSpec
 
 from .options import RunRequest
@@ -125,7 +125,7 @@ def _launch(
         program = forked
     set_log_level()  # not in the program, whose logging is the user's
     scheduler_child = forker.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
-    start_template(spec, scratch, forker)
+    start_template(spec, scratch, forker, peers=has_peers(rank))
 
     process.mark("processes forked")
     meeting = None

@@ -724,7 +724,7 @@ from hpcdask.node import gpu_probe
 gpu_probe.PROBE_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
-    found = gpu_probe.GpuProbe.start(lambda: None)
+    found = gpu_probe.GpuProbe.start(lambda: None, gpu_probe.EarlyOptions(in_run=False))
     gpus, shown, fabric = found.report()
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
     assert shown == gpus

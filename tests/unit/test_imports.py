@@ -174,7 +174,7 @@ def test_a_rank_does_not_load_arrays():
 
 def test_the_first_moments_load_little():
     """Twice before a rank runs, and before the probe, which all else shall not delay."""
-    loaded = imported("hpcdask.bootstrap.reexec", "hpcdask.bootstrap.janitor")["modules"]
+    loaded = imported("hpcdask.node.prepare")["modules"]
     assert not {"asyncio", "dataclasses", "click", "dask"} & set(loaded)
     loaded = imported("hpcdask.node.gpu_probe", "hpcdask.node.prestart")["modules"]
     assert not {"asyncio", "dask", "psutil", "yaml"} & set(loaded)

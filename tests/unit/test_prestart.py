@@ -21,6 +21,7 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import gpu_probe, inventory, nanny, worker_group
+from hpcdask.node.gpu_probe import EarlyOptions
 from hpcdask.node.nanny import BoundNanny
 from hpcdask.runner.agent import RankAgent
 from hpcdask.runner.arrivals import Arrivals, RankReport
@@ -32,6 +33,9 @@ A, B = "GPU-aaaa", "GPU-bbbb"
 PARENT = """
 import multiprocessing, os, signal, socket, sys, tempfile, time
 from hpcdask.node import forkserver, prestart
+from hpcdask.node.gpu_probe import EarlyOptions
+
+EARLY = EarlyOptions(in_run=True)
 
 def early(in_child):
     line, theirs = socket.socketpair()
@@ -139,7 +143,7 @@ def make():
     {fault}
 prestart.make_context = make
 def ready(line):
-    prestart.prestart(lambda: "{A}", line)
+    prestart.prestart(lambda: "{A}", line, EARLY)
 waiting = early(ready)
 assert "distributed" not in sys.modules
 forkserver.start(folder, lambda: None)
@@ -176,7 +180,7 @@ def look():
     time.sleep(0.5)  # it is waited for, also where the context fails
     return "{A}" if {sure} else None
 def ready(line):
-    prestart.prestart(look, line, "{A}")
+    prestart.prestart(look, line, EARLY, "{A}")
 pid, line = early(ready)
 if {sure}:
     forkserver.start(folder, lambda: None)
@@ -195,11 +199,11 @@ def test_it_ends_where_it_is_not_to_be_one(tmp_path):
         tmp_path,
         f"""
 def no_device(line):
-    prestart.prestart(lambda: None, line)
+    prestart.prestart(lambda: None, line, EARLY)
     os._exit(7)
 def no_imports(line):
     sys.modules["hpcdask.node.nanny"] = None
-    prestart.prestart(lambda: time.sleep(0.5) or told.append(1) or "{A}", line)
+    prestart.prestart(lambda: time.sleep(0.5) or told.append(1) or "{A}", line, EARLY)
     os._exit(7 + len(told))
 told = []
 prestart.make_context = lambda: None
@@ -226,7 +230,7 @@ def start_probe():
     gpu_probe.Gpu.from_json = gpu_probe.Fabric.from_json = lambda found: found
     gpu_probe.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
-    return gpu_probe.GpuProbe.start(lambda: None, prestart.prestart)
+    return gpu_probe.GpuProbe.start(lambda: None, EARLY, prestart.prestart)
 """
 
 
@@ -281,12 +285,12 @@ def rank(local: int = 0, of: int = 1, launcher: str = "openmpi") -> Rank:
     ],
 )
 def test_who_may(monkeypatch, at, cores, options, may):
-    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
+    early = EarlyOptions.read(options.split(), in_run=True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert gpu_probe._may_prestart(at) is may
+    assert gpu_probe._may_prestart(at, early) is may
     monkeypatch.setenv("HPCDASK_PRESTART", "0")
-    assert not gpu_probe._may_prestart(at)
+    assert not gpu_probe._may_prestart(at, early)
 
 
 @pytest.mark.parametrize(
@@ -295,39 +299,43 @@ def test_who_may(monkeypatch, at, cores, options, may):
 )
 def test_an_only_rank_may_where_it_sees_one_gpu(monkeypatch, visible, files, may):
     """With several it has a worker for each, or the job chooses one."""
-    monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(gpu_probe.glob, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(files)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_probe._may_prestart(rank()) is may
+    assert gpu_probe._may_prestart(rank(), EarlyOptions(in_run=True)) is may
 
 
 @pytest.mark.parametrize(
-    ("module", "size", "visible", "expected"),
+    ("size", "visible", "expected"),
     [
-        ("hpcdask.run", 1, "0", False),
-        ("hpcdask.run", 1, "0,1", True),  # a worker for each
-        ("hpcdask.run", 2, "0", True),
-        ("hpcdask.run", None, "0", True),  # MPI knows
-        ("hpcdask.worker", 1, "0", True),  # in other jobs
+        (1, "0", False),
+        (1, "0,1", True),  # a worker for each
+        (2, "0", True),
+        (None, "0", True),  # MPI knows
     ],
 )
-def test_whether_there_are_others_to_exchange_with(monkeypatch, module, size, visible, expected):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
+def test_whether_there_are_others_to_exchange_with(monkeypatch, size, visible, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_probe.has_peers(rank(0, size) if size else None) is expected
 
 
 @pytest.mark.parametrize(
-    ("options", "size", "installed"), [("", 2, True), ("--protocol=tcp", 2, False), ("", 1, False)]
+    ("options", "in_run", "size", "installed"),
+    [
+        ("", True, 2, True),
+        ("--protocol=tcp", True, 2, False),
+        ("", True, 1, False),
+        ("", False, 1, True),  # a job's peers are in other jobs
+        ("--protocol=tcp", False, 1, False),
+    ],
 )
-def test_the_hooks_of_ucx_where_it_may_be_used(tmp_path, options, size, installed):
+def test_the_hooks_of_ucx_where_it_may_be_used(tmp_path, options, in_run, size, installed):
     run(
         tmp_path,
         f"""
-sys.argv, sys.orig_argv = ["run", *"{options}".split()], ["python", "-m", "hpcdask.run"]
+options = EarlyOptions.read("{options}".split(), in_run={in_run})
 os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="{size}",
                   OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="{size}",
                   CUDA_VISIBLE_DEVICES="0")
@@ -335,7 +343,7 @@ def note():
     assert len(os.listdir("/proc/self/task")) == 1
     open(folder + "/installed", "w").close()
 prestart.ucx_hooks.install = note
-pid, line = early(lambda line: prestart.prestart(lambda: None, line))
+pid, line = early(lambda line: prestart.prestart(lambda: None, line, options))
 assert os.waitpid(pid, 0)[1] == 99 << 8
 assert os.path.exists(folder + "/installed") == {installed}
 """,
@@ -355,9 +363,9 @@ assert os.path.exists(folder + "/installed") == {installed}
         (None, [A], "", None),
     ],
 )
-def test_on_which_gpu(monkeypatch, at, uuids, options, expected):
-    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
-    assert gpu_probe._choose(at, uuids) == expected
+def test_on_which_gpu(at, uuids, options, expected):
+    early = EarlyOptions.read(options.split(), in_run=True)
+    assert gpu_probe._choose(at, uuids, early) == expected
 
 
 WHOLE = [driver.DriverFile(A, accessible=True), driver.DriverFile(B, accessible=True)]
@@ -399,8 +407,7 @@ def test_who_asks_nvml(monkeypatch, at, files, visible, seen, expected):
 
 def test_the_parts_of_a_job_ask_nvml_each(monkeypatch):
     """They do not meet: nobody would tell them."""
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hpcdask.worker"])
-    told, _, _ = serve(monkeypatch, rank(1, 2), WHOLE, None, [A, B], module="hpcdask.worker")
+    told, _, _ = serve(monkeypatch, rank(1, 2), WHOLE, None, [A, B], in_run=False)
     assert told == ["asked", B, B]
 
 
@@ -413,11 +420,9 @@ def test_a_node_that_cannot_be_looked_at(monkeypatch):
 
 
 def serve(
-    monkeypatch, at, files, visible, seen, module="hpcdask.run"
+    monkeypatch, at, files, visible, seen, *, in_run=True
 ) -> tuple[list[object], list[object], dict[str, Any]]:
     """What a probe does and reports: whom it asks, what it foresees, and what it finds then."""
-    monkeypatch.setattr(sys, "argv", ["run.py"])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", module])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -437,7 +442,7 @@ def serve(
     def end(code):
         raise SystemExit(code)
 
-    def prestart(look, line, foreseen):
+    def prestart(look, line, early, foreseen):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", foreseen or "")  # as it does
         told.append(foreseen)
         try:
@@ -449,7 +454,7 @@ def serve(
     monkeypatch.setattr(gpu_probe, "_ask", ask)
     monkeypatch.setattr(gpu_probe, "_hold_open", lambda rank, uuids: held.append(uuids) or [])
     read_end, write_end = os.pipe()
-    gpu_probe._serve(write_end, mock.Mock(), prestart)
+    gpu_probe._serve(write_end, mock.Mock(), EarlyOptions(in_run), prestart)
     with open(read_end) as pipe:
         return told, held, json.load(pipe)
 
