@@ -18,6 +18,11 @@ def complain(error: BaseException | str) -> None:
     say(f"error: {error}")
 
 
+def plural(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def set_log_level(level: str = "WARNING") -> None:
     """Have distributed log from this level on, unless the user configured logging."""
     import dask.config

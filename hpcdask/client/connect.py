@@ -7,54 +7,40 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import dask.config
+
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import load_credentials, to_security
 
+from .batching import prompt_clients, usual_clients
 from .scheduler_file import VARIABLE, endpoint, read
 
 if TYPE_CHECKING:
     from distributed import Client, Security
 
+_VARIABLES = (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER")
 
-def configure_client(order: dict[str, Any]) -> None:
+
+def configure_client(address: str, file: str) -> None:
     """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
 
-    `order` has ``address``, and ``file``, the scheduler file with the key folder.
+    `file` is the scheduler file with the key folder.
     """
-    import dask
-    import dask.config
-
-    from .batching import prompt_clients
-
-    loader = "hpcdask.client.connect.load_security"
-    os.environ[VARIABLE] = order["file"]
-    os.environ["DASK_SCHEDULER_ADDRESS"] = order["address"]
-    os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
-    dask.config.set(
-        {
-            "scheduler-address": order["address"],
-            "distributed.client.security-loader": loader,
-            **prompt_clients(),
-        }
-    )
+    loader = f"{__name__}.load_security"
+    os.environ.update(dict(zip(_VARIABLES, (file, address, loader), strict=True)))
+    _set_defaults(address, loader, prompt_clients())
 
 
 def forget_client() -> None:
     """Undo `configure_client`: the cluster has ended, and its files are gone."""
-    import dask.config
-
-    from .batching import usual_clients
-    from .scheduler_file import VARIABLE
-
-    for name in (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"):
+    for name in _VARIABLES:
         os.environ.pop(name, None)
-    dask.config.set(
-        {
-            "scheduler-address": None,
-            "distributed.client.security-loader": None,
-            **usual_clients(),
-        }
-    )
+    _set_defaults(None, None, usual_clients())
+
+
+def _set_defaults(address: str | None, loader: str | None, more: Mapping[str, Any]) -> None:
+    names = {"scheduler-address": address, "distributed.client.security-loader": loader}
+    dask.config.set({**names, **more})
 
 
 def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) -> Client:
@@ -74,10 +60,7 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     SchedulerFileError
         The file is missing, foreign or stale (its cluster does not answer).
     """
-    import dask.config
     from distributed import Client
-
-    from .batching import prompt_clients
 
     path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:

@@ -17,7 +17,7 @@ from hpcdask.logs import complain
 from hpcdask.node.channel import MessageStream
 from hpcdask.runner import rendezvous
 from hpcdask.runner.control import find_leader, open_to_ranks
-from hpcdask.runner.rendezvous import Note, Rendezvous
+from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import create_credentials
 
 from . import stack
@@ -149,7 +149,7 @@ class _Leader:
 
 async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout: float) -> int:
     """Report to rank 0 and do what it says. Returns its exit code."""
-    note, channel, address, failed = await find_leader(rank, meeting, timeout, unreachable)
+    info, channel, address, failed = await find_leader(rank, meeting, timeout, unreachable)
     channel.send(rank=rank.index, host=rank.host, address=address, failed=failed)
 
     async def report() -> None:
@@ -168,15 +168,15 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
             case "end":
                 return int(order["code"])
     if rank.index == 1:
-        complain(f"rank 0 on {note['host']} is gone: see what it printed")
+        complain(f"rank 0 on {info.host} is gone: see what it printed")
     return 2
 
 
-def unreachable(note: Note, failed: Mapping[str, str]) -> str:
+def unreachable(info: RendezvousInfo, failed: Mapping[str, str]) -> str:
     """Why a rank has no line to rank 0, by address."""
     tried = ", ".join(f"{address}: {why}" for address, why in failed.items())
     return (
-        f"cannot reach rank 0 on {note['host']} at port {note['port']} ({tried}): the network "
+        f"cannot reach rank 0 on {info.host} at port {info.port} ({tried}): the network "
         f"between the nodes is closed to it. Ask the site's staff which interface and ports jobs "
         f"may use"
     )

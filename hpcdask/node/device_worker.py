@@ -30,10 +30,10 @@ TOLD_DEADLINE_S = 1.0
 
 
 class DeviceWorker(PeerWorker):
-    """distributed's worker, bound to a place first.
+    """distributed's worker, bound to its placement first.
 
     That is, to CPU cores and to a GPU by its UUID, whose context is made before any transport
-    starts. ``restarted``: it takes the place of a worker that died.
+    starts. ``restarted``: it follows a worker that died.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -64,15 +65,35 @@ class EarlyOptions(NamedTuple):
 Prestart = Callable[[Callable[[], str | None], socket.socket, EarlyOptions, str | None], None]
 
 
-class ProbeResult(NamedTuple):
-    """What the probe saw: the GPUs that the rank may use, and what joins them.
+@dataclass(frozen=True)
+class ProbeResult:
+    """What the probe saw: the GPUs that the rank may use, and what joins them; or its error.
 
     ``shown`` are those that NVML was asked about; None where the first rank of the node does that.
+    ``prestarts`` is the GPU on which the probe is to be the worker.
     """
 
-    gpus: list[Gpu]
-    shown: list[Gpu] | None
-    fabric: Fabric
+    gpus: tuple[Gpu, ...] = ()
+    shown: tuple[Gpu, ...] | None = ()
+    fabric: Fabric = field(default_factory=Fabric)
+    error: str = ""
+    prestarts: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
+        """Read what `to_json` and JSON made of it."""
+        gpus, shown = read_gpus(data["gpus"]), data["shown"]
+        read = {"gpus": gpus, "shown": None if shown is None else read_gpus(shown)}
+        return cls(**{**data, **read, "fabric": Fabric.from_json(data["fabric"])})
+
+
+def read_gpus(data: Sequence[Mapping[str, Any]]) -> tuple[Gpu, ...]:
+    """GPUs from JSON."""
+    return tuple(map(Gpu.from_json, data))
 
 
 class GpuProbe:
@@ -126,16 +147,13 @@ class GpuProbe:
         deadline, text = time.monotonic() + PROBE_DEADLINE_S, b""
         while chunk := self._read_until(deadline):
             text += chunk
-        found = json.loads(text or '{"error": "the process that looks for GPUs has died"}')
-        if "error" in found:
-            raise DeviceError(found["error"])
-        self.uuid = found.get("prestarts")
-        gpus, shown = found["gpus"], found["shown"]
-        return ProbeResult(
-            list(map(Gpu.from_json, gpus)),
-            None if shown is None else list(map(Gpu.from_json, shown)),
-            Fabric.from_json(found["fabric"]),
-        )
+        if not text:
+            raise DeviceError("the process that looks for GPUs has died")
+        found = ProbeResult.from_json(json.loads(text))
+        if found.error:
+            raise DeviceError(found.error)
+        self.uuid = found.prestarts
+        return found
 
     def give(self) -> tuple[int, socket.socket]:
         """The process that is to be the worker, and the line to it: it is no probe any more."""
@@ -181,11 +199,12 @@ def _serve(pipe: int, line: socket.socket, early: EarlyOptions, prestart: Presta
         # contexts waiting. The ranks of a run meet, those of a job do not.
         found = _foresee(environ, gpus) if leaves else _ask(environ, every=shared and first)
         mark("GPUs found")
-        uuids = [gpu["uuid"] for gpu in found.get("gpus", ())]
+        uuids = [gpu.uuid for gpu in found.gpus]
         uuid = _choose(rank, uuids, early) if may else None
         wrong = foreseen is not None and uuid != foreseen
         with open(pipe, "w") as stream:
-            stream.write(json.dumps({**found, "prestarts": None if wrong else uuid}))
+            told = dataclasses.replace(found, prestarts=None if wrong else uuid)
+            stream.write(json.dumps(told.to_json()))
         if wrong:
             os._exit(0)  # and let the other GPU go
         if uuid is None:
@@ -200,8 +219,8 @@ def _serve(pipe: int, line: socket.socket, early: EarlyOptions, prestart: Presta
         time.sleep(HOLD_S)
 
 
-def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
-    """What there is, or the error that keeps from seeing it, for JSON.
+def _ask(environ: Mapping[str, str], *, every: bool) -> ProbeResult:
+    """What there is, or the error that keeps from seeing it.
 
     ``every``: ask about the node's other GPUs too, for the ranks that leave it to this one.
     """
@@ -210,26 +229,24 @@ def _ask(environ: Mapping[str, str], *, every: bool) -> dict[str, Any]:
             gpus, shown = look_at_gpus(environ, every=every)
             own = {gpu.uuid for gpu in shown}
             seen = fabric.look(environ=environ, gpus=bool(gpus), own=own)
+        return ProbeResult(tuple(gpus), tuple(shown), seen)
     except UsageError as error:
-        return {"error": str(error)}
+        return ProbeResult(error=str(error))
     except Exception as error:  # NVML's, of a GPU that is broken
-        return {"error": f"the NVIDIA driver fails: {type(error).__name__}: {error}"}
-    return {
-        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "shown": [dataclasses.asdict(gpu) for gpu in shown],
-        "fabric": dataclasses.asdict(seen),
-    }
+        return ProbeResult(error=f"the NVIDIA driver fails: {type(error).__name__}: {error}")
 
 
-def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> dict[str, Any]:
+def _foresee(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> ProbeResult:
     """The same without NVML, for `hpcdask.runner.assignment.fill_from_first_rank`."""
     try:
         seen = fabric.look(environ=environ, gpus=False)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        return {"error": f"{what}: mend /sys and /proc on this node, or leave it out of the run"}
-    found = {**dataclasses.asdict(seen), "gpus": [gpu.uuid for gpu in gpus]}
-    return {"gpus": [dataclasses.asdict(gpu) for gpu in gpus], "shown": None, "fabric": found}
+        return ProbeResult(
+            error=f"{what}: mend /sys and /proc on this node, or leave it out of the run"
+        )
+    seen = dataclasses.replace(seen, gpus=tuple(gpu.uuid for gpu in gpus))
+    return ProbeResult(tuple(gpus), None, seen)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.spec.specs import WorkerSpec
 
-from .gpu_probe import GpuProbe
+from .gpu_probe import GpuProbe, ProbeResult, read_gpus
 from .preflight import check_extras
 
 
@@ -42,10 +42,10 @@ class Inventory:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Inventory:
-        """Read what ``dataclasses.asdict`` and JSON made of a view."""
-        gpus = tuple(map(Gpu.from_json, data["gpus"]))
-        shown = None if data["shown"] is None else tuple(map(Gpu.from_json, data["shown"]))
-        return cls(**{**data, "gpus": gpus, "cores": tuple(data["cores"]), "shown": shown})
+        """Read what ``dataclasses.asdict`` and JSON made of it."""
+        shown = None if data["shown"] is None else read_gpus(data["shown"])
+        read = {"gpus": read_gpus(data["gpus"]), "cores": tuple(data["cores"]), "shown": shown}
+        return cls(**{**data, **read})
 
 
 def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:
@@ -53,24 +53,22 @@ def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventor
 
     There is no probe where there is no driver, or no GPU is wanted.
     """
-    gpus: list[Gpu] = []
-    shown: list[Gpu] | None = []
-    joins = Fabric()
+    found = ProbeResult()
     if probe is not None:
-        gpus, shown, joins = probe.report()
+        found = probe.report()
     elif spec.protocol == "ucx" or spec.interface == transport.AUTO:
-        joins = fabric.look(gpus=False)
+        found = ProbeResult(fabric=fabric.look(gpus=False))
     if spec.interface and spec.interface != transport.AUTO:
         transport.check_interface(spec.interface, fabric.interfaces(every=True), rank.host)
-    check_extras(cuda=bool(gpus))
-    view = Inventory(
+    check_extras(cuda=bool(found.gpus))
+    seen = Inventory(
         rank.index,
         rank.host,
         rank.local_index,
-        tuple(gpus),
+        found.gpus,
         tuple(sorted(resources.launcher_cores())),
         resources.job_memory(),
-        None if shown is None else tuple(shown),
+        found.shown,
         resources.cpu_quota(),
     )
-    return view, joins
+    return seen, found.fabric

@@ -17,19 +17,18 @@ from hpcdask.bootstrap.ranks import Rank, detect
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import choose_alone, choose_interface
 from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
-from hpcdask.gpu import locks, memory_plan
+from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
-from hpcdask.logs import complain, say
-from hpcdask.process import leave, mark, owner_text
+from hpcdask.logs import complain, plural, say
+from hpcdask.process import mark
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
-from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.job import JobSpec
 
 from .gpu_probe import GpuProbe
-from .inventory import Inventory, look
-from .placement import WorkerPlacement, split_node, with_transport
+from .inventory import Inventory
+from .placement import WorkerPlacement, split_node, tell_warnings, with_transport
 from .signals import Signals
 from .worker_group import WorkerGroup
 
@@ -77,7 +76,6 @@ class JobAgent:
         node, nodes = (found.index, found.size) if found and found.launcher == "srun" else (0, 1)
         self.rank = Rank(node, nodes, 0, 1, host, "job", asked.job)
         self.asked, self.spec = asked, asked.spec
-        self.scratch = scratch
         self.workers = WorkerGroup(asked.spec, host, scratch, probe, tells=True)
         self.access = to_security(load_credentials(asked.keys) if asked.keys else {})
         self.connection_args: dict[str, Any] = self.access.get_connection_args("worker")
@@ -89,14 +87,14 @@ class JobAgent:
         """Bring the workers up, watch over them, and end this process."""
         self.signalled = asyncio.get_running_loop().create_future()
         self.gone = asyncio.get_running_loop().create_future()
-        signals = Signals(self.leave)
+        signals = Signals(self.workers.leave)
         signals.handle(self.signalled.set_result)
         try:
-            places = await self._alive(asyncio.to_thread(self._places))
+            placements = await self._alive(asyncio.to_thread(self._place))
             self.line = await self._alive(self._connect(self.spec.death_timeout))
             mark("scheduler answers")
             self.gone = asyncio.ensure_future(self._scheduler_gone())
-            await self._alive(self._start(places))
+            await self._alive(self._start(placements))
             mark("workers run")
             code = await self._watch()
         except _Signalled:
@@ -108,12 +106,7 @@ class JobAgent:
             code = error.exit_code
         signals.forget_launcher()
         await self.workers.close()
-        self.leave(code)  # without waiting for threads that still wait for something
-
-    def leave(self, code: int) -> NoReturn:
-        """End this process now. The janitor ends what is still there."""
-        private.remove(self.scratch, owner_text())
-        leave(code)
+        self.workers.leave(code)  # without waiting for threads that still wait for something
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what brings the workers up, unless a signal comes or the scheduler goes."""
@@ -131,68 +124,56 @@ class JobAgent:
 
     # Bringing up
 
-    async def _start(self, places: list[WorkerPlacement]) -> None:
+    async def _start(self, placements: list[WorkerPlacement]) -> None:
         try:
-            await self.workers.start(places, self.asked.scheduler, self.access)
+            await self.workers.start(placements, self.asked.scheduler, self.access)
         except Exception as error:
             await self._check_scheduler()
             raise ClusterError(f"a worker did not start: {root_cause(error)}") from error
 
-    def _places(self) -> list[WorkerPlacement]:
-        if self.spec.device == "cpu":
-            self.workers.dismiss_probe()
-        view, fabric = look(self.spec, self.rank, self.workers.probe)
-        given = self._devices(view)
-        count = len(given)
-        kinds = dict.fromkeys(gpu.name for gpu in given if gpu)
-        what = f"{_count(len(view.cores), 'core')}"
-        if kinds:
-            uuids = ", ".join(gpu.uuid for gpu in given if gpu)
-            what = f"{_count(count, 'GPU')} ({', '.join(kinds)} {uuids})"
-        seat = NodeLinks(view.host, tuple(gpu for gpu in given if gpu), fabric)
-        choice = choose_alone(self.spec, seat)
-        why = f" ({choice.reason})" if self.spec.protocol == "auto" and kinds else ""
+    def _place(self) -> list[WorkerPlacement]:
+        found, fabric = self.workers.look(self.rank)
+        given = self._devices(found)
+        gpus = tuple(gpu for gpu in given if gpu)
+        what = plural(len(found.cores), "core")
+        if gpus:
+            names, uuids = dict.fromkeys(gpu.name for gpu in gpus), (gpu.uuid for gpu in gpus)
+            what = f"{plural(len(gpus), 'GPU')} ({', '.join(names)} {', '.join(uuids)})"
+        links = NodeLinks(found.host, gpus, fabric)
+        choice = choose_alone(self.spec, links)
+        why = f" ({choice.reason})" if self.spec.protocol == "auto" and gpus else ""
         say(
-            f"job {self.asked.job} on {view.host}: {_count(count, 'worker')} on {what}, "
+            f"job {self.asked.job} on {found.host}: {plural(len(given), 'worker')} on {what}, "
             f"{choice.protocol}{why}"
         )
-        for warning in choice.warnings:
-            say(f"warning: {warning}")
-        if kinds and (lacks := memory_plan.missing(self.spec)):
-            say(f"warning: {lacks}")
-        names = self.asked.names(self.rank.index)
-        places = split_node(
-            *(self.spec, given, names),
-            cores=view.cores,
-            cpus=view.cpus,
-            memory=view.memory,
-            count=count,
-        )
-        interfaces = choose_interface(self.spec, [seat])
-        return with_transport(self.spec, {0: places}, {0: seat}, choice, interfaces)[0]
+        tell_warnings(self.spec, choice, on_device=bool(gpus))
+        names_here = self.asked.names(self.rank.index)
+        placements = split_node(self.spec, given, names_here, [found], len(given))
+        interfaces = choose_interface(self.spec, [links])
+        return with_transport(self.spec, {0: placements}, {0: links}, choice, interfaces)[0]
 
-    def _devices(self, view: Inventory) -> list[Gpu | None]:
+    def _devices(self, found: Inventory) -> list[Gpu | None]:
         """A device for each worker: as many distinct GPUs, or the CPU."""
         wanted, job = self.asked.workers, job_id()
         if self.spec.device == "cpu":
             return [None] * wanted
-        if not view.gpus and self.spec.device == "auto" and job is None:
+        if not found.gpus and self.spec.device == "auto" and job is None:
             say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
             return [None] * wanted
-        if len(view.gpus) < wanted:
-            found = f"only {_count(len(view.gpus), 'GPU')}" if view.gpus else "no GPU"
+        if len(found.gpus) < wanted:
+            seen = f"only {plural(len(found.gpus), 'GPU')}" if found.gpus else "no GPU"
             raise DeviceError(
-                f"{_count(wanted, 'worker')} and {found} here. {environment.how_to_request(job)}"
+                f"{plural(wanted, 'worker')} and {seen} here. {environment.how_to_request(job)}"
                 f"To compute on the CPU: --device cpu"
             )
         if locks.shared_on_purpose():
-            return list(view.gpus[:wanted])
-        taken = locks.lock_gpus(view.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
-        if len(view.gpus) > wanted:
+            return list(found.gpus[:wanted])
+        taken = locks.lock_gpus(found.gpus, wanted, f"job {self.asked.job}, process {os.getpid()}")
+        if len(found.gpus) > wanted:
             say(
-                f"{len(view.gpus)} GPUs are visible to job {self.asked.job}, which needs {wanted}: "
-                f"took {', '.join(gpu.uuid for gpu in taken)}, which no other job of yours here "
-                f"holds"
+                f"{len(found.gpus)} GPUs are visible to job {self.asked.job}, which needs "
+                f"{wanted}: took {', '.join(gpu.uuid for gpu in taken)}, which no other job of "
+                f"yours here holds"
             )
         return list(taken)
 
@@ -341,7 +322,3 @@ async def _addresses(scheduler: Any) -> dict[str, str]:
     """Name to address of the scheduler's workers."""
     workers = (await scheduler.identity())["workers"]
     return {str(worker["name"]): address for address, worker in workers.items()}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -152,7 +152,7 @@ class BoundNanny(Nanny):
 
 def make_nanny(
     spec: WorkerSpec,
-    place: WorkerPlacement,
+    placement: WorkerPlacement,
     *,
     scheduler: str,
     security: Security,
@@ -165,13 +165,13 @@ def make_nanny(
     itself writes that it is warm.
     """
     tcp = "tls" if security.require_encryption else "tcp"
-    if place.interface is None:
+    if placement.interface is None:
         # nanny and worker listen on the network of the scheduler only; by itself a worker would
         # listen on all
         host = unparse_host_port(get_ip(get_address_host(scheduler)))
     else:
         host = None
-    exchange = place.protocol
+    exchange = placement.protocol
     if exchange == "ucx" and spec.protocol == "auto":
         exchange = "auto"  # what was not asked for by name may fail to start
     optional = {
@@ -181,32 +181,32 @@ def make_nanny(
         "lifetime_restart": spec.lifetime_restart or None,
         "preload": list(spec.preload) or None,
         "preload_nanny": list(spec.preload_nanny) or None,
-        "data": memory.store(place.device_memory, place.memory_limit),
+        "data": memory.store(placement.device_memory, placement.memory_limit),
     }
     return BoundNanny(
         scheduler,
-        name=place.name,
-        nthreads=place.nthreads,
-        memory_limit=place.memory_limit,
+        name=placement.name,
+        nthreads=placement.nthreads,
+        memory_limit=placement.memory_limit,
         local_directory=scratch,
         resources=spec.resources,
         security=security,
-        interface=place.interface,
+        interface=placement.interface,
         death_timeout=spec.death_timeout,
         protocol=tcp,
         worker_class=DeviceWorker,
         dashboard=False,
         # none where it computes on the CPU: the job may have GPUs all the same
         env={
-            "CUDA_VISIBLE_DEVICES": place.gpu.uuid if place.gpu else "",
+            "CUDA_VISIBLE_DEVICES": placement.gpu.uuid if placement.gpu else "",
             **environment(os.environ),
             **ucx_environment(spec, os.environ),
         },
         exchange=exchange,
-        reach=place.reach,
+        reach=placement.reach,
         tells=tells,
-        bind_cores=place.cores,
-        bind_gpu=place.gpu and place.gpu.uuid,
-        device_memory=place.device_memory,
+        bind_cores=placement.cores,
+        bind_gpu=placement.gpu and placement.gpu.uuid,
+        device_memory=placement.device_memory,
         **{name: value for name, value in optional.items() if value is not None},
     )

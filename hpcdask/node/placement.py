@@ -1,4 +1,4 @@
-"""Which worker runs where: decided from what the ranks see, without an effect."""
+"""Which worker runs where: decided from what the ranks see."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hpcdask.comm.transport import Choice, Reach
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
+from hpcdask.logs import say
 from hpcdask.spec.specs import WorkerSpec
 
 from .inventory import Inventory
@@ -22,17 +23,16 @@ def split_node(
     spec: WorkerSpec,
     given: Sequence[Gpu | None],
     names: Sequence[str],
-    *,
-    cores: Sequence[int],
-    cpus: int,
-    memory: int,
+    sharers: Sequence[Inventory],
     count: int,
 ) -> list[WorkerPlacement]:
-    """Places on one node, whose cores and memory its workers share.
+    """Workers of one node, each with its device (``given``) and name.
 
-    ``given`` and ``names`` are each worker's device and name. ``cores``, the time of ``cpus`` of
-    them and ``memory``, in bytes, are for all ``count`` workers of the node together.
+    The ranks that share the node, and its ``count`` workers together, have cores and memory.
     """
+    cores = owned_cores(sharers)
+    cpus = min([len(cores), *(one.quota for one in sharers if one.quota)])
+    memory = min(one.memory for one in sharers)
     return [
         WorkerPlacement(
             name=name,
@@ -47,43 +47,49 @@ def split_node(
 
 def with_transport(
     spec: WorkerSpec,
-    places: Mapping[int, Sequence[WorkerPlacement]],
-    seats: Mapping[int, NodeLinks],
+    placements: Mapping[int, Sequence[WorkerPlacement]],
+    links: Mapping[int, NodeLinks],
     choice: Choice,
     interfaces: Mapping[str, str],
 ) -> dict[int, list[WorkerPlacement]]:
-    """Complete the places of each rank with what depends on the transport.
+    """Complete the placements of each rank with what depends on the transport.
 
-    ``seats`` are what joins them, per rank; ``interfaces`` are of hosts that have one to listen on.
+    ``links`` are what joins them, per rank; ``interfaces`` are of hosts that have one to listen on.
     """
     sharers = Counter(
-        (seats[rank].host, place.gpu.uuid)
-        for rank, group in places.items()
-        for place in group
-        if place.gpu
+        (links[rank].host, one.gpu.uuid)
+        for rank, group in placements.items()
+        for one in group
+        if one.gpu
     )
 
-    def complete(host: str, place: WorkerPlacement) -> WorkerPlacement:
-        shared = sharers[host, place.gpu.uuid] if place.gpu else 1
+    def complete(host: str, one: WorkerPlacement) -> WorkerPlacement:
+        shared = sharers[host, one.gpu.uuid] if one.gpu else 1
+        memory = memory_plan.plan(spec, one.gpu, protocol=choice.protocol, shared=shared)
         return dataclasses.replace(
-            place,
+            one,
             protocol=choice.protocol,
             reach=choice.reach,
             interface=interfaces.get(host),
-            device_memory=memory_plan.plan(
-                spec, place.gpu, protocol=choice.protocol, shared=shared
-            ),
+            device_memory=memory,
         )
 
     return {
-        rank: [complete(seats[rank].host, place) for place in group]
-        for rank, group in places.items()
+        rank: [complete(links[rank].host, one) for one in group]
+        for rank, group in placements.items()
     }
 
 
-def owned_cores(views: Sequence[Inventory]) -> list[int]:
+def tell_warnings(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> None:
+    """Say what will be slow."""
+    lacks = memory_plan.missing(spec) if on_device else None
+    for warning in filter(None, (*choice.warnings, lacks)):
+        say(f"warning: {warning}")
+
+
+def owned_cores(inventories: Sequence[Inventory]) -> list[int]:
     """The cores that the ranks of one node have together."""
-    return sorted({core for view in views for core in view.cores})
+    return sorted({core for one in inventories for core in one.cores})
 
 
 def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
@@ -113,7 +119,7 @@ class WorkerPlacement:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerPlacement:
-        """Read what ``dataclasses.asdict`` and JSON made of a place."""
+        """Read what ``dataclasses.asdict`` and JSON made of a placement."""
         read = {
             "gpu": data["gpu"] and Gpu.from_json(data["gpu"]),
             "cores": tuple(data["cores"]),

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import NoReturn
 
 from distributed import Security
 
+from hpcdask.bootstrap.ranks import Rank
+from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import root_cause
 from hpcdask.logs import say, set_log_level
+from hpcdask.process import leave, owner_text
+from hpcdask.security import private
 from hpcdask.spec.specs import WorkerSpec
 
 from . import forkserver
 from .gpu_probe import GpuProbe
+from .inventory import Inventory, look
 from .nanny import RUN_IS_OVER, BoundNanny, make_nanny
 from .placement import WorkerPlacement
 
@@ -39,7 +45,8 @@ class WorkerGroup:
     ) -> None:
         self.nannies: list[BoundNanny] = []
         self.probe = probe
-        self._spec, self._host, self._scratch, self._tells = spec, host, scratch, tells
+        self.scratch = scratch
+        self._spec, self._host, self._tells = spec, host, tells
         self._ending = False
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -49,14 +56,20 @@ class WorkerGroup:
             self.probe.dismiss()
             self.probe = None
 
+    def look(self, rank: Rank) -> tuple[Inventory, Fabric]:
+        """What this rank or job has here, and what joins its devices."""
+        if self._spec.device == "cpu":
+            self.dismiss_probe()
+        return look(self._spec, rank, self.probe)
+
     async def start(
         self,
-        places: list[WorkerPlacement],
+        placements: list[WorkerPlacement],
         scheduler: str,
         security: Security,
         failed: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Start the workers, one for each place.
+        """Start the workers.
 
         ``failed`` is told which one did not start, and why; one that ends later is told to the
         user. Without it, the caller gets the error, and sees to their ends.
@@ -64,15 +77,15 @@ class WorkerGroup:
         self.nannies = [
             make_nanny(
                 self._spec,
-                place,
+                one,
                 scheduler=scheduler,
                 security=security,
-                scratch=self._scratch,
+                scratch=self.scratch,
                 tells=self._tells,
             )
-            for place in places
+            for one in placements
         ]
-        if len(places) == 1:
+        if len(placements) == 1:
             self.nannies[0].prestarted = self.probe
         elif self.probe is not None and self.probe.uuid is not None:
             await asyncio.to_thread(self.dismiss_probe)  # before its context is in their way
@@ -114,3 +127,8 @@ class WorkerGroup:
                     return_exceptions=True,
                 )
         forkserver.stop()
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process now. The janitor ends what is still there."""
+        private.remove(self.scratch, owner_text())
+        leave(code)

@@ -7,24 +7,22 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.client import scheduler_file
 from hpcdask.errors import ClusterError, HpcdaskError
-from hpcdask.node import inventory
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.gpu_probe import GpuProbe
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.node.signals import Signals
 from hpcdask.node.worker_group import WorkerGroup
-from hpcdask.process import leave, owner_text
+from hpcdask.process import owner_text
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.spec.specs import RunSpec
 
-from . import rendezvous
+from . import protocol, rendezvous
 from .arrivals import RankReport
 
 #: Seconds a program gets after SIGTERM; queueing systems kill after 30.
@@ -55,7 +53,7 @@ class RankAgent:
         self.program = program
         self.credentials: Credentials = {}
         self.workers = WorkerGroup(spec, rank.host, scratch, probe)
-        self.signals = Signals(self.leave, self.pass_on)
+        self.signals = Signals(self.workers.leave, self.pass_on)
         self._problem = problem
 
     def report(self) -> RankReport:
@@ -64,18 +62,23 @@ class RankAgent:
         try:
             if self._problem is not None:
                 raise self._problem
-            if self.spec.device == "cpu":
-                self.workers.dismiss_probe()
-            seen, fabric = inventory.look(self.spec, self.rank, self.workers.probe)
+            seen, fabric = self.workers.look(self.rank)
         except HpcdaskError as error:
             return me(error=str(error))
         return me(inventory=seen, fabric=fabric)
 
     async def start_workers(
-        self, places: list[WorkerPlacement], scheduler: str, failed: Callable[[str, str], None]
+        self,
+        placements: list[WorkerPlacement],
+        scheduler: str,
+        failed: Callable[[str | None, str], None],
     ) -> None:
-        """Start this rank's workers; `failed` is told which one did not start, and why."""
-        await self.workers.start(places, scheduler, to_security(self.credentials), failed)
+        """Start this rank's workers; `failed` is told which one did not start, or none, and why."""
+        try:
+            security = to_security(self.credentials)
+            await self.workers.start(placements, scheduler, security, failed)
+        except Exception as error:
+            failed(None, f"{type(error).__name__}: {error}")
 
     async def close_workers(self) -> None:
         """Close them: the run is over."""
@@ -87,9 +90,9 @@ class RankAgent:
         assert self.program is not None
         file = os.path.join(self.scratch, "scheduler.json")
         scheduler_file.write(file, address, self.credentials, job=None)
-        order = {"address": address, "file": file, "threads": len(os.sched_getaffinity(0))}
+        order = protocol.StartProgram(address, file, len(os.sched_getaffinity(0)))
         try:
-            self.program.sock.sendall(json.dumps(order).encode() + b"\n")
+            self.program.sock.sendall(json.dumps(order.to_json()).encode() + b"\n")
         except OSError:
             raise ClusterError(
                 f"the program's process on {self.rank.host} was killed before the program started. "
@@ -111,8 +114,3 @@ class RankAgent:
         """End a launch in which some rank never came, and perhaps this one with it."""
         private.remove(self.scratch, owner_text())  # SLURM ends janitors, too
         rendezvous.abort_launch(self.rank, code)
-
-    def leave(self, code: int) -> NoReturn:
-        """End this process now. The janitor ends what is still there."""
-        private.remove(self.scratch, owner_text())
-        leave(code)

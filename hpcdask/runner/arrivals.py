@@ -19,9 +19,11 @@ from hpcdask.node.channel import Message, MessageStream
 from hpcdask.node.inventory import Inventory
 from hpcdask.security.credentials import Credentials
 
+from . import protocol
 from .assignment import fill_from_first_rank
 from .control import ControlServer, open_to_ranks
 from .events import Events
+from .protocol import ProgramEnded, Signal, WorkerFailed, read
 from .rendezvous import Rendezvous
 
 #: Seconds that the other ranks get to leave.
@@ -81,13 +83,13 @@ class Arrivals:
         self._channels[index] = channel
         self._events.happened("arrived", index)
         while (told := await channel.receive()) is not None:
-            match told.get("op"):
-                case "signal":
-                    self._events.happened("signal", told["number"])
-                case "failed":
-                    self._events.happened("failed", (index, told["name"], told["error"]))
-                case "program-ended":
-                    self._events.happened("program", told["code"])
+            match read(told):
+                case Signal(number):
+                    self._events.happened("signal", number)
+                case WorkerFailed(name, error):
+                    self._events.happened("failed", (index, name, error))
+                case ProgramEnded(code):
+                    self._events.happened("program", code)
         self._events.happened("lost", index)
 
     @property
@@ -120,15 +122,15 @@ class Arrivals:
         """A rank, for messages."""
         return f"rank {index} on {self.reports[index].host}"
 
-    def send(self, index: int, **message: Any) -> None:
+    def send(self, index: int, message: protocol.Message) -> None:
         """Tell a rank something, if it is there."""
         if index in self._channels:
-            self._channels[index].send(**message)
+            self._channels[index].send(**message.to_json())
 
-    def send_all(self, **message: Any) -> None:
+    def send_all(self, message: protocol.Message) -> None:
         """Tell all others something."""
-        for channel in self._channels.values():
-            channel.send(**message)
+        for index in self._channels:
+            self.send(index, message)
 
     def forget(self, index: int) -> None:
         """It is gone."""

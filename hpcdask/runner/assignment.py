@@ -12,37 +12,36 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import Choice, choose, choose_interface
 from hpcdask.errors import DeviceError, UsageError
-from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
-from hpcdask.logs import say
+from hpcdask.logs import plural
 from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node, with_transport
+from hpcdask.node.placement import WorkerPlacement, split_node, tell_warnings, with_transport
 from hpcdask.queues.environment import how_to_request, job_id
 from hpcdask.spec.specs import RunSpec
 
 
-def fill_from_first_rank(views: Sequence[Inventory]) -> list[Inventory]:
+def fill_from_first_rank(inventories: Sequence[Inventory]) -> list[Inventory]:
     """Fill in what ranks left to the first of their node, which asked NVML for them too.
 
     Raises DeviceError if NVML shows none of a rank's GPUs.
     """
-    shown = {gpu.uuid: gpu for view in views for gpu in view.shown or ()}
+    shown = {gpu.uuid: gpu for one in inventories for gpu in one.shown or ()}
     whole = []
-    for view in views:
-        if view.shown is None:
-            gpus = tuple(shown[gpu.uuid] for gpu in view.gpus if gpu.uuid in shown)
+    for one in inventories:
+        if one.shown is None:
+            gpus = tuple(shown[gpu.uuid] for gpu in one.gpus if gpu.uuid in shown)
             if shown and not gpus:
                 raise DeviceError(
-                    f"rank {view.rank} sees GPUs on {view.host} that the first rank there does "
+                    f"rank {one.rank} sees GPUs on {one.host} that the first rank there does "
                     f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
                 )
-            view = dataclasses.replace(view, gpus=gpus)
-        whole.append(view)
+            one = dataclasses.replace(one, gpus=gpus)
+        whole.append(one)
     return whole
 
 
 def assign_gpus(
-    views: Sequence[Inventory],
+    inventories: Sequence[Inventory],
     *,
     device: str,
     oversubscribe: bool,
@@ -52,35 +51,35 @@ def assign_gpus(
     """Give each rank the devices of its workers, by rank; None stands for the CPU.
 
     Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
-    the launcher gave each its own (``--gpus-per-task=1``), it takes that. `views` has only ranks
-    that get a worker. `job` is None on a workstation. With `every_gpu` a single rank, started
+    the launcher gave each its own (``--gpus-per-task=1``), it takes that. The inventories are of
+    ranks that get a worker. `job` is None on a workstation. With `every_gpu` a single rank, started
     without a launcher, gets a worker for each GPU that it sees.
 
     Raises DeviceError if there is no GPU where one is wanted, or too few distinct ones.
     """
-    blind = [view for view in views if not view.gpus]
-    if device == "cpu" or (device == "auto" and len(blind) == len(views) and job is None):
-        return {view.rank: [None] for view in views}
+    blind = [one for one in inventories if not one.gpus]
+    if device == "cpu" or (device == "auto" and len(blind) == len(inventories) and job is None):
+        return {one.rank: [None] for one in inventories}
     if blind:
-        where = ", ".join(sorted({view.host for view in blind}))
-        some = (
-            "none of the ranks sees"
-            if len(blind) == len(views)
-            else (f"rank {blind[0].rank} does not see")
-        )
+        where = ", ".join(sorted({one.host for one in blind}))
+        some = f"rank {blind[0].rank} does not see"
+        if len(blind) == len(inventories):
+            some = "none of the ranks sees"
         raise DeviceError(
             f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
         )
     taken: dict[int, list[Gpu | None]] = {}
-    for host in dict.fromkeys(view.host for view in views):
-        ranks = sorted((view for view in views if view.host == host), key=lambda v: v.local_index)
+    for host in dict.fromkeys(one.host for one in inventories):
+        ranks = sorted(
+            (one for one in inventories if one.host == host), key=lambda v: v.local_index
+        )
         if every_gpu and len(ranks) == 1:
             taken[ranks[0].rank] = list(ranks[0].gpus)
             continue
         matched = _match(ranks)
         if not oversubscribe:
             _check_distinct(host, ranks, matched)
-        taken |= {view.rank: [gpu] for view, gpu in zip(ranks, matched, strict=True)}
+        taken |= {one.rank: [gpu] for one, gpu in zip(ranks, matched, strict=True)}
     return taken
 
 
@@ -88,7 +87,7 @@ def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu
     """Refuse ranks of a node that would share a GPU."""
     if len({gpu.uuid for gpu in matched}) == len(ranks):
         return
-    distinct = {gpu.uuid for view in ranks for gpu in view.gpus}
+    distinct = {gpu.uuid for one in ranks for gpu in one.gpus}
     if len(distinct) >= len(ranks):
         raise DeviceError(
             f"{host} has {len(ranks)} ranks and {len(distinct)} GPUs, but some see only "
@@ -96,9 +95,8 @@ def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu
             f"workers share a GPU with --oversubscribe"
         )
     raise DeviceError(
-        f"{host} has {len(ranks)} ranks but only {len(distinct)} distinct "
-        f"GPU{'s' * (len(distinct) != 1)}: start at most {len(distinct)} per node, or let "
-        f"workers share a GPU with --oversubscribe"
+        f"{host} has {len(ranks)} ranks but only {plural(len(distinct), 'distinct GPU')}: start at "
+        f"most {len(distinct)} per node, or let workers share a GPU with --oversubscribe"
     )
 
 
@@ -109,8 +107,8 @@ def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
     the GPU of its own number, so that rank i gets GPU i where all are visible.
     """
     wishes = [
-        [view.gpus[(view.local_index + step) % len(view.gpus)] for step in range(len(view.gpus))]
-        for view in ranks
+        [one.gpus[(one.local_index + step) % len(one.gpus)] for step in range(len(one.gpus))]
+        for one in ranks
     ]
     owner: dict[str, int] = {}
 
@@ -140,14 +138,16 @@ def first_worker_rank(spec: RunSpec) -> int:
 
 
 def place_workers(
-    spec: RunSpec, rank: Rank, views: Mapping[int, Inventory], *, job: str | None
+    spec: RunSpec, rank: Rank, inventories: Mapping[int, Inventory], *, job: str | None
 ) -> dict[int, list[WorkerPlacement]]:
     """Give every rank its workers, each with a device, cores, threads and memory.
 
     `rank` is rank 0: started by hand, it gets a worker for every GPU. The result has only ranks
     with workers. Raises DeviceError as `assign_gpus` does.
     """
-    working = [view for index, view in sorted(views.items()) if index >= first_worker_rank(spec)]
+    working = [
+        one for index, one in sorted(inventories.items()) if index >= first_worker_rank(spec)
+    ]
     by_hand = rank.launcher == "none"
     given = assign_gpus(
         working,
@@ -160,27 +160,18 @@ def place_workers(
     if by_hand and given[0] == [None]:
         from distributed.deploy.utils import nprocesses_nthreads
 
-        processes, per_process = nprocesses_nthreads(views[0].cpus)
+        processes, per_process = nprocesses_nthreads(inventories[0].cpus)
         given[0] = [None] * processes
         threads = threads or per_process
-    places: dict[int, list[WorkerPlacement]] = {}
-    for view in working:
-        mates = [mate for mate in working if mate.host == view.host]
-        cores = owned_cores(mates)
-        names = [
-            f"{spec.name or view.host}-{number}"
-            for number in range(view.rank, view.rank + len(given[view.rank]))
-        ]
-        places[view.rank] = split_node(
-            dataclasses.replace(spec, nthreads=threads),
-            given[view.rank],
-            names,
-            cores=cores,
-            cpus=min([len(cores), *(mate.quota for mate in mates if mate.quota)]),
-            memory=min(mate.memory for mate in mates),
-            count=sum(len(given[mate.rank]) for mate in mates),
-        )
-    return places
+    spec = dataclasses.replace(spec, nthreads=threads)
+    placements: dict[int, list[WorkerPlacement]] = {}
+    for one in working:
+        mates = [mate for mate in working if mate.host == one.host]
+        numbers = range(one.rank, one.rank + len(given[one.rank]))
+        names = [f"{spec.name or one.host}-{number}" for number in numbers]
+        count = sum(len(given[mate.rank]) for mate in mates)
+        placements[one.rank] = split_node(spec, given[one.rank], names, mates, count)
+    return placements
 
 
 @dataclass(frozen=True)
@@ -202,32 +193,25 @@ def make_plan(
 
     Raises UsageError if there will be fewer workers than ``--workers-min``, or as `place_workers`.
     """
-    places = place_workers(spec, rank, inventories, job=job_id())
-    planned = sum(map(len, places.values()))
+    placements = place_workers(spec, rank, inventories, job=job_id())
+    planned = sum(map(len, placements.values()))
     if (spec.workers_min or 0) > planned:
         raise UsageError(
-            f"--workers-min {spec.workers_min}: there will be {count_workers(planned)} here. "
+            f"--workers-min {spec.workers_min}: there will be {plural(planned, 'worker')} here. "
             f"Ask for no more"
         )
     nodes = {
         index: NodeLinks(
             one.host,
-            tuple(place.gpu for place in places.get(index, ()) if place.gpu),
+            tuple(placed.gpu for placed in placements.get(index, ()) if placed.gpu),
             fabrics[index],
         )
         for index, one in inventories.items()
     }
     # also of ranks without workers: the scheduler's must be one that the workers reach
     interfaces = choose_interface(spec, list(nodes.values()))
-    working = {index: nodes[index] for index in places}
+    working = {index: nodes[index] for index in placements}
     choice = choose(spec, list(working.values()))
-    for warning in choice.warnings:
-        say(f"warning: {warning}")
-    if any(node.gpus for node in working.values()) and (lacks := memory_plan.missing(spec)):
-        say(f"warning: {lacks}")
-    return Plan(with_transport(spec, places, working, choice, interfaces), choice, interfaces)
-
-
-def count_workers(count: int) -> str:
-    """Some workers, in words."""
-    return f"{count} worker{'s' * (count != 1)}"
+    tell_warnings(spec, choice, on_device=any(node.gpus for node in working.values()))
+    complete = with_transport(spec, placements, working, choice, interfaces)
+    return Plan(complete, choice, interfaces)

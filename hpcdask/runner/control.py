@@ -23,7 +23,7 @@ from hpcdask.node.channel import LINE_LIMIT, Message, MessageStream
 from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.security.listening import Acceptor, Unproven, prepare
 
-from .rendezvous import Note, Rendezvous
+from .rendezvous import Rendezvous, RendezvousInfo
 
 #: Seconds to dial one address of rank 0.
 DIAL_DEADLINE_S = 5.0
@@ -111,15 +111,15 @@ async def open_to_ranks(
     if credentials:
         context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
     port = await server.listen(everywhere if others else host, context)
-    note = {"address": host, "others": [*others], "port": port, "host": rank.host, "nonce": nonce}
-    rendezvous.publish({**note, "credentials": credentials})
+    info = RendezvousInfo(host, port, rank.host, nonce, credentials, [*others])
+    rendezvous.publish(info)
     return server, port
 
 
 class Reached(NamedTuple):
     """Rank 0, reached at an address that its note names; `failed` says why not at others."""
 
-    note: Note
+    info: RendezvousInfo
     channel: MessageStream
     address: str
     failed: dict[str, str]
@@ -129,7 +129,7 @@ async def find_leader(
     rank: Rank,
     rendezvous: Rendezvous,
     timeout: float,
-    unreachable: Callable[[Note, Mapping[str, str]], str],
+    unreachable: Callable[[RendezvousInfo, Mapping[str, str]], str],
     *,
     tls: bool = True,
 ) -> Reached:
@@ -139,21 +139,21 @@ async def find_leader(
     wrong, by that and by address why it did not answer. With `tls`, a note has to have keys.
     """
     deadline = time.monotonic() + timeout
-    heard: Note | None = None
+    heard: RendezvousInfo | None = None
     failed: dict[str, str] = {}
     pause = 0.02
     while time.monotonic() < deadline:
-        note = rendezvous.fetch()
-        if note is not None:
-            if tls and not note["credentials"]:
+        info = rendezvous.fetch()
+        if info is not None:
+            if tls and not info.credentials:
                 raise LaunchError(
                     "rank 0's note has no keys, though --no-tls is not among this rank's options: "
                     "give all ranks the same options"
                 )
-            heard, failed = note, {}
-            for address in (note["address"], *note.get("others", ())):
+            heard, failed = info, {}
+            for address in (info.address, *info.others):
                 try:
-                    return Reached(note, await _dial(note, address), address, failed)
+                    return Reached(info, await _dial(info, address), address, failed)
                 except TimeoutError:
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
                 except OSError as error:
@@ -169,13 +169,13 @@ async def find_leader(
     raise LaunchError(f"{me} {unreachable(heard, failed)}")
 
 
-async def _dial(note: Note, address: str) -> MessageStream:
+async def _dial(info: RendezvousInfo, address: str) -> MessageStream:
     context = None
-    if note["credentials"]:
-        arguments = to_security(note["credentials"]).get_connection_args("worker")
+    if info.credentials:
+        arguments = to_security(info.credentials).get_connection_args("worker")
         context = arguments["ssl_context"]
     async with asyncio.timeout(DIAL_DEADLINE_S):
-        return await connect_to_leader(address, note["port"], context, note["nonce"])
+        return await connect_to_leader(address, info.port, context, info.nonce)
 
 
 async def connect_to_leader(

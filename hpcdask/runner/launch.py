@@ -62,7 +62,7 @@ def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
     leave(0)  # mpirun would kill rank 0 before it has said so
 
 
-async def end_with(work: Awaitable[int], member: RankAgent) -> NoReturn:
+async def end_with(work: Awaitable[int], agent: RankAgent) -> NoReturn:
     """End this rank with the exit code of its work, whatever its threads still wait for.
 
     A loop that ends by itself waits for them, such as for that of a program which hangs in a file
@@ -71,8 +71,8 @@ async def end_with(work: Awaitable[int], member: RankAgent) -> NoReturn:
     try:
         code = await work
     except Exception as error:
-        _fail(error, member.rank)
-    member.leave(code)
+        _fail(error, agent.rank)
+    agent.workers.leave(code)
 
 
 def _check_configuration(rank: ranks.Rank | None) -> None:
@@ -134,9 +134,9 @@ def _launch(
     if program is not None and rank.index != _program_rank(spec):
         program.sock.close()
         program = None
-    member = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    work = _part_of(launch, member, meeting, scheduler_child)
-    return asyncio_run(end_with(work, member), loop_factory=get_loop_factory())
+    agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
+    work = _part_of(launch, agent, meeting, scheduler_child)
+    return asyncio_run(end_with(work, agent), loop_factory=get_loop_factory())
 
 
 def _prepare(
@@ -178,7 +178,7 @@ def _prepare(
 
 def _part_of(
     launch: RunRequest,
-    member: RankAgent,
+    agent: RankAgent,
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
 ) -> Awaitable[int]:
@@ -189,26 +189,26 @@ def _part_of(
     from .leader import Leader
     from .rendezvous import FileRendezvous
 
-    if member.rank.index != 0:
+    if agent.rank.index != 0:
         if scheduler is not None:
             scheduler.sock.close()
         assert meeting is not None
-        return follow(member, meeting)
+        return follow(agent, meeting)
     assert scheduler is not None
     attached = None
     if launch.attached is not None:
         attached = ForkedProcess(0, socket.socket(fileno=launch.attached))
     leader = Leader(
-        member,
+        agent,
         meeting,
         scheduler,
         attached=attached,
         has_program=launch.program is not None or attached is not None,
-        early_error=early_error(launch, member.rank),
+        early_error=early_error(launch, agent.rank),
     )
     if isinstance(meeting, FileRendezvous):
         for folder in meeting.folders:
-            member.janitor.remove_at_end(folder)
+            agent.janitor.remove_at_end(folder)
     return leader.lead()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from hpcdask.bootstrap import resources
 from hpcdask.client import scheduler_file
 from hpcdask.comm.transport import AUTO
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
-from hpcdask.logs import complain, say
+from hpcdask.logs import complain, plural, say
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement, owned_cores
@@ -26,9 +25,10 @@ from hpcdask.process import mark
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials
 
+from . import protocol
 from .agent import TERM_DEADLINE_S, RankAgent
 from .arrivals import Arrivals
-from .assignment import Plan, count_workers, make_plan
+from .assignment import Plan, make_plan
 from .events import Event, Events, Interrupted
 from .messages import (
     LOOPBACK,
@@ -50,7 +50,7 @@ NO_WORKER_NOTICE_S = 5.0
 
 
 class Leader:
-    """Rank 0's view of the run.
+    """Rank 0's part in the run.
 
     `rendezvous` is where the other ranks look for rank 0, None when there are none; `scheduler` and
     `attached` are the process that becomes the scheduler, and the line to a program that started
@@ -59,7 +59,7 @@ class Leader:
 
     def __init__(
         self,
-        member: RankAgent,
+        agent: RankAgent,
         rendezvous: Rendezvous | None,
         scheduler: ForkedProcess,
         *,
@@ -67,16 +67,16 @@ class Leader:
         attached: ForkedProcess | None = None,
         early_error: HpcdaskError | None = None,
     ) -> None:
-        self.member = member
-        self.spec = member.spec
-        self.rank = member.rank
+        self.agent = agent
+        self.spec = agent.spec
+        self.rank = agent.rank
         self.rendezvous = rendezvous
         self.early_error = early_error
         self.events = Events()
         self.arrivals = Arrivals(self.rank, self.events)
         self.scheduler = SchedulerProcess(scheduler, self.events, self._note_warm)
         self.program = UserProgram(
-            member, self.arrivals, self.events, exists=has_program, line=attached
+            agent, self.arrivals, self.events, exists=has_program, line=attached
         )
         self.wanted = WantedWorkers(self.spec)
         self.warmup = WarmupNotes()
@@ -87,12 +87,12 @@ class Leader:
 
     async def lead(self) -> int:
         """Run everything and return the exit code of the run."""
-        self.member.signals.handle(
+        self.agent.signals.handle(
             lambda number: self.events.happened("signal", number),
             repeated={signal.SIGINT} if self.program.attached else set(),
         )
         if self.spec.tls:
-            self.member.credentials = create_credentials()
+            self.agent.credentials = create_credentials()
             mark("credentials made")
         else:
             say(
@@ -117,7 +117,7 @@ class Leader:
         missing = self.arrivals.missing
         await self._take_down(code)
         if missing:
-            self.member.abort_launch(code)
+            self.agent.abort_launch(code)
         return code
 
     async def _bring_up(self) -> None:
@@ -136,10 +136,10 @@ class Leader:
         self.events.start(self.scheduler.listen())
         started = (await self._next("the scheduler to start", {"scheduler"})).value
         mark("scheduler listens")
-        if "error" in started:
-            raise ClusterError(started["error"])
-        self.address = started["address"]
-        self.dashboard_host, self.dashboard = started["dashboard"]
+        if isinstance(started, protocol.SchedulerFailed):
+            raise ClusterError(started.error)
+        self.address, self.dashboard_host = started.address, started.dashboard_host
+        self.dashboard = started.dashboard_port
         self.wanted.plan(plan.placements)
         self._start_workers(plan.placements)
         least = self.wanted.least
@@ -157,13 +157,15 @@ class Leader:
     def _start_scheduler(self, interface: str | None) -> None:
         # In a job login nodes shall reach it. On other hosts anybody may work.
         listens = LOOPBACK if self._host() == LOOPBACK or job_id() is None else ""
-        self.scheduler.start(
-            host=None if interface else self._host(),
-            interface=interface,
-            protocol="tls" if self.spec.tls else "tcp",
-            credentials=self.member.credentials,
-            dashboard=self.spec.dashboard_address or f"{listens}:8787",
-            scratch=self.member.scratch,
+        self.scheduler.tell(
+            protocol.StartScheduler(
+                host=None if interface else self._host(),
+                interface=interface,
+                protocol="tls" if self.spec.tls else "tcp",
+                credentials=self.agent.credentials,
+                dashboard=self.spec.dashboard_address or f"{listens}:8787",
+                scratch=self.agent.scratch,
+            )
         )
 
     def _host(self) -> str:
@@ -171,7 +173,7 @@ class Leader:
         from distributed.utils import get_ip, get_ip_interface
 
         if self.spec.interface and self.spec.interface != AUTO:
-            with contextlib.suppress(ValueError):  # reported by this rank's view
+            with contextlib.suppress(ValueError):  # this rank reports it
                 return str(get_ip_interface(self.spec.interface))
         if self.rank.one_node and self.program.exists and not self.spec.scheduler_file:
             return LOOPBACK
@@ -179,9 +181,9 @@ class Leader:
 
     async def _meet(self) -> dict[int, Inventory]:
         """Have every rank say what it sees."""
-        self.arrivals.reports[0] = await asyncio.to_thread(self.member.report)
+        self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
         if self.rendezvous is not None:
-            await self.arrivals.listen(self._host(), self.member.credentials, self.rendezvous)
+            await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)
             while self.arrivals.missing:
                 await self._next(
                     "every rank to arrive",
@@ -198,35 +200,30 @@ class Leader:
         with contextlib.suppress(HpcdaskError, OSError, Interrupted):
             await self._meet()
 
-    def _widen_scheduler(self, views: dict[int, Inventory]) -> None:
+    def _widen_scheduler(self, seen: dict[int, Inventory]) -> None:
         """A launcher that pins ranks left the scheduler on rank 0's core: give it the node's."""
-        here = [view for view in views.values() if view.host == self.rank.host]
+        here = [one for one in seen.values() if one.host == self.rank.host]
         resources.widen(owned_cores(here), self.scheduler.pid)
 
-    def _start_workers(self, places: dict[int, list[WorkerPlacement]]) -> None:
-        for index, group in places.items():
+    def _start_workers(self, placements: dict[int, list[WorkerPlacement]]) -> None:
+        for index, group in placements.items():
             if index != 0:
-                sent = [dataclasses.asdict(place) for place in group]
-                self.arrivals.send(index, op="work", scheduler=self.address, places=sent)
-        if 0 in places:
-            self.events.start(self._own_workers(places[0]))
-
-    async def _own_workers(self, places: list[WorkerPlacement]) -> None:
-        try:
-            await self.member.start_workers(
-                places,
-                self.address,
-                lambda name, text: self.events.happened("failed", (0, name, text)),
+                self.arrivals.send(index, protocol.StartWorkers(self.address, group))
+        if 0 in placements:
+            self.events.start(
+                self.agent.start_workers(
+                    placements[0],
+                    self.address,
+                    lambda name, text: self.events.happened("failed", (0, name, text)),
+                )
             )
-        except Exception as error:
-            self.events.happened("failed", (0, None, f"{type(error).__name__}: {error}"))
 
     def _write_file(self, file: str) -> None:
         path = os.path.abspath(file)
-        self.member.janitor.remove_at_once(path)
-        self.member.janitor.remove_at_once(f"{path}.keys")
+        self.agent.janitor.remove_at_once(path)
+        self.agent.janitor.remove_at_once(f"{path}.keys")
         self.written = path
-        scheduler_file.write(path, self.address, self.member.credentials, job=job_id())
+        scheduler_file.write(path, self.address, self.agent.credentials, job=job_id())
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -329,21 +326,21 @@ class Leader:
             return False
         say(
             f"{self.arrivals.name(event.value)} is gone; the run goes on with "
-            f"{count_workers(len(self.wanted.names))} (--workers-min {self.spec.workers_min})"
+            f"{plural(len(self.wanted.names), 'worker')} (--workers-min {self.spec.workers_min})"
         )
         return True
 
     async def _take_down(self, code: int) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
-        self.member.end_program()
-        self.scheduler.silence()
+        self.agent.end_program()
+        self.scheduler.tell(protocol.Silence())
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
-        self.arrivals.send_all(op="end", code=code if never_ran else 0)
-        await asyncio.gather(self.member.close_workers(), self.arrivals.all_gone())
+        self.arrivals.send_all(protocol.EndRun(code if never_ran else 0))
+        await asyncio.gather(self.agent.close_workers(), self.arrivals.all_gone())
         await self.scheduler.end()
         if self.rendezvous is not None:
             self.rendezvous.close()
         if self.written:
             scheduler_file.remove(self.written, self.address)
-            self.member.janitor.forget(self.written)  # the next cluster may write there now
-            self.member.janitor.forget(f"{self.written}.keys")
+            self.agent.janitor.forget(self.written)  # the next cluster may write there now
+            self.agent.janitor.forget(f"{self.written}.keys")

@@ -8,12 +8,12 @@ from typing import Any
 
 from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError
-from hpcdask.logs import say
+from hpcdask.logs import plural, say
 from hpcdask.process import seconds_since_start
 from hpcdask.spec.specs import RunSpec
 
 from .arrivals import Arrivals
-from .assignment import Plan, count_workers
+from .assignment import Plan
 from .events import Event
 
 LOOPBACK = "127.0.0.1"
@@ -21,22 +21,22 @@ LOOPBACK = "127.0.0.1"
 
 def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard: str) -> None:
     """One line: what computes on what, how data travels, where the dashboard is."""
-    placements = [place for group in plan.placements.values() for place in group]
-    kinds = Counter(place.gpu.name if place.gpu else "CPU" for place in placements)
+    placements = [one for group in plan.placements.values() for one in group]
+    kinds = Counter(one.gpu.name if one.gpu else "CPU" for one in placements)
     what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     network = "tcp with TLS" if spec.tls else "tcp without TLS"
     if plan.choice.protocol == "ucx":
         network = f"ucx between workers, {network} to the scheduler"
-    if spec.protocol == "auto" and any(place.gpu for place in placements):
+    if spec.protocol == "auto" and any(one.gpu for one in placements):
         network += f" ({plan.choice.reason})"
     planned = len(placements)
-    count = count_workers(planned)
+    count = plural(planned, "worker")
     if registered < planned:
         count = f"{registered} of {count}"
     elif registered > planned:
-        count = count_workers(registered)
+        count = plural(registered, "worker")
     say(
-        f"{count} on {nodes} node{'s' * (nodes != 1)} "
+        f"{count} on {plural(nodes, 'node')} "
         f"({what}), {network}, ready in {seconds_since_start():.2f} s; "
         f"dashboard http://{dashboard}/status"
     )

@@ -13,11 +13,13 @@ import sys
 import types
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hpcdask.bootstrap.reexec import restore_environment, wants_folders
 from hpcdask.errors import UsageError
 from hpcdask.node.signals import PASSED_ON
+
+from .protocol import StartProgram, read
 
 
 @dataclass(frozen=True)
@@ -202,15 +204,16 @@ def await_start(sock: socket.socket) -> None:
     restore_environment()
     from hpcdask.client.connect import configure_client
 
-    configure_client(order)
-    _free_blas(order["threads"])
+    configure_client(order.address, order.file)
+    _free_blas(order.threads)
 
 
-def hear_start(sock: socket.socket) -> dict[str, Any] | None:
+def hear_start(sock: socket.socket) -> StartProgram | None:
     """Wait for the rank to say that the cluster is ready: None when it will never be."""
     with sock.makefile("r") as stream:
         line = stream.readline()
-    return dict(json.loads(line)) if line else None
+    order = read(json.loads(line)) if line else None
+    return order if isinstance(order, StartProgram) else None
 
 
 def _free_blas(threads: int) -> None:

@@ -12,6 +12,7 @@ over the control line (`hpcdask.runner.control`). The note travels
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -25,13 +26,14 @@ import sys
 import termios
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hpcdask.bootstrap.ranks import Rank, from_mpi
 from hpcdask.errors import LaunchError, MissingExtra
 from hpcdask.security import private
+from hpcdask.security.credentials import Credentials
 
-Note = dict[str, Any]
 #: The file with the note.
 NOTE = "note.json"
 MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
@@ -42,13 +44,37 @@ READ_DEADLINE_S = 2.0
 PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
 
 
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """Rank 0's note: where it listens, and what it takes to be let in.
+
+    `host` is its node's name. A rank that cannot reach the address may try `others`.
+    """
+
+    address: str
+    port: int
+    host: str
+    nonce: str
+    credentials: Credentials
+    others: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RendezvousInfo:
+        """Read what `to_json` and JSON made of a note."""
+        return cls(**data)
+
+
 class Rendezvous(Protocol):
     """Hands rank 0's note to the others."""
 
-    def publish(self, note: Note) -> None:
+    def publish(self, info: RendezvousInfo) -> None:
         """Rank 0: make the note known."""
 
-    def fetch(self) -> Note | None:
+    def fetch(self) -> RendezvousInfo | None:
         """Other ranks: the note, or None if it is not there yet. May block for MPI."""
 
     def close(self) -> None:
@@ -72,15 +98,15 @@ class FileRendezvous:
         # not `tempfile.gettempdir`, which takes another where the disk is full for a moment: all
         # ranks have to look in the same place
         temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")
-        places = [(temporary, name), (home, f"{name}-{os.uname().nodename}")]
+        candidates = [(temporary, name), (home, f"{name}-{os.uname().nodename}")]
         if shared:
-            places = [(dask.config.get("hpcdask.shared-directory", None) or home, name)]
-        self.folders = [os.path.join(os.path.abspath(base), last) for base, last in places]
+            candidates = [(dask.config.get("hpcdask.shared-directory", None) or home, name)]
+        self.folders = [os.path.join(os.path.abspath(base), last) for base, last in candidates]
         self._launch_id = launch_id
 
-    def publish(self, note: Note) -> None:
+    def publish(self, info: RendezvousInfo) -> None:
         """Write the note, over that of a life that left one."""
-        text = json.dumps({**note, "launch": self._launch_id})
+        text = json.dumps({**info.to_json(), "launch": self._launch_id})
         problems = []
         for folder in self.folders:
             try:
@@ -95,15 +121,15 @@ class FileRendezvous:
             f"configuration"
         )
 
-    def fetch(self) -> Note | None:
+    def fetch(self) -> RendezvousInfo | None:
         """The note as it stands. It may be an older life's: then nobody answers at its address."""
         for folder in self.folders:
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # ESTALE of NFS, too
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
                 os.listdir(os.path.dirname(folder))  # makes NFS look again
                 with _closing(private.open_folder(folder)) as at:
-                    note = json.loads(private.read(NOTE, dir_fd=at))
-                if note.get("launch") == self._launch_id:
-                    return dict(note)
+                    found = dict(json.loads(private.read(NOTE, dir_fd=at)))
+                if found.pop("launch", None) == self._launch_id:
+                    return RendezvousInfo.from_json(found)
         return None
 
     def close(self) -> None:
@@ -129,22 +155,22 @@ class MPIRendezvous:
     def __init__(self, comm: Any, deadline: MPIDeadline) -> None:
         self._comm = comm
         self._deadline = deadline
-        self._note: Note | None = None
+        self._info: RendezvousInfo | None = None
 
-    def publish(self, note: Note) -> None:
+    def publish(self, info: RendezvousInfo) -> None:
         """Broadcast from rank 0."""
-        self._broadcast(note)
+        self._broadcast(info.to_json())
 
-    def fetch(self) -> Note | None:
+    def fetch(self) -> RendezvousInfo | None:
         """Take part in the broadcast; later calls give the same note."""
-        if self._note is None:
-            self._note = self._broadcast(None)
-        return self._note
+        if self._info is None:
+            self._info = RendezvousInfo.from_json(self._broadcast(None))
+        return self._info
 
-    def _broadcast(self, note: Note | None) -> Note:
+    def _broadcast(self, data: dict[str, Any] | None) -> dict[str, Any]:
         from mpi4py import MPI
 
-        received: Note = self._comm.bcast(note, root=0)
+        received: dict[str, Any] = self._comm.bcast(data, root=0)
         MPI.Finalize()
         self._deadline.met()
         return received
@@ -190,13 +216,9 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
 
         mpi4py.rc.initialize = True  # see ranks.leave_mpi_alone
         from mpi4py import MPI
-    except ImportError as error:
-        if error.name == "mpi4py":
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ImportError) and error.name == "mpi4py":
             raise MissingExtra("mpi4py", "mpi", "finding this process's rank") from None
-        raise LaunchError(
-            f"mpi4py cannot load an MPI library: {error}. {_plugin_hint(rank)}"
-        ) from None
-    except RuntimeError as error:
         text = " ".join(str(error).split())
         raise LaunchError(
             f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}"

@@ -23,7 +23,7 @@ from distributed.utils import NoOpAwaitable
 
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.reexec import interpreter
-from hpcdask.client.connect import configure_client, forget_client
+from hpcdask.client.connect import configure_client, forget_client, load_security
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.spec.argv import to_argv
 from hpcdask.spec.specs import RunSpec
@@ -122,11 +122,9 @@ class Runner:
         if order is None:
             self._code = self._wait()
             raise SystemExit(self._code or 1)
-        configure_client(order)
-        self.scheduler_address = order["address"]
-        from hpcdask.client.connect import load_security
-
-        self.security = load_security({"address": order["address"]}) or Security()
+        configure_client(order.address, order.file)
+        self.scheduler_address = order.address
+        self.security = load_security({"address": order.address}) or Security()
         self.status = Status.running
         return True
 

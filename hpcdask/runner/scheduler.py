@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Scheduler
@@ -20,41 +21,36 @@ from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.security import listening, webserver
 from hpcdask.security.credentials import to_security
 
+from . import protocol
+from .protocol import WorkersChanged, WorkerWarm
+
 
 class _WorkerReporter(SchedulerPlugin):
     """Tells the rank how many workers there are, whenever that changes, and which are warm."""
 
     name = "hpcdask-census"
 
-    def __init__(self, scheduler: Scheduler, channel: MessageStream) -> None:
-        self._scheduler = scheduler
-        self._channel = channel
+    def __init__(self, scheduler: Scheduler, send: Callable[[protocol.Message], None]) -> None:
+        self._scheduler, self._send = scheduler, send
 
-    def _tell(self, **kwargs: Any) -> None:
-        names = [str(state.name) for state in self._scheduler.workers.values()]
-        self._channel.send(workers=names)
+    def _tell(self, but: str | None = None) -> None:
+        workers = self._scheduler.workers.items()
+        names = [str(state.name) for address, state in workers if address != but]
+        self._send(WorkersChanged(names))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         scheduler.stream_comms[worker].interval = BATCH_INTERVAL_S
         self._tell()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._channel.send(
-            workers=[
-                str(state.name)
-                for address, state in self._scheduler.workers.items()
-                if address != worker
-            ]
-        )
+        self._tell(but=worker)
 
     async def before_close(self) -> None:
-        set_log_level(
-            "ERROR"
-        )  # a client may close it, while workers that are told so still say something
+        set_log_level("ERROR")  # a client may close it, and workers that are told still say it
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic == TOPIC:
-            self._channel.send(warm=msg)
+            self._send(WorkerWarm(msg))
 
 
 def main(sock: socket.socket) -> None:
@@ -74,45 +70,49 @@ def main(sock: socket.socket) -> None:
 
 async def _main(sock: socket.socket) -> None:
     channel = await MessageStream.over(sock)
-    order = await channel.receive()
-    if order is None:
+
+    def send(message: protocol.Message) -> None:
+        channel.send(**message.to_json())
+
+    received = await channel.receive()
+    order = protocol.read(received) if received else None
+    if not isinstance(order, protocol.StartScheduler):  # the run has ended before
         return
     try:
         with webserver.without_proxy():
             scheduler = Scheduler(
-                host=order["host"],
-                interface=order["interface"],
-                protocol=order["protocol"],
+                host=order.host,
+                interface=order.interface,
+                protocol=order.protocol,
                 port=0,
-                security=to_security(order["credentials"]),
+                security=to_security(order.credentials),
                 dashboard=False,
-                local_directory=order["scratch"],
-                dashboard_address=order["dashboard"],
+                local_directory=order.scratch,
+                dashboard_address=order.dashboard,
             )
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
-        scheduler.add_plugin(_WorkerReporter(scheduler, channel))
+        scheduler.add_plugin(_WorkerReporter(scheduler, send))
         await scheduler
         listening.guard(scheduler)
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        channel.send(error=f"the scheduler did not start: {what}")
+        send(protocol.SchedulerFailed(f"the scheduler did not start: {what}"))
         await channel.flush()
         return
     server: Any = scheduler.http_server
-    channel.send(address=scheduler.address, dashboard=[server.address, server.port])
+    send(protocol.SchedulerStarted(scheduler.address, server.address, server.port))
     told = asyncio.create_task(_obey(scheduler, channel))
     await scheduler.finished()
     told.cancel()
-    channel.send(closed=True)
+    send(protocol.SchedulerClosed())
     await channel.flush()
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
     while (order := await channel.receive()) is not None:
-        if order.get("op") == "quiet":
-            set_log_level("CRITICAL")
-        elif order.get("op") == "close":
+        set_log_level("CRITICAL")
+        if isinstance(protocol.read(order), protocol.CloseScheduler):
             break
     set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")

@@ -11,6 +11,7 @@ from typing import Any
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.forking import ForkedProcess
 
+from . import protocol
 from .events import Events
 
 
@@ -38,36 +39,32 @@ class SchedulerProcess:
         """Open the line to it."""
         self._orders = await self._process.channel()
 
-    def start(self, **order: Any) -> None:
-        """Have it become the scheduler; see `scheduler.main` for what it takes."""
-        assert self._orders is not None
-        self._orders.send(**order)
+    def tell(self, order: protocol.Message) -> None:
+        """Have it become the scheduler, or end."""
+        if self._orders is not None:
+            self._orders.send(**order.to_json())
 
     async def listen(self) -> None:
         """Turn what it tells into events, until its end."""
         assert self._orders is not None
         closed = False
         while (message := await self._orders.receive()) is not None:
-            if "workers" in message:
-                self.registered = set(message["workers"])
-                self._events.happened("workers")
-            elif "warm" in message:
-                self._warm(message["warm"])
-            elif message.get("closed"):
-                closed = True
-            else:
-                self._events.happened("scheduler", message)
+            match protocol.read(message):
+                case protocol.WorkersChanged(names):
+                    self.registered = set(names)
+                    self._events.happened("workers")
+                case protocol.WorkerWarm(found):
+                    self._warm(found)
+                case protocol.SchedulerClosed():
+                    closed = True
+                case started:
+                    self._events.happened("scheduler", started)
         self._events.happened("scheduler-closed" if closed else "scheduler-lost")
-
-    def silence(self) -> None:
-        """The run ends: what it would log of that is no news."""
-        if self._orders is not None:
-            self._orders.send(op="quiet")
 
     async def end(self) -> None:
         """Close it; after a second, by force."""
         if self._orders is not None:
-            self._orders.send(op="close")
+            self.tell(protocol.CloseScheduler())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._process.wait()

@@ -10,6 +10,7 @@ from hpcdask.logs import say
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.queues.environment import job_id
 
+from . import protocol
 from .agent import TERM_DEADLINE_S, RankAgent
 from .arrivals import Arrivals
 from .events import Events
@@ -25,7 +26,7 @@ class UserProgram:
 
     def __init__(
         self,
-        member: RankAgent,
+        agent: RankAgent,
         arrivals: Arrivals,
         events: Events,
         *,
@@ -35,26 +36,26 @@ class UserProgram:
         self.exists = exists
         self.attached = line is not None
         self.signalled: int | None = None
-        self._member, self._arrivals, self._events, self._line = member, arrivals, events, line
+        self._agent, self._arrivals, self._events, self._line = agent, arrivals, events, line
 
     def start(self, address: str) -> None:
         """The cluster is ready at this address."""
         if self._line is not None:
             self._events.start(self._attend(self._line, address))
-        elif self._member.program is not None:
-            self._member.start_program(address)
-            self._events.start(self._wait(self._member.program))
+        elif self._agent.program is not None:
+            self._agent.start_program(address)
+            self._events.start(self._wait(self._agent.program))
         elif self.exists:
-            self._arrivals.send(1, op="program", address=address)
+            self._arrivals.send(1, protocol.StartProgram(address))
 
     async def _wait(self, program: ForkedProcess) -> None:
         self._events.happened("program", await program.wait())
 
     async def _attend(self, line: ForkedProcess, address: str) -> None:
         channel = await line.channel()
-        file = os.path.join(self._member.scratch, "scheduler.json")
-        scheduler_file.write(file, address, self._member.credentials, job=job_id())
-        channel.send(address=address, file=file)
+        file = os.path.join(self._agent.scratch, "scheduler.json")
+        scheduler_file.write(file, address, self._agent.credentials, job=job_id())
+        channel.send(**protocol.StartProgram(address, file).to_json())
         while await channel.receive() is not None:
             pass
         self._events.happened("program", 0)
@@ -70,7 +71,7 @@ class UserProgram:
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
-        if self._member.program is not None:
-            self._member.pass_on(number)
-        elif self._member.spec.layout == "dedicated":
-            self._arrivals.send(1, op="signal", number=int(number))
+        if self._agent.program is not None:
+            self._agent.pass_on(number)
+        elif self._agent.spec.layout == "dedicated":
+            self._arrivals.send(1, protocol.Signal(int(number)))

@@ -144,7 +144,7 @@ def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
     for name in ("HPCDASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    configure_client({"address": "tls://127.0.0.1:1", "file": "/tmp/gone/scheduler.json"})
+    configure_client("tls://127.0.0.1:1", "/tmp/gone/scheduler.json")
     forget_client()
     assert dict(os.environ) == before
     assert dask.config.get("scheduler-address", None) is None

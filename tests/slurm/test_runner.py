@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock, stretched
-from hpcdask.runner.rendezvous import FileRendezvous
+from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
 from hpcdask.security.credentials import create_credentials
 from launching import (
     Result,
@@ -387,12 +387,11 @@ def test_requeued_job(desk, slurm, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    note = {"address": "127.0.0.1", "port": port, "host": HOST, "nonce": "0", "credentials": {}}
-    note["credentials"] = create_credentials()
+    info = RendezvousInfo("127.0.0.1", port, HOST, "0", create_credentials())
     first, second = (FileRendezvous(f"srun-step0-{job}.r{n}", shared=True) for n in (0, 1))
     slurm.run("scontrol", "requeue", str(job))
-    first.publish(note)
-    second.publish(note)
+    first.publish(info)
+    second.publish(info)
     wait_for(lambda: "life 1" in output.read_text(), 60, "life 1")
     assert desk.end_of_job(job) == 0, output.read_text()
     assert "life 1 workers 2\n" in output.read_text()

@@ -81,8 +81,8 @@ RANK_WITH_A_THREAD_THAT_WAITS = """
         begun.wait()
         return 3
 
-    member = SimpleNamespace(rank=None, leave=os._exit)
-    asyncio.run(launch.end_with(work(), member))
+    agent = SimpleNamespace(rank=None, workers=SimpleNamespace(leave=os._exit))
+    asyncio.run(launch.end_with(work(), agent))
 """
 
 

@@ -675,8 +675,8 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
 def test_nvml_is_started_once_for_all_that_ask(nvml):
     nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
     found = gpu_probe._ask(os.environ, every=False)
-    assert [gpu["uuid"] for gpu in found["gpus"]] == [A, B]
-    assert found["fabric"]["nvlink"] == ((A, B),)
+    assert [gpu.uuid for gpu in found.gpus] == [A, B]
+    assert found.fabric.nvlink == ((A, B),)
     import pynvml
 
     assert pynvml.starts == 1
@@ -702,15 +702,15 @@ def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, ever
 
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", note)
     found = gpu_probe._ask({"CUDA_VISIBLE_DEVICES": "2"}, every=every)
-    assert [gpu["uuid"] for gpu in found["gpus"]] == [C]
-    assert [gpu["uuid"] for gpu in found["shown"]] == ([A, B, C, D] if every else [C])
-    assert found["fabric"]["gpus"] == (A, B, C, D)
+    assert [gpu.uuid for gpu in found.gpus] == [C]
+    assert [gpu.uuid for gpu in found.shown] == ([A, B, C, D] if every else [C])
+    assert found.fabric.gpus == (A, B, C, D)
     pairs = itertools.combinations((A, B, C, D), 2)
     assert asked == {
         *itertools.product(names, (A, B, C, D) if every else (C,)),
         *(("P2PStatus", *pair) for pair in pairs if every or C in pair),
     }
-    assert len(found["fabric"]["nvlink"]) == (6 if every else 3)
+    assert len(found.fabric.nvlink) == (6 if every else 3)
 
 
 def probed(change: str = "", **environ: str) -> str:
@@ -725,7 +725,8 @@ gpu_probe.PROBE_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
 {change}
 try:
     found = gpu_probe.GpuProbe.start(lambda: None, gpu_probe.EarlyOptions(in_run=False))
-    gpus, shown, fabric = found.report()
+    told = found.report()
+    gpus, shown, fabric = told.gpus, told.shown, told.fabric
     print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
     assert shown == gpus
 except errors.DeviceError as error:

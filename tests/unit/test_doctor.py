@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -40,6 +41,7 @@ from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, span
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError
 from hpcdask.runner.control import ControlServer, find_leader
+from hpcdask.runner.rendezvous import RendezvousInfo
 
 GIB = 2**30
 INFINITE = -1
@@ -618,34 +620,18 @@ def test_the_scheduler_s_port():
         assert words in found.value
 
 
-class Note:
-    """A rendezvous that knows its note."""
-
-    def __init__(self, **note: Any) -> None:
-        self.note = note
-
-    def fetch(self) -> Facts:
-        return self.note
-
-
 @pytest.mark.parametrize("others", [["127.0.0.2"], []])
 def test_a_rank_tries_rank_0_s_other_addresses(others):
     """Rank 0 listens on 127.0.0.2, and its note names 127.0.0.1 first."""
 
     async def find() -> Any:
-        async def arrived(hello: Facts, channel: Any) -> None:
+        async def arrived(report: Facts, channel: Any) -> None:
             channel.close()
 
         hub = ControlServer("nonce", arrived)
         port = await hub.listen("127.0.0.2", None)
-        note = Note(
-            address="127.0.0.1",
-            others=others,
-            port=port,
-            host="node1",
-            nonce="nonce",
-            credentials={},
-        )
+        info = RendezvousInfo("127.0.0.1", port, "node1", "nonce", {}, others)
+        note = SimpleNamespace(fetch=lambda: info)
         try:
             rank = Rank(1, 2, 0, 1, "node2", "srun", "test")
             _, channel, address, failed = await find_leader(

@@ -175,10 +175,10 @@ def test_a_rank_arrives_in_spite_of_a_flood(hurry):
     keys = to_security(create_credentials())
 
     async def run() -> None:
-        hellos = []
+        reports = []
 
-        async def arrived(hello: channel.Message, channel: channel.MessageStream) -> None:
-            hellos.append(hello)
+        async def arrived(report: channel.Message, channel: channel.MessageStream) -> None:
+            reports.append(report)
 
         hub = control.ControlServer("nonce", arrived)
         server = keys.get_listen_args("scheduler")["ssl_context"]
@@ -187,7 +187,7 @@ def test_a_rank_arrives_in_spite_of_a_flood(hurry):
         async with flood(port) as strangers:
             rank = await control.connect_to_leader("127.0.0.1", port, client, "nonce")
             rank.send(rank=1)
-            await until(lambda: hellos == [{"rank": 1}])
+            await until(lambda: reports == [{"rank": 1}])
             await until(lambda: closed(strangers) == FLOOD)
         hub.close()
         with pytest.raises(OSError, match="refused"):

@@ -17,7 +17,6 @@ from distributed import Security
 from distributed.core import Status
 
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import gpu_probe, inventory, nanny, worker_group
@@ -224,10 +223,8 @@ from hpcdask.bootstrap.ranks import Rank
 def start_probe():
     gpu_probe.has_nvidia_driver = lambda: True
     gpu_probe.ranks.detect = lambda: Rank(1, 2, 1, 2, "n1", "srun", "launch")
-    gpus = [{"uuid": "GPU-other"}, {"uuid": "GPU-own"}]
-    found = {"gpus": gpus, "shown": gpus, "fabric": {}}
-    gpu_probe._ask = lambda environ, every: found
-    gpu_probe.Gpu.from_json = gpu_probe.Fabric.from_json = lambda found: found
+    gpus = gpu_probe.Gpu("GPU-other", "H200", 1), gpu_probe.Gpu("GPU-own", "H200", 1)
+    gpu_probe._ask = lambda environ, every: gpu_probe.ProbeResult(gpus, gpus)
     gpu_probe.os.sched_getaffinity = lambda pid: {0, 1}
     prestart.make_context = lambda: None
     return gpu_probe.GpuProbe.start(lambda: None, EARLY, prestart.prestart)
@@ -241,9 +238,9 @@ def test_the_probe_becomes_the_worker_or_is_dismissed(tmp_path):
         + """
 found = start_probe()
 forkserver.start(folder, found.release_in_child)
-gpus, shown, _ = found.report()
-assert gpus == shown
-assert [gpu["uuid"] for gpu in gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
+told = found.report()
+assert told.gpus == told.shown
+assert [gpu.uuid for gpu in told.gpus] == ["GPU-other", "GPU-own"] and found.uuid == "GPU-own"
 pid, line = found.give()
 forkserver.adopt(pid, line)
 process, what = start()
@@ -436,8 +433,8 @@ def serve(
     def ask(environ, every):
         assert environ.get("CUDA_VISIBLE_DEVICES") == visible
         told[0] = "asked for all" if every else "asked"
-        gpus = [{"uuid": uuid} for uuid in seen]
-        return {"gpus": gpus, "shown": gpus}
+        gpus = tuple(Gpu(uuid, "H200", 1) for uuid in seen)
+        return gpu_probe.ProbeResult(gpus, gpus)
 
     def end(code):
         raise SystemExit(code)
@@ -465,12 +462,12 @@ def test_rank_0_fills_in_what_was_left_to_the_first(monkeypatch):
     left = [Gpu(uuid, "", 0) for uuid in (A, B)]
     monkeypatch.setattr(inventory, "check_extras", mock.Mock())
 
-    def member_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> RankAgent:
+    def agent_of(index: int, gpus: list[Gpu], shown: list[Gpu] | None) -> RankAgent:
         found = mock.Mock()
-        found.report.return_value = gpu_probe.ProbeResult(gpus, shown, Fabric())
+        found.report.return_value = gpu_probe.ProbeResult(tuple(gpus), shown and tuple(shown))
         return RankAgent(RunSpec(), rank(index, 2), mock.Mock(), "", None, found)
 
-    one, two = member_of(0, gpus, gpus), member_of(1, left, None)
+    one, two = agent_of(0, gpus, gpus), agent_of(1, left, None)
     arrivals = Arrivals(one.rank, Events())
     arrivals.reports[0] = one.report()
     arrivals.reports[1] = RankReport.from_json(json.loads(json.dumps(two.report().to_json())))

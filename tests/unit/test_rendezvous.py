@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -19,12 +20,15 @@ import dask
 import pytest
 
 from hpcdask.errors import LaunchError
-from hpcdask.runner import control
-from hpcdask.runner.rendezvous import FileRendezvous
+from hpcdask.gpu.devices import Gpu
+from hpcdask.node.placement import WorkerPlacement
+from hpcdask.runner import control, protocol
+from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
 from hpcdask.security import listening, private
 from strangers import as_stranger, root_only
 
-NOTE = {"address": "10.0.0.1", "port": 4711, "host": "n1", "nonce": "x", "credentials": {}}
+INFO = RendezvousInfo("10.0.0.1", 4711, "n1", "x", {})
+NOTE = INFO.to_json()
 
 
 @pytest.fixture
@@ -36,6 +40,37 @@ def base(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("TMPDIR", str(base))
     return base
+
+
+def test_a_rendezvous_s_info_survives_json():
+    info = dataclasses.replace(INFO, credentials={"tls_ca_file": "PEM"}, others=["10.0.0.2"])
+    assert RendezvousInfo.from_json(json.loads(json.dumps(info.to_json()))) == info
+
+
+MESSAGES = [
+    protocol.StartWorkers(
+        "tls://n1:1", [WorkerPlacement("n1-0", Gpu("GPU-a", "H200", 1, (0,)), (0, 1), 1, 0)]
+    ),
+    protocol.StartProgram("tls://n1:1", "/tmp/scheduler.json", 4),
+    protocol.Signal(15),
+    protocol.EndRun(2),
+    protocol.WorkerFailed(None, "no room"),
+    protocol.ProgramEnded(1),
+    protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x"),
+    protocol.Silence(),
+    protocol.CloseScheduler(),
+    protocol.SchedulerStarted("tls://n1:1", "127.0.0.1", 8787),
+    protocol.SchedulerFailed("no port"),
+    protocol.WorkersChanged(["n1-0"]),
+    protocol.WorkerWarm({"name": "n1-0", "links": []}),
+    protocol.SchedulerClosed(),
+]
+
+
+def test_all_messages_survive_json():
+    assert {type(message) for message in MESSAGES} == set(protocol.Message.__subclasses__())
+    for message in MESSAGES:
+        assert protocol.read(json.loads(json.dumps(message.to_json()))) == message
 
 
 def mode(path: str) -> int:
@@ -74,8 +109,8 @@ def test_what_rank_0_publishes_the_others_fetch(base):
     one = FileRendezvous("launch", shared=False)
     other = FileRendezvous("launch", shared=False)
     assert other.fetch() is None
-    one.publish(NOTE)
-    assert (other.fetch() or {}).items() >= NOTE.items()
+    one.publish(INFO)
+    assert other.fetch() == INFO
     one.close()
     assert other.fetch() is None
     assert not list(base.iterdir())
@@ -87,7 +122,7 @@ def test_nobody_else_may_read_it(base, umask):
     meeting = FileRendezvous("launch", shared=False)
     before = os.umask(umask)
     try:
-        meeting.publish(NOTE)
+        meeting.publish(INFO)
     finally:
         os.umask(before)
     folder = meeting.folders[0]
@@ -99,13 +134,13 @@ def test_a_folder_that_was_left_open_is_closed(base):
     meeting = FileRendezvous("launch", shared=False)
     os.mkdir(meeting.folders[0])
     os.chmod(meeting.folders[0], 0o777)
-    meeting.publish(NOTE)
+    meeting.publish(INFO)
     assert mode(meeting.folders[0]) == 0o700
 
 
 def test_launches_do_not_meet(base):
     one, other = (FileRendezvous(name, shared=False) for name in ("job 7.r0", "job 7.r1"))
-    one.publish(NOTE)
+    one.publish(INFO)
     assert not set(one.folders) & set(other.folders)
     assert other.fetch() is None
 
@@ -125,8 +160,9 @@ def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
     os.mkdir(meeting.folders[0], 0o700)
     Path(meeting.folders[0], "note.json").write_text(text)
     assert meeting.fetch() is None
-    meeting.publish(NOTE)
-    assert (meeting.fetch() or {}).get("launch") == "job 7.r1"
+    meeting.publish(INFO)
+    assert meeting.fetch() == INFO
+    assert json.loads(Path(meeting.folders[0], "note.json").read_text())["launch"] == "job 7.r1"
 
 
 def put_link(folder: str) -> None:
@@ -151,8 +187,8 @@ def test_where_the_folder_s_name_is_taken_ranks_meet_at_home(base, put):
     one, other = (FileRendezvous("launch", shared=False) for _ in range(2))
     put(one.folders[0])
     assert other.fetch() is None
-    one.publish(NOTE)
-    assert (other.fetch() or {}).items() >= NOTE.items()
+    one.publish(INFO)
+    assert other.fetch() == INFO
     assert Path(one.folders[1]).parent == base.parent / "home"
     assert os.uname().nodename in one.folders[1]  # another node may have this process id
     assert not [path for path in base.iterdir() if path.is_dir() and any(path.iterdir())]
@@ -165,7 +201,7 @@ def test_where_both_are_taken_the_error_says_what_to_set(base):
     for folder in meeting.folders:
         Path(folder).touch()
     with pytest.raises(LaunchError, match=rf"{meeting.folders[0]}.*{meeting.folders[1]}.*TMPDIR"):
-        meeting.publish(NOTE)
+        meeting.publish(INFO)
 
 
 @root_only
@@ -174,7 +210,7 @@ def test_a_swapped_note_is_not_read(base, open_folder, when, monkeypatch):
     """Where TMPDIR has no sticky bit; also right after the folder was looked at."""
     monkeypatch.setenv("TMPDIR", str(open_folder))
     meeting = FileRendezvous("launch", shared=False)
-    meeting.publish(NOTE)
+    meeting.publish(INFO)
     folder = meeting.folders[0]
     forged = json.dumps({**NOTE, "address": "6.6.6.6", "launch": "launch"})
 
@@ -197,7 +233,7 @@ def test_a_swapped_note_is_not_read(base, open_folder, when, monkeypatch):
             return found
 
         monkeypatch.setattr(private, "open_folder", opened)
-        assert (meeting.fetch() or {})["address"] == NOTE["address"]
+        assert meeting.fetch() == INFO
     monkeypatch.undo()
     meeting.close()
     assert Path(folder, "note.json").read_text() == forged
@@ -205,30 +241,34 @@ def test_a_swapped_note_is_not_read(base, open_folder, when, monkeypatch):
 
 def test_a_note_is_seen_whole_or_not_at_all(base):
     """Rank 0 writes over the note of an earlier life while the others already read."""
+
+    def numbered(n: int) -> RendezvousInfo:
+        return dataclasses.replace(INFO, credentials={"n": n, "key": "k" * 20_000})
+
     meeting = FileRendezvous("launch", shared=False)
-    meeting.publish({**NOTE, "credentials": {"n": 0, "key": "k" * 20_000}})
+    meeting.publish(numbered(0))
     over = threading.Event()
 
     def write() -> None:
         for n in range(1, 60):
-            meeting.publish({**NOTE, "credentials": {"n": n, "key": "k" * 20_000}})
+            meeting.publish(numbered(n))
         over.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     seen = []
     while not over.is_set():
-        note = meeting.fetch()
-        assert note is not None
-        assert len(note["credentials"]["key"]) == 20_000
-        seen.append(note["credentials"]["n"])
+        info = meeting.fetch()
+        assert info is not None
+        assert len(info.credentials["key"]) == 20_000
+        seen.append(info.credentials["n"])
     writer.join()
     assert seen == sorted(seen)
 
 
 def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
     meeting = FileRendezvous("launch", shared=False)
-    meeting.publish(NOTE)
+    meeting.publish(INFO)
 
     def stale(path, *args, **kwargs):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -242,7 +282,7 @@ def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
 def test_ranks_of_several_nodes_meet_in_the_home_folder(base):
     home = base.parent / "home"
     meeting = FileRendezvous("launch", shared=True)
-    meeting.publish(NOTE)
+    meeting.publish(INFO)
     assert [Path(folder).parent for folder in meeting.folders] == [home]
     meeting.close()
     assert not list(home.iterdir())
@@ -260,7 +300,7 @@ def test_a_shared_folder_that_does_not_exist_is_named(base):
     with dask.config.set({"hpcdask.shared-directory": str(missing)}):
         meeting = FileRendezvous("launch", shared=True)
     with pytest.raises(LaunchError, match=str(missing)):
-        meeting.publish(NOTE)
+        meeting.publish(INFO)
 
 
 def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
@@ -268,10 +308,10 @@ def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
     monkeypatch.setattr(listening, "SWEEP_S", 0.01)
 
     async def meet() -> list[dict]:
-        hellos = []
+        reports = []
 
-        async def arrived(hello, channel):
-            hellos.append(hello)
+        async def arrived(report, channel):
+            reports.append(report)
             channel.close()
 
         hub = control.ControlServer("secret", arrived)
@@ -285,13 +325,13 @@ def test_a_rank_may_take_its_time_once_it_has_shown_the_nonce(monkeypatch):
         assert await rank.receive() is None  # `arrived` closed the line
         hub.close()
         silent.close()
-        return hellos
+        return reports
 
     assert asyncio.run(meet()) == [{"rank": 1}]
 
 
 def test_a_note_without_keys_is_refused_where_tls_is_asked_for():
-    meeting = SimpleNamespace(fetch=lambda: {**NOTE, "credentials": {}})
+    meeting = SimpleNamespace(fetch=lambda: INFO)
     with pytest.raises(LaunchError, match="has no keys, though --no-tls is not among"):
         asyncio.run(control.find_leader(None, meeting, 5, None))
 

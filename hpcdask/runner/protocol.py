@@ -1,0 +1,152 @@
+"""What rank 0, the other ranks, the scheduler's process and the program's tell one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hpcdask.node.placement import WorkerPlacement
+from hpcdask.security.credentials import Credentials
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of them all; the name of the class says in JSON which it is."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What `read` reads."""
+        return {"op": type(self).__name__, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Take the fields."""
+        return cls(**data)
+
+
+def read(data: Mapping[str, Any]) -> Message:
+    """What `Message.to_json` and JSON made of a message."""
+    fields = dict(data)
+    kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
+    return kinds[fields.pop("op")].from_json(fields)
+
+
+# From rank 0 to another
+
+
+@dataclass(frozen=True)
+class StartWorkers(Message):
+    """Have these workers."""
+
+    scheduler: str
+    placements: list[WorkerPlacement]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Take the fields."""
+        return cls(data["scheduler"], list(map(WorkerPlacement.from_json, data["placements"])))
+
+
+@dataclass(frozen=True)
+class StartProgram(Message):
+    """The cluster is ready: become the program. `file` is a scheduler file, `threads` BLAS's."""
+
+    address: str
+    file: str = ""
+    threads: int = 0
+
+
+@dataclass(frozen=True)
+class Signal(Message):
+    """A signal for the program, or one that another rank got."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndRun(Message):
+    """The run is over: leave, with this exit code."""
+
+    code: int
+
+
+# From another rank to rank 0
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Message):
+    """A worker did not start; without a name, none of the rank's did."""
+
+    name: str | None
+    error: str
+
+
+@dataclass(frozen=True)
+class ProgramEnded(Message):
+    """The program has ended."""
+
+    code: int
+
+
+# From rank 0 to the scheduler's process
+
+
+@dataclass(frozen=True)
+class StartScheduler(Message):
+    """Become the scheduler."""
+
+    host: str | None
+    interface: str | None
+    protocol: str
+    credentials: Credentials
+    dashboard: str
+    scratch: str
+
+
+@dataclass(frozen=True)
+class Silence(Message):
+    """The run ends: what would be logged of that is no news."""
+
+
+@dataclass(frozen=True)
+class CloseScheduler(Message):
+    """The run is over."""
+
+
+# From the scheduler's process to rank 0
+
+
+@dataclass(frozen=True)
+class SchedulerStarted(Message):
+    """Where it and its dashboard listen."""
+
+    address: str
+    dashboard_host: str
+    dashboard_port: int
+
+
+@dataclass(frozen=True)
+class SchedulerFailed(Message):
+    """It did not start."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class WorkersChanged(Message):
+    """The names of its workers."""
+
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class WorkerWarm(Message):
+    """What a worker's first exchanges with its peers gave, as it told."""
+
+    found: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SchedulerClosed(Message):
+    """It has closed in good order."""
