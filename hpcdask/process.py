@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 from typing import NoReturn
 
 STARTED = "HPCDASK_STARTED"
+#: What the whole job may get: the rank ends its parts in good order.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: More than a rank has open by then.
 FILES = 4096
 

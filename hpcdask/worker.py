@@ -17,6 +17,7 @@ from . import process
 from .bootstrap import reexec
 from .bootstrap.janitor import Janitor
 from .errors import HpcdaskError, UsageError
+from .logs import complain, set_log_level
 from .node.gpu_probe import GpuProbe
 from .node.job_options import parse
 from .queues.environment import is_job_of_queue
@@ -59,18 +60,14 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
     except UsageError as error:
         print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    from hpcdask.logs import complain
-
-    from .process import leave
-
     try:
         part = start(asked, janitor, probe)
     except HpcdaskError as error:
         complain(f"job {asked.job} on {os.uname().nodename}: {error}")
-        leave(error.exit_code)
+        process.leave(error.exit_code)
     except Exception:
         traceback.print_exc()
-        leave(1)
+        process.leave(1)
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
@@ -84,9 +81,7 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from .logs import set_log_level
     from .node import forking, forkserver
-    from .node.forkserver import start_template
     from .node.job_agent import JobAgent
     from .node.preflight import check_preloads
     from .node.scratch import new_scratch
@@ -98,7 +93,7 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
     set_log_level()
-    start_template(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
+    forkserver.start_forkserver(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
     process.mark("processes forked")
     return JobAgent(asked, scratch, probe)
 

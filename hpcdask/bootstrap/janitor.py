@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from hpcdask.process import FILES, detach_standard_streams, owner_text
+from hpcdask.process import FILES, SIGNALS, detach_standard_streams, owner_text
 from hpcdask.security import private
 
 MARKER = "HPCDASK_RANK_MARKER"
@@ -66,7 +66,7 @@ class Janitor:
 
 def _watch(rank: int, owner: str, pipe: int, marker: str) -> None:
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     detach_standard_streams(output=True)
     os.closerange(3, pipe)  # MPICH leaves copies of the streams, and waits for their end

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdask.process import process_start
@@ -84,32 +84,35 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     return next(map(int, found), None)
 
 
-def _openmpi(environ: Mapping[str, str]) -> Numbers | None:
-    return _world(environ, "OMPI_COMM_WORLD", environ.get("PMIX_NAMESPACE"))
+Reader = Callable[[Mapping[str, str]], Numbers | None]
 
 
-def _mvapich(environ: Mapping[str, str]) -> Numbers | None:
-    return _world(environ, "MV2_COMM_WORLD")
+def _variables(
+    index: str,
+    size: Sequence[str],
+    local_index: Sequence[str],
+    local_size: Sequence[str],
+    launch: str = "",
+) -> Reader:
+    """Read each number from the first of some variables that has one, where there is an index."""
+
+    def read(environ: Mapping[str, str]) -> Numbers | None:
+        if index not in environ:
+            return None
+        return (
+            _number(environ, index),
+            _number(environ, *size),
+            _number(environ, *local_index),
+            _number(environ, *local_size),
+            environ.get(launch),
+        )
+
+    return read
 
 
-def _world(environ: Mapping[str, str], prefix: str, launch: str | None = None) -> Numbers | None:
-    if f"{prefix}_RANK" not in environ:
-        return None
-    parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    index, size, local_index, local_size = (_number(environ, f"{prefix}_{part}") for part in parts)
-    return index, size, local_index, local_size, launch
-
-
-def _pals(environ: Mapping[str, str]) -> Numbers | None:
-    if "PALS_RANKID" not in environ:
-        return None
-    return (
-        _number(environ, "PALS_RANKID"),
-        _number(environ, "PMI_SIZE", "PALS_SIZE"),
-        _number(environ, "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        _number(environ, "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-        environ.get("PALS_APID"),
-    )
+def _world(prefix: str, launch: str = "") -> Reader:
+    size, local_index, local_size = f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+    return _variables(f"{prefix}_RANK", [size], [local_index], [local_size], launch)
 
 
 def _shell(environ: Mapping[str, str]) -> Numbers | None:
@@ -132,18 +135,6 @@ def _srun(environ: Mapping[str, str]) -> Numbers | None:
     )
 
 
-def _hydra(environ: Mapping[str, str]) -> Numbers | None:
-    if "PMI_RANK" not in environ:
-        return None
-    return (
-        _number(environ, "PMI_RANK"),
-        _number(environ, "PMI_SIZE"),
-        _number(environ, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        _number(environ, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        None,
-    )
-
-
 def _no_launcher(environ: Mapping[str, str]) -> Numbers:
     if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
         return None, None, None, None, None  # of one that says no more
@@ -151,13 +142,24 @@ def _no_launcher(environ: Mapping[str, str]) -> Numbers:
 
 
 #: In the order in which they are looked for: a launcher may start its ranks by another one.
-LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Numbers | None]] = {
-    "openmpi": _openmpi,
-    "mvapich": _mvapich,
-    "pals": _pals,
+LAUNCHERS: dict[str, Reader] = {
+    "openmpi": _world("OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
+    "mvapich": _world("MV2_COMM_WORLD"),
+    "pals": _variables(
+        "PALS_RANKID",
+        ("PMI_SIZE", "PALS_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        "PALS_APID",
+    ),
     "shell": _shell,
     "srun": _srun,
-    "hydra": _hydra,
+    "hydra": _variables(
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
     "none": _no_launcher,
 }
 
@@ -168,15 +170,8 @@ def from_mpi(comm: object) -> Rank:
 
     assert isinstance(comm, MPI.Comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    rank = Rank(
-        comm.rank,
-        comm.size,
-        node.rank,
-        node.size,
-        socket.gethostname(),
-        "mpi",
-        f"mpi-{job_id() or 'nojob'}",
-    )
+    numbers = (comm.rank, comm.size, node.rank, node.size)
+    rank = Rank(*numbers, socket.gethostname(), "mpi", f"mpi-{job_id() or 'nojob'}")
     node.Free()
     return rank
 
@@ -244,9 +239,8 @@ def launcher_text() -> str:
 
 def is_launcher(name: str) -> bool:
     """Whether processes of this name start MPI's ranks, and run with all cores of the job."""
-    return (
-        re.match(r"(prte|orte|mpirun|mpiexec|mpispawn|hydra|pmi_proxy|prun|pals)", name) is not None
-    )
+    names = "prte|orte|mpirun|mpiexec|mpispawn|hydra|pmi_proxy|prun|pals"
+    return re.match(names, name) is not None
 
 
 def _name_and_parent(pid: int) -> tuple[str, int]:

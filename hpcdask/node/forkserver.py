@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcdask.comm import ucx_hooks
 from hpcdask.gpu import devices, driver
-from hpcdask.process import FILES, detach_standard_streams, process_start
+from hpcdask.process import FILES, SIGNALS, detach_standard_streams, process_start
 
 if TYPE_CHECKING:
     from hpcdask.spec.specs import WorkerSpec
 
     from .forking import Forker
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def leave_signals_to_the_rank() -> None:
@@ -258,7 +256,7 @@ def _drop_idle_hook() -> None:
         ]
 
 
-def start_template(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: bool) -> None:
+def start_forkserver(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: bool) -> None:
     """Fork the template of this rank's workers. This is the last fork of a rank.
 
     ``peers``: there may be other workers on GPUs to exchange data with.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from hpcdask.errors import UsageError
 from hpcdask.queues import environment
 from hpcdask.security.credentials import load_credentials
-from hpcdask.spec.argv import options
+from hpcdask.spec.argv import make_command, options, read
+from hpcdask.spec.job import JobSpec
 from hpcdask.spec.specs import WorkerSpec
-
-if TYPE_CHECKING:
-    from hpcdask.spec.job import JobSpec
-
 
 HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
 
@@ -28,48 +25,26 @@ SIGTERM, after handing over what they hold.
 
 def command() -> click.Command:
     """The command line, made from the fields of `WorkerSpec`; the names are made here."""
-    return click.Command(
-        "python -m hpcdask.worker",
-        params=[
-            click.Option(
-                ["--scheduler"], required=True, help="Its address, such as tls://10.0.0.1:8786."
-            ),
-            click.Option(["--keys"], help="Folder of the cluster's TLS credentials."),
-            click.Option(["--cluster"], required=True, help="Begins the workers' names."),
-            click.Option(
-                ["--workers"],
-                type=click.IntRange(min=1),
-                default=1,
-                show_default=True,
-                help="Number of workers on each node.",
-            ),
-            *(option for option in options(WorkerSpec) if option.name != "name"),
-        ],
-        help=HELP,
-        context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
-    )
+    count: dict[str, Any] = {"type": click.IntRange(min=1), "default": 1, "show_default": True}
+    params = [
+        click.Option(
+            ["--scheduler"], required=True, help="Its address, such as tls://10.0.0.1:8786."
+        ),
+        click.Option(["--keys"], help="Folder of the cluster's TLS credentials."),
+        click.Option(["--cluster"], required=True, help="Begins the workers' names."),
+        click.Option(["--workers"], help="Number of workers on each node.", **count),
+        *(option for option in options(WorkerSpec) if option.name != "name"),
+    ]
+    return make_command("python -m hpcdask.worker", HELP, params)
 
 
 def parse(argv: Sequence[str]) -> JobSpec:
     """Read the command line and the environment."""
-    try:
-        with command().make_context("python -m hpcdask.worker", list(argv)) as context:
-            values = dict(context.params)
-    except click.exceptions.Exit as stop:
-        raise SystemExit(stop.exit_code) from None
-    except click.UsageError as error:
-        raise UsageError(
-            f"{error.format_message()} (python -m hpcdask.worker --help lists the options)"
-        ) from None
+    values = read(command(), argv)
     own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
     _check_access(own["scheduler"], own["keys"])
     job, restarts = identity()
-    spec = WorkerSpec(**values)
-    from hpcdask.spec.job import (
-        JobSpec,  # distributed comes with it: bad options do not wait for that
-    )
-
-    return JobSpec(spec, job=job, restarts=restarts, **own)
+    return JobSpec(WorkerSpec(**values), job=job, restarts=restarts, **own)
 
 
 def _check_access(scheduler: str, keys: str | None) -> None:

@@ -11,11 +11,10 @@ from functools import partial
 from typing import NoReturn
 
 from hpcdask.bootstrap import ranks
-from hpcdask.process import process_start
+from hpcdask.process import SIGNALS, process_start
 
-#: Signals that mean something to the program only.
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Signals that end a run, and those that mean something to the program only.
+ENDING, PASSED_ON = SIGNALS[:3], SIGNALS[3:]
 #: A launcher and a terminal may both send the first signal.
 SAME_SIGNAL_S = 0.3
 

@@ -21,7 +21,9 @@ from hpcdask import process
 from hpcdask.bootstrap import ranks, reexec
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.logs import complain, set_log_level
 from hpcdask.node.gpu_probe import GpuProbe, has_peers
+from hpcdask.process import leave
 from hpcdask.spec.specs import RunSpec
 
 from .options import RunRequest
@@ -35,22 +37,19 @@ if TYPE_CHECKING:
     from .rendezvous import Rendezvous
 
 
-def launch(launch: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
+def launch(request: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
     It returns only in the process that is to become the user's program.
     """
     rank = ranks.detect()
     try:
-        return _launch(launch, janitor, probe, rank)
+        return _launch(request, janitor, probe, rank)
     except Exception as error:
         _fail(error, rank)
 
 
 def _fail(error: Exception, rank: ranks.Rank | None) -> NoReturn:
-    from hpcdask.logs import complain
-    from hpcdask.process import leave
-
     if not isinstance(error, HpcdaskError):
         try:
             traceback.print_exception(error)
@@ -75,6 +74,17 @@ async def end_with(work: Awaitable[int], agent: RankAgent) -> NoReturn:
     agent.workers.leave(code)
 
 
+def _abort(error: HpcdaskError, rank: ranks.Rank | None, *, tells: bool = True) -> NoReturn:
+    """End this rank, and the launch with it, before the ranks can meet."""
+    from .rendezvous import abort_launch
+
+    if tells:
+        complain(f"{error} (on {socket.gethostname()})")
+    if rank is not None:
+        abort_launch(rank, error.exit_code)
+    leave(error.exit_code)
+
+
 def _check_configuration(rank: ranks.Rank | None) -> None:
     """End this rank if Dask's configuration may be a stranger's: nobody reads it from here on."""
     from hpcdask.security.credentials import check_configuration
@@ -82,20 +92,11 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
     try:
         check_configuration()
     except UsageError as error:
-        from hpcdask.logs import complain
-        from hpcdask.process import leave
-
-        from .rendezvous import abort_launch
-
-        if rank is None or rank.local_index == 0:
-            complain(f"{error} (on {socket.gethostname()})")
-        if rank is not None:
-            abort_launch(rank, error.exit_code)
-        leave(error.exit_code)
+        _abort(error, rank, tells=rank is None or rank.local_index == 0)
 
 
 def _launch(
-    launch: RunRequest, janitor: Janitor, probe: GpuProbe | None, rank: ranks.Rank | None
+    request: RunRequest, janitor: Janitor, probe: GpuProbe | None, rank: ranks.Rank | None
 ) -> Program:
     process.mark("options read")
     _check_configuration(rank)
@@ -103,29 +104,28 @@ def _launch(
     from distributed.compatibility import asyncio_run
     from distributed.config import get_loop_factory
 
-    from hpcdask.logs import set_log_level
     from hpcdask.node import forking
-    from hpcdask.node.forkserver import start_template
+    from hpcdask.node.forkserver import start_forkserver
 
     from . import rendezvous, scheduler
     from .agent import RankAgent
 
     process.mark("distributed imported")
     reexec.adopt_configured_pre_spawn(janitor, **ranks.given())
-    spec = launch.spec
-    scratch, problem = _prepare(launch, janitor, rank)
+    spec = request.spec
+    scratch, problem = _prepare(request, janitor, rank)
     forker = forking.Forker(janitor, probe)
     maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
     program = None
-    if launch.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
+    if request.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
         forked = forker.fork_into()
         if isinstance(forked, socket.socket):
             await_start(forked)
-            return launch.program
+            return request.program
         program = forked
     set_log_level()  # not in the program, whose logging is the user's
     scheduler_child = forker.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
-    start_template(spec, scratch, forker, peers=has_peers(rank))
+    start_forkserver(spec, scratch, forker, peers=has_peers(rank))
 
     process.mark("processes forked")
     meeting = None
@@ -135,23 +135,19 @@ def _launch(
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    work = _part_of(launch, agent, meeting, scheduler_child)
+    work = _part_of(request, agent, meeting, scheduler_child)
     return asyncio_run(end_with(work, agent), loop_factory=get_loop_factory())
 
 
 def _prepare(
-    launch: RunRequest, janitor: Janitor, rank: ranks.Rank | None
+    request: RunRequest, janitor: Janitor, rank: ranks.Rank | None
 ) -> tuple[str, HpcdaskError | None]:
     """Make the scratch folder and look for what cannot work, before the forks; rank 0 tells it."""
-    from hpcdask.logs import complain
     from hpcdask.node import forkserver
     from hpcdask.node.preflight import check_preloads
     from hpcdask.node.scratch import new_scratch
-    from hpcdask.process import leave
 
-    from .rendezvous import abort_launch
-
-    spec = launch.spec
+    spec = request.spec
     problem: HpcdaskError | None = None
     try:
         scratch = new_scratch(spec, janitor)
@@ -160,13 +156,10 @@ def _prepare(
         try:
             scratch = new_scratch(dataclasses.replace(spec, local_directory=None), janitor)
         except HpcdaskError:
-            complain(f"{error} (on {socket.gethostname()})")  # it cannot even get that far
-            if rank is not None:
-                abort_launch(rank, error.exit_code)
-            leave(error.exit_code)
+            _abort(error, rank)  # it cannot even get that far
     forkserver.prepare_forks()
-    if launch.program is not None:
-        launch.program.set_path()  # before the forks: tasks may need modules beside the script
+    if request.program is not None:
+        request.program.set_path()  # before the forks: tasks may need modules beside the script
     else:
         reexec.add_working_folder()
     try:
@@ -177,7 +170,7 @@ def _prepare(
 
 
 def _part_of(
-    launch: RunRequest,
+    request: RunRequest,
     agent: RankAgent,
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
@@ -196,15 +189,15 @@ def _part_of(
         return follow(agent, meeting)
     assert scheduler is not None
     attached = None
-    if launch.attached is not None:
-        attached = ForkedProcess(0, socket.socket(fileno=launch.attached))
+    if request.attached is not None:
+        attached = ForkedProcess(0, socket.socket(fileno=request.attached))
     leader = Leader(
         agent,
         meeting,
         scheduler,
         attached=attached,
-        has_program=launch.program is not None or attached is not None,
-        early_error=early_error(launch, agent.rank),
+        has_program=request.program is not None or attached is not None,
+        early_error=early_error(request, agent.rank),
     )
     if isinstance(meeting, FileRendezvous):
         for folder in meeting.folders:

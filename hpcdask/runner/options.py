@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
 from hpcdask.errors import UsageError
-from hpcdask.spec.argv import options
+from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.specs import RunSpec
 
 from .program import Program
-
-if TYPE_CHECKING:
-    pass
-
 
 HELP = """Run a Python program with a Dask cluster around it.
 
@@ -38,25 +33,27 @@ COUNTS = {"-n", "-np", "--np", "--n-workers", "--nworkers", "--num-workers", "--
 
 def command() -> click.Command:
     """The command line, made from the fields of `RunSpec`."""
-    return click.Command(
-        "python -m hpcdask.run",
-        params=[
-            *options(RunSpec),
-            click.Option(
-                ["-m", "module"],
-                is_flag=True,
-                help="The program is a module: -m package.module [args].",
-            ),
-            click.Option(["--attached"], type=int, hidden=True),
-            click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
-        ],
-        help=HELP,
-        # what follows the program's name belongs to the program
-        context_settings={
-            "allow_interspersed_args": False,
-            "max_content_width": 100,
-            "help_option_names": ["-h", "--help"],
-        },
+    params = [
+        *options(RunSpec),
+        click.Option(
+            ["-m", "module"],
+            is_flag=True,
+            help="The program is a module: -m package.module [args].",
+        ),
+        click.Option(["--attached"], type=int, hidden=True),
+        click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
+    ]
+    # what follows the program's name belongs to the program
+    return make_command("python -m hpcdask.run", HELP, params, allow_interspersed_args=False)
+
+
+def _advise(error: click.UsageError) -> str:
+    if not isinstance(error, click.NoSuchOption) or error.option_name not in COUNTS:
+        return ""
+    return (
+        f"{error.option_name}: the launcher says how many workers there are, one for each of its "
+        f"ranks: mpirun -n 4 python -m hpcdask.run … (without one, there is a worker for each GPU, "
+        f"or as LocalCluster has them on a CPU)"
     )
 
 
@@ -65,21 +62,7 @@ def parse(argv: Sequence[str]) -> RunRequest:
 
     Raises UsageError if an option or its value is not understood, and SystemExit after ``--help``.
     """
-    try:
-        with command().make_context("python -m hpcdask.run", list(argv)) as context:
-            values = dict(context.params)
-    except click.exceptions.Exit as stop:
-        raise SystemExit(stop.exit_code) from None
-    except click.UsageError as error:
-        if isinstance(error, click.NoSuchOption) and error.option_name in COUNTS:
-            raise UsageError(
-                f"{error.option_name}: the launcher says how many workers there are, one for each "
-                f"of its ranks: mpirun -n 4 python -m hpcdask.run … (without one, there is a "
-                f"worker for each GPU, or as LocalCluster has them on a CPU)"
-            ) from None
-        raise UsageError(
-            f"{error.format_message()} (python -m hpcdask.run --help lists the options)"
-        ) from None
+    values = read(command(), argv, _advise)
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import TYPE_CHECKING
 
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 
 from .options import RunRequest
 
-if TYPE_CHECKING:
-    pass
 
-
-def _check_layout(launch: RunRequest, rank: ranks.Rank) -> None:
-    if launch.spec.layout == "dedicated" and rank.size < 3:
-        raise UsageError(
-            f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
-            f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or use "
-            f"--layout shared"
-        )
-
-
-def early_error(launch: RunRequest, rank: ranks.Rank) -> HpcdaskError | None:
+def early_error(request: RunRequest, rank: ranks.Rank) -> HpcdaskError | None:
     """Bad input that only rank 0 can see."""
     from hpcdask.client import scheduler_file
 
     try:
-        _check_layout(launch, rank)
-        if launch.program is not None:
-            launch.program.check()
-        if launch.spec.scheduler_file is not None:
-            scheduler_file.check_writable(launch.spec.scheduler_file)
-        if launch.spec.dashboard_address:
-            _check_port(launch.spec.dashboard_address)
+        if request.spec.layout == "dedicated" and rank.size < 3:
+            raise UsageError(
+                f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
+                f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or "
+                f"use --layout shared"
+            )
+        if request.program is not None:
+            request.program.check()
+        if request.spec.scheduler_file is not None:
+            scheduler_file.check_writable(request.spec.scheduler_file)
+        if request.spec.dashboard_address:
+            _check_port(request.spec.dashboard_address)
     except HpcdaskError as error:
         return error
     return None

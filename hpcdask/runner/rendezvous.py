@@ -25,7 +25,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,7 +110,7 @@ class FileRendezvous:
         problems = []
         for folder in self.folders:
             try:
-                with _closing(private.make_folder(folder)) as at:
+                with private.closing(private.make_folder(folder)) as at:
                     private.write_private(NOTE, text, dir_fd=at)
                 return
             except OSError as error:
@@ -126,7 +126,7 @@ class FileRendezvous:
         for folder in self.folders:
             with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
                 os.listdir(os.path.dirname(folder))  # makes NFS look again
-                with _closing(private.open_folder(folder)) as at:
+                with private.closing(private.open_folder(folder)) as at:
                     found = dict(json.loads(private.read(NOTE, dir_fd=at)))
                 if found.pop("launch", None) == self._launch_id:
                     return RendezvousInfo.from_json(found)
@@ -136,14 +136,6 @@ class FileRendezvous:
         """Remove the folder."""
         for folder in self.folders:
             private.remove(folder)
-
-
-@contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 class MPIRendezvous:

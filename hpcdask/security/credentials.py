@@ -107,13 +107,10 @@ def save_credentials(credentials: Credentials, folder: str) -> None:
     if is_key_folder(folder):
         private.remove(folder)  # of a cluster that could not clean up
     os.mkdir(folder, 0o700)
-    at = private.make_folder(folder)
-    try:
+    with private.closing(private.make_folder(folder)) as at:
         for name, field in FILES.items():
             if field in credentials:
                 private.write_private(name, credentials[field], dir_fd=at)
-    finally:
-        os.close(at)
 
 
 def is_key_folder(folder: str) -> bool:
@@ -133,14 +130,11 @@ def load_credentials(folder: str) -> Credentials:
     """
     found: Credentials = {}
     try:
-        at = private.open_folder(folder)
-        try:
+        with private.closing(private.open_folder(folder)) as at:
             closed = not os.fstat(at).st_mode & 0o077
             for name, field in FILES.items():
                 with contextlib.suppress(FileNotFoundError):
                     found[field] = private.read(name, dir_fd=at)
-        finally:
-            os.close(at)
     except private.NotPrivate:
         closed = False
     except (OSError, UnicodeDecodeError):

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 
 #: More than any file has that is read here.
 LIMIT = 1 << 20
@@ -109,6 +110,15 @@ def open_folder(path: str) -> int:
     return folder
 
 
+@contextlib.contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def make_folder(path: str) -> int:
     """A descriptor of a folder of this user, 0700, made if it is missing. Raises OSError."""
     with contextlib.suppress(FileExistsError):
@@ -184,10 +194,8 @@ def remove(path: str, owner: str = "") -> None:
     """
     with contextlib.suppress(OSError):
         at = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing(at):
             _remove_in(at, os.path.basename(path), owner)
-        finally:
-            os.close(at)
 
 
 def _remove_in(at: int, name: str, owner: str) -> None:
@@ -200,8 +208,8 @@ def _remove_in(at: int, name: str, owner: str) -> None:
     if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=at)
         return
-    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing(os.open(name, flags, dir_fd=at)) as folder:
         if os.fstat(folder).st_uid != os.geteuid():
             return
         said = None
@@ -218,6 +226,4 @@ def _remove_in(at: int, name: str, owner: str) -> None:
                 continue
             if whole:
                 shutil.rmtree(entry, ignore_errors=True, dir_fd=folder)
-    finally:
-        os.close(folder)
     os.rmdir(name, dir_fd=at)

@@ -68,33 +68,27 @@ class Socket(ssl.SSLSocket):
 
     def read(self, *args: Any, **kwargs: Any) -> Any:
         """Receive; `recv` and `recv_into` call it."""
-        try:
+        with _forgotten():
             return super().read(*args, **kwargs)
-        except OSError as error:
-            _forget(error)
-            raise
 
     def send(self, *args: Any, **kwargs: Any) -> int:
         """Send what the connection takes."""
-        try:
+        with _forgotten():
             return super().send(*args, **kwargs)
-        except OSError as error:
-            _forget(error)
-            raise
 
     def do_handshake(self, *args: Any, **kwargs: Any) -> None:
         """Begin to speak TLS."""
-        try:
+        with _forgotten():
             super().do_handshake(*args, **kwargs)
-        except OSError as error:
-            _forget(error)
-            raise
 
 
-def _forget(error: OSError) -> None:
-    if not isinstance(error, ssl.SSLError):  # of which Python has emptied the list
-        # A new connection does that, too
-        _spare_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+class _forgotten(contextlib.AbstractContextManager[None]):
+    """Take an error of the block out of the list; of an `ssl.SSLError` Python has emptied it."""
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+            # A new connection does that, too
+            _spare_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
 
 
 @functools.cache

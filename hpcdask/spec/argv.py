@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcdask.errors import UsageError
 
 from .parsing import METAVARS, parse_deadline, parse_seconds
+
+if TYPE_CHECKING:
+    import click
 
 
 def option_name(name: str) -> str:
@@ -42,35 +48,53 @@ def to_argv(spec: Any) -> list[str]:
     return argv
 
 
+def make_command(program: str, text: str, params: list[Any], **settings: Any) -> click.Command:
+    """A command of hpcdask's with a help text, for `read`."""
+    import click
+
+    settings |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
+    return click.Command(program, params=params, help=text, context_settings=settings)
+
+
+def read(
+    command: Any, argv: Sequence[str], advice: Callable[[Any], str] = lambda error: ""
+) -> dict[str, Any]:
+    """The values on a command line.
+
+    Raises UsageError, in which `advice` may explain click's error, and SystemExit after ``--help``.
+    """
+    import click
+
+    try:
+        with command.make_context(command.name, list(argv)) as context:
+            return dict(context.params)
+    except click.exceptions.Exit as stop:
+        raise SystemExit(stop.exit_code) from None
+    except click.UsageError as error:
+        usual = f"{error.format_message()} ({command.name} --help lists the options)"
+        raise UsageError(advice(error) or usual) from None
+
+
 def options(cls: Any) -> list[Any]:
     """The click options of a spec's fields, in their order."""
     import click
 
     result = []
     for item in dataclasses.fields(cls):
-        option = option_name(item.name)
-        if item.metadata.get("flag"):
-            declaration = f"{option}/{negative(option)}"
-            result.append(
-                click.Option([declaration], default=item.default, help=item.metadata["help"])
-            )
-        elif item.metadata.get("multiple"):
-            result.append(click.Option([option], multiple=True, help=item.metadata["help"]))
+        option, about = option_name(item.name), item.metadata
+        given: dict[str, Any] = {"help": about["help"]}
+        if about.get("flag"):
+            option, given["default"] = f"{option}/{negative(option)}", item.default
+        elif about.get("multiple"):
+            given["multiple"] = True
         else:
-            default: Any = item.default
-            if isinstance(default, tuple):
-                default = ",".join(default)
-            shown: bool | str = default not in (None, "")
-            if item.metadata["parse"] in (parse_seconds, parse_deadline) and shown:
-                shown = f"{default:g} s"
-            result.append(
-                click.Option(
-                    [option],
-                    default=default,
-                    type=str,
-                    show_default=shown,
-                    help=item.metadata["help"],
-                    metavar=item.metadata.get("metavar") or METAVARS.get(item.metadata["parse"]),
-                )
+            default: Any = (
+                ",".join(item.default) if isinstance(item.default, tuple) else item.default
             )
+            shown: bool | str = default not in (None, "")
+            if about["parse"] in (parse_seconds, parse_deadline) and shown:
+                shown = f"{default:g} s"
+            metavar = about.get("metavar") or METAVARS.get(about["parse"])
+            given |= {"default": default, "type": str, "show_default": shown, "metavar": metavar}
+        result.append(click.Option([option], **given))
     return result

@@ -26,7 +26,7 @@ class JobSpec:
     def names(self, node: int, nodes: int = 1) -> list[str]:
         """Names of the workers on `nodes` nodes, from node number `node` on."""
         numbers = range(node * self.workers, (node + nodes) * self.workers)
-        return [f"{self.cluster}-{self.job}-{self.restarts}-{number}" for number in numbers]
+        return [worker_name(self.cluster, self.job, self.restarts, number) for number in numbers]
 
 
 def worker_name(cluster: str, job_id: str, restarts: int, number: int) -> str:

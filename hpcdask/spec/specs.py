@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from hpcdask.errors import UsageError
 
-from .argv import option_name, options, to_argv
+from .argv import make_command, option_name, options, read, to_argv
 from .parsing import (
     _choice,
     _count,
@@ -185,11 +185,7 @@ class WorkerSpec:
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> WorkerSpec:
         """Read what `to_argv` wrote."""
-        import click
-
-        command = click.Command("worker", params=options(cls))
-        with command.make_context("worker", list(argv)) as context:
-            return cls(**context.params)
+        return cls(**read(make_command("worker", "", options(cls)), argv))
 
 
 @_documented
