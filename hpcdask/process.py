@@ -31,17 +31,23 @@ def mark(event: str) -> None:
         print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
 
 
+def process_status(pid: int) -> list[str]:
+    """Fields of ``/proc/PID/stat`` after the id: name, state, parent, ...; none if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            head, _, fields = file.read().decode(errors="replace").rpartition(")")
+    except OSError:
+        return []
+    return [head.partition("(")[2], *fields.split()]
+
+
 def process_start(pid: int) -> str:
     """When a process started, in the kernel's ticks: with its id, it names one process for good.
 
     Empty if the process is gone, also where its parent has not asked how it ended.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+    status = process_status(pid)
+    return status[20] if status and status[1] not in "ZX" else ""
 
 
 def detach_standard_streams(*, output: bool) -> None:

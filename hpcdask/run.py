@@ -15,6 +15,7 @@ import io
 from .bootstrap import ranks
 from .bootstrap.janitor import Janitor
 from .errors import UsageError
+from .logs import complain
 from .node.gpu_probe import GpuProbe
 from .runner.launch import launch
 from .runner.options import parse
@@ -30,7 +31,7 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> Program:
             asked = parse(sys.argv[1:])
     except UsageError as error:
         if rank is None or rank.index == 0:
-            print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
+            complain(error)
             if rank is not None and rank.launcher == "hydra":
                 from .runner.rendezvous import abort_launch
 

@@ -58,7 +58,7 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
         asked = parse(sys.argv[1:])
         spread(asked, janitor)
     except UsageError as error:
-        print(f"hpcdask: error: {error}", file=sys.stderr, flush=True)
+        complain(error)
         sys.exit(error.exit_code)
     try:
         part = start(asked, janitor, probe)

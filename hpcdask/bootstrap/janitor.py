@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from hpcdask.process import FILES, SIGNALS, detach_standard_streams, owner_text
+from hpcdask.process import FILES, SIGNALS, detach_standard_streams, owner_text, process_start
 from hpcdask.security import private
 
 MARKER = "HPCDASK_RANK_MARKER"
@@ -87,10 +87,8 @@ def _watch(rank: int, owner: str, pipe: int, marker: str) -> None:
         victims := marked_processes(marker, besides={rank, os.getpid()})
     ):
         for victim in victims:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.01)
     for path, when in told.items():
         if when == b"later":
@@ -115,10 +113,8 @@ def marked_processes(marker: str, besides: set[int]) -> list[int]:
             with open(f"/proc/{entry}/cmdline", "rb") as file:
                 if b"multiprocessing.resource_tracker" in file.read():
                     continue
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
-                    continue
         except OSError:
             continue
-        found.append(int(entry))
+        if process_start(int(entry)):  # else it is dead
+            found.append(int(entry))
     return found

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcdask.process import process_start
+from hpcdask.process import process_start, process_status
 from hpcdask.queues.environment import job_id
 
 #: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
@@ -184,11 +184,10 @@ def launcher_pid() -> int:
     if _launcher_pid is not None:
         return _launcher_pid
     pid = parent = os.getppid()
-    while pid > 1:
-        name, above = _name_and_parent(pid)
-        if is_launcher(name):
+    while pid > 1 and (status := process_status(pid)):
+        if is_launcher(status[0]):
             return pid
-        pid = above
+        pid = int(status[2])
     return parent
 
 
@@ -217,7 +216,7 @@ def note_launcher() -> None:
         pid, _, start = given.partition(".")
         _launcher_pid = int(pid)
         _launcher = (int(pid), start) if start else None
-    elif is_launcher(_name_and_parent(found := launcher_pid())[0]):
+    elif (status := process_status(found := launcher_pid())) and is_launcher(status[0]):
         _launcher = (found, process_start(found))
 
 
@@ -241,16 +240,6 @@ def is_launcher(name: str) -> bool:
     """Whether processes of this name start MPI's ranks, and run with all cores of the job."""
     names = "prte|orte|mpirun|mpiexec|mpispawn|hydra|pmi_proxy|prun|pals"
     return re.match(names, name) is not None
-
-
-def _name_and_parent(pid: int) -> tuple[str, int]:
-    """Return a process's name, of at most 15 characters, and its parent; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            head, _, fields = file.read().rpartition(b")")
-    except OSError:
-        return "", 0
-    return head.partition(b"(")[2].decode(errors="replace"), int(fields.split()[1])
 
 
 def _launcher_id() -> str:

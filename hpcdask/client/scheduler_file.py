@@ -87,8 +87,10 @@ def check_writable(path: str) -> None:
     if not os.path.lexists(path):
         return
     content = read(path)
-    host, port = endpoint(content["address"])
-    if _answers(host, port):
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(endpoint(content["address"]), timeout=2),
+    ):
         raise SchedulerFileError(
             f"--scheduler-file: {path} belongs to a cluster that still answers at "
             f"{content['address']}. End that one first, or name another file"
@@ -129,11 +131,3 @@ def read(path: str) -> dict[str, Any]:
 def endpoint(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=2):
-            return True
-    except OSError:
-        return False

@@ -28,7 +28,8 @@ from hpcdask.spec.job import JobSpec
 
 from .gpu_probe import GpuProbe
 from .inventory import Inventory
-from .placement import WorkerPlacement, split_node, tell_warnings, with_transport
+from .placement import WorkerPlacement, split_node, with_transport
+from .preflight import tell_warnings
 from .signals import Signals
 from .worker_group import WorkerGroup
 

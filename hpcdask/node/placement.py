@@ -1,4 +1,4 @@
-"""Which worker runs where: decided from what the ranks see."""
+"""Which worker runs where: decided from what the ranks see, without an effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hpcdask.comm.transport import Choice, Reach
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
-from hpcdask.logs import say
 from hpcdask.spec.specs import WorkerSpec
 
 from .inventory import Inventory
@@ -78,13 +77,6 @@ def with_transport(
         rank: [complete(links[rank].host, one) for one in group]
         for rank, group in placements.items()
     }
-
-
-def tell_warnings(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> None:
-    """Say what will be slow."""
-    lacks = memory_plan.missing(spec) if on_device else None
-    for warning in filter(None, (*choice.warnings, lacks)):
-        say(f"warning: {warning}")
 
 
 def owned_cores(inventories: Sequence[Inventory]) -> list[int]:

@@ -1,19 +1,22 @@
-"""Preloads and packages, before anything starts."""
+"""Preloads and packages, before anything starts, and what will be slow."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+from importlib.util import find_spec
 
-from hpcdask.errors import MissingExtra
+from hpcdask.comm.transport import Choice
+from hpcdask.errors import MissingExtra, UsageError
+from hpcdask.gpu import memory_plan
 from hpcdask.gpu.driver import cuda_extra
+from hpcdask.logs import say
 from hpcdask.spec.specs import WorkerSpec
 
 
 def check_extras(*, cuda: bool) -> None:
     """Refuse to start workers on GPUs without the package that makes their context."""
-    from importlib.util import find_spec
-
     try:
         found = find_spec("cuda.bindings") if cuda else True
     except ModuleNotFoundError:
@@ -24,11 +27,6 @@ def check_extras(*, cuda: bool) -> None:
 
 def check_preloads(spec: WorkerSpec) -> None:
     """Find what workers and nannies are to load, before any of them starts; imports no package."""
-    import importlib.util
-    import sys
-
-    from hpcdask.errors import UsageError
-
     for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
         for name in names:
             top = name.partition(".")[0]
@@ -38,8 +36,15 @@ def check_preloads(spec: WorkerSpec) -> None:
                 if os.path.exists(name):
                     break
                 what = f"the file {name} is not there (looked in {os.getcwd()})"
-            elif top and (top in sys.modules or importlib.util.find_spec(top)):
+            elif top and (top in sys.modules or find_spec(top)):
                 continue
             else:
                 what = f"there is no module {top or name} (a file's name ends in .py)"
             raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
+
+
+def tell_warnings(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> None:
+    """Say what will be slow."""
+    lacks = memory_plan.missing(spec) if on_device else None
+    for warning in filter(None, (*choice.warnings, lacks)):
+        say(f"warning: {warning}")

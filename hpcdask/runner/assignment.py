@@ -15,7 +15,8 @@ from hpcdask.errors import DeviceError, UsageError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
 from hpcdask.logs import plural
 from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, split_node, tell_warnings, with_transport
+from hpcdask.node.placement import WorkerPlacement, split_node, with_transport
+from hpcdask.node.preflight import tell_warnings
 from hpcdask.queues.environment import how_to_request, job_id
 from hpcdask.spec.specs import RunSpec
 
@@ -132,11 +133,6 @@ def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
     return [result[rank] for rank in range(len(ranks))]
 
 
-def first_worker_rank(spec: RunSpec) -> int:
-    """Ranks before this one have no worker."""
-    return 2 if spec.layout == "dedicated" else 0
-
-
 def place_workers(
     spec: RunSpec, rank: Rank, inventories: Mapping[int, Inventory], *, job: str | None
 ) -> dict[int, list[WorkerPlacement]]:
@@ -145,9 +141,7 @@ def place_workers(
     `rank` is rank 0: started by hand, it gets a worker for every GPU. The result has only ranks
     with workers. Raises DeviceError as `assign_gpus` does.
     """
-    working = [
-        one for index, one in sorted(inventories.items()) if index >= first_worker_rank(spec)
-    ]
+    working = [one for index, one in sorted(inventories.items()) if index >= spec.first_worker_rank]
     by_hand = rank.launcher == "none"
     given = assign_gpus(
         working,

@@ -24,7 +24,6 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.logs import complain, set_log_level
 from hpcdask.node.gpu_probe import GpuProbe, has_peers
 from hpcdask.process import leave
-from hpcdask.spec.specs import RunSpec
 
 from .options import RunRequest
 from .preflight import early_error
@@ -115,23 +114,23 @@ def _launch(
     spec = request.spec
     scratch, problem = _prepare(request, janitor, rank)
     forker = forking.Forker(janitor, probe)
-    maybe = rank is None  # MPI must be asked, after all forks: prepare for any answer
-    program = None
-    if request.program and (maybe or (rank is not None and rank.index == _program_rank(spec))):
+    program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
+    if request.program and (rank is None or rank.index == spec.program_rank):
         forked = forker.fork_into()
         if isinstance(forked, socket.socket):
             await_start(forked)
             return request.program
         program = forked
     set_log_level()  # not in the program, whose logging is the user's
-    scheduler_child = forker.fork(scheduler.main) if maybe or (rank and rank.index == 0) else None
+    leads = rank is None or rank.index == 0
+    scheduler_child = forker.fork(scheduler.main) if leads else None
     start_forkserver(spec, scratch, forker, peers=has_peers(rank))
 
     process.mark("processes forked")
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)
-    if program is not None and rank.index != _program_rank(spec):
+    if program is not None and rank.index != spec.program_rank:
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
@@ -203,7 +202,3 @@ def _part_of(
         for folder in meeting.folders:
             agent.janitor.remove_at_end(folder)
     return leader.lead()
-
-
-def _program_rank(spec: RunSpec) -> int:
-    return 1 if spec.layout == "dedicated" else 0

@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 from hpcdask.bootstrap import resources
 from hpcdask.client import scheduler_file
@@ -74,12 +73,12 @@ class Leader:
         self.early_error = early_error
         self.events = Events()
         self.arrivals = Arrivals(self.rank, self.events)
-        self.scheduler = SchedulerProcess(scheduler, self.events, self._note_warm)
+        self.wanted = WantedWorkers(self.spec)
+        warmup = WarmupNotes(self.wanted)
+        self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
         self.program = UserProgram(
             agent, self.arrivals, self.events, exists=has_program, line=attached
         )
-        self.wanted = WantedWorkers(self.spec)
-        self.warmup = WarmupNotes()
         self.address = ""
         self.written = ""
         self.dashboard_host, self.dashboard = "", 0
@@ -233,9 +232,6 @@ class Leader:
         where = (self.address, host, self.dashboard, self.rank.host)
         tell_ways_in(self.spec, *where, has_program=self.program.exists)
 
-    def _note_warm(self, message: dict[str, Any]) -> None:
-        self.warmup.note(message, self.wanted.names, on_device=self.wanted.on_device)
-
     async def _next(
         self, what: str, wanted: set[str], too_late: Callable[[], LaunchError] | None = None
     ) -> Event:
@@ -321,14 +317,14 @@ class Leader:
                 say(f"a worker of {self.arrivals.name(index)} did not start: {text}")
             return enough
         self.arrivals.forget(event.value)
-        program_rank = 1 if self.spec.layout == "dedicated" else 0
-        if event.value == program_rank or not self.wanted.enough_without(event.value):
-            return False
-        say(
-            f"{self.arrivals.name(event.value)} is gone; the run goes on with "
-            f"{plural(len(self.wanted.names), 'worker')} (--workers-min {self.spec.workers_min})"
-        )
-        return True
+        enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
+        if enough:
+            say(
+                f"{self.arrivals.name(event.value)} is gone; the run goes on with "
+                f"{plural(len(self.wanted.names), 'worker')} "
+                f"(--workers-min {self.spec.workers_min})"
+            )
+        return enough
 
     async def _take_down(self, code: int) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""

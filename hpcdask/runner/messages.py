@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 from hpcdask.comm.warmup import LinkTest, evaluate
@@ -15,6 +14,7 @@ from hpcdask.spec.specs import RunSpec
 from .arrivals import Arrivals
 from .assignment import Plan
 from .events import Event
+from .wanted_workers import WantedWorkers
 
 LOOPBACK = "127.0.0.1"
 
@@ -90,20 +90,21 @@ def host_of(address: str) -> str:
 class WarmupNotes:
     """What the workers tell of their first exchanges, said once all have."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: WantedWorkers) -> None:
+        self._wanted = wanted
         self._found: dict[str, list[LinkTest]] = {}
         self._told = False
 
-    def note(self, message: dict[str, Any], wanted: Collection[str], *, on_device: bool) -> None:
+    def note(self, message: dict[str, Any]) -> None:
         """Note a worker's; once all that are wanted have, say how it went."""
         self._found[message["name"]] = [LinkTest(**link) for link in message["links"]]
-        if self._told or not set(wanted) <= set(self._found):
+        if self._told or not self._wanted.names <= set(self._found):
             return
         self._told = True
         links = [link for found in self._found.values() for link in found]
         if not links:
             return
-        found = evaluate(links, on_device=on_device)
+        found = evaluate(links, on_device=self._wanted.on_device)
         say(f"warm in {seconds_since_start():.2f} s: {found.line}")
         for warning in found.warnings:
             say(f"warning: {warning}")

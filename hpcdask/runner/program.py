@@ -100,7 +100,10 @@ class Program:
 
     def _is_script(self) -> bool:
         """Whether it is no folder and no archive: a pipe is a script, too."""
-        return not os.path.isdir(self.target) and not _is_zip(self.target)
+        import zipfile
+
+        path = self.target
+        return not os.path.isdir(path) and not (os.path.isfile(path) and zipfile.is_zipfile(path))
 
     def set_path(self) -> None:
         """Put first in sys.path what plain python would, which workers need too.
@@ -168,12 +171,6 @@ class Program:
         code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
         assert isinstance(code, types.CodeType)
         return code
-
-
-def _is_zip(path: str) -> bool:
-    import zipfile
-
-    return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
 def _report(error: BaseException) -> None:

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from hpcdask.bootstrap.ranks import Rank, from_mpi
 from hpcdask.errors import LaunchError, MissingExtra
+from hpcdask.logs import complain
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials
 
@@ -305,10 +306,8 @@ class MPIDeadline:
 
 def _give_up(waiting: int, timeout: float, rank: Rank | None) -> None:
     who = f"rank {rank.index} of {rank.size} on {rank.host}" if rank else "a rank"
-    print(
-        f"hpcdask: error: {who} waited {timeout:g} s in MPI: another rank did not start, or not "
-        f"under the same MPI. See what the others printed, or allow more with --timeout",
-        file=sys.stderr,
-        flush=True,
+    complain(
+        f"{who} waited {timeout:g} s in MPI: another rank did not start, or not under the same "
+        f"MPI. See what the others printed, or allow more with --timeout"
     )
     os.kill(waiting, signal.SIGKILL)  # its janitor cleans up

@@ -25,6 +25,7 @@ from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.client.connect import configure_client, forget_client, load_security
 from hpcdask.errors import LaunchError, UsageError
+from hpcdask.logs import complain
 from hpcdask.spec.argv import to_argv
 from hpcdask.spec.specs import RunSpec
 
@@ -135,8 +136,7 @@ class Runner:
         if code >= 0:
             return code
         name = signal.Signals(-code).name
-        text = f"this rank was killed by {name}. Did the node run out of memory?"
-        print(f"hpcdask: error: {text}", file=sys.stderr, flush=True)
+        complain(f"this rank was killed by {name}. Did the node run out of memory?")
         return 128 - code
 
     def close(self) -> Awaitable[None]:

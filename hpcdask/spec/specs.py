@@ -220,3 +220,13 @@ class RunSpec(WorkerSpec):
         "Default: all, and the loss of a rank ends the run.",
         _count(1),
     )
+
+    @property
+    def program_rank(self) -> int:
+        """The rank whose node runs the program."""
+        return 1 if self.layout == "dedicated" else 0
+
+    @property
+    def first_worker_rank(self) -> int:
+        """Ranks before this one have no worker."""
+        return 2 if self.layout == "dedicated" else 0
