@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -36,6 +37,31 @@ LAUNCHER_VARIABLES = (
     "SBATCH_",
     "SLURM",
 )
+
+
+def agreed_states(cluster: Any, *command: str) -> list[str]:
+    """Return the sorted states of the jobs that are not over; empty while two accounts differ.
+
+    The accounts are ``cluster.jobs()``, a notebook's table, and ``hpcdask jobs`` with and without
+    ``--json``; `command` are the words of the command.
+    """
+
+    def run(*more: str) -> str:
+        done = subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=300, check=True
+        )
+        return done.stdout
+
+    over = {"completed", "failed", "cancelled", "preempted", "timeout"}
+    held = {job.id: str(job.state) for job in cluster.jobs() if job.state not in over}
+    rows = [row for row in json.loads(run("--json")) if row["cluster"] == cluster.id]
+    listed = (line.split() for line in run().splitlines() if line.startswith(cluster.id))
+    cells = re.findall(r"<tr><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", cluster._repr_html_())
+    shown = {job_id: state for job_id, state in cells if state not in over}
+    accounts = [{row["job"]: row["state"] for row in rows}, {w[1]: w[2] for w in listed}, shown]
+    by_cluster = all(row["told_by"] == "cluster" for row in rows)
+    same = by_cluster and all(account == held for account in accounts)
+    return sorted(held.values()) if same else []
 
 
 def unavailable(reason: str) -> NoReturn:

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client
 
 import hpcdask
-from hpcdask.queues.job_state import OVER, QueueState
+from hpcdask.jobs.state import OVER, JobState
 from launching import clean_environment, describe, end, leftovers, wait_for, walk
 from slurm_site import SlurmSite
 
@@ -178,14 +178,14 @@ def login(site: SlurmSite, home: Path, patch: pytest.MonkeyPatch) -> Iterator[Lo
         end(leftovers(user.marker))
 
 
-def states(cluster: hpcdask.SLURMCUDACluster) -> list[QueueState]:
+def states(cluster: hpcdask.SLURMCUDACluster) -> list[JobState]:
     """Return the jobs' states, in the order of their submission."""
     return [job.state for job in cluster.jobs()]
 
 
 def live(cluster: hpcdask.SLURMCUDACluster) -> list[str]:
     """Return the sorted ids of the jobs that run with all their workers."""
-    return sorted(job.id for job in cluster.jobs() if job.state == QueueState.RUNNING)
+    return sorted(job.id for job in cluster.jobs() if job.state == JobState.RUNNING)
 
 
 def wait_for_running(cluster: hpcdask.SLURMCUDACluster, count: int, timeout: float = 40) -> None:
@@ -193,7 +193,7 @@ def wait_for_running(cluster: hpcdask.SLURMCUDACluster, count: int, timeout: flo
 
     def reached() -> bool:
         there = [state for state in states(cluster) if state not in OVER]
-        return there == [QueueState.RUNNING] * count
+        return there == [JobState.RUNNING] * count
 
     try:
         wait_for(reached, timeout, f"{count} running jobs")

@@ -18,13 +18,15 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from hpcdask.client.batching import BATCH_INTERVAL_S
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, QueueError
 from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
+from hpcdask.queues.job_state import QueueStatus
 
 from . import messages, retire
-from .job import Job
+from .job import Job, is_stuck
 from .observe import observe
 from .polling import QueuePoller
+from .publishing import JobPublisher
 from .reconcile import History, plan, record
 from .state import ClusterState
 from .submitter import Submitter
@@ -81,6 +83,7 @@ class JobController:
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing)
         self._poller = QueuePoller(state, queue, interval_s=poll_interval_s, wake=self.wake)
         self._terminator = JobTerminator(state, queue, self.wake)
+        self._publisher = JobPublisher(state, folder)
         self._changed = asyncio.Event()
         self._settled = asyncio.Condition()
         self._submission: asyncio.Task[None] | None = None
@@ -181,6 +184,7 @@ class JobController:
                 self.state.enter(job_id)
             if returned:
                 await self._terminator.end_all(look)
+        await asyncio.gather(*self._publisher.stop(), return_exceptions=True)
 
     # The loop
 
@@ -240,13 +244,16 @@ class JobController:
             self._history = record(self._history, before, after, now, state.policy)
             if over and before.state not in OVER and self._is_unmeant(after):
                 state.say(messages.job_ended(after, self.folder))
+            if after.overdue and not before.overdue and is_stuck(after):
+                state.say(messages.job_stuck(after, self.folder))
+        self._publisher.publish()
         if not state.closing:
             self._terminator.retire_strays(strays)
 
     def _is_unmeant(self, job: Job) -> bool:
         """Whether a job ended in a way that nobody wanted."""
         meant = self.state.closing or job.cancelled or job.leaving
-        return not meant and job.state != QueueState.COMPLETED
+        return not meant and job.state != JobState.COMPLETED
 
     def _act(self) -> None:
         state, now = self.state, time.time()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 
 from hpcdask.errors import HpcdaskError
-from hpcdask.queues.job_state import OVER, QueueState
+from hpcdask.jobs.state import OVER, JobState
 
 from .job import Job
 
@@ -34,7 +34,7 @@ class JobTable(tuple[Job, ...]):
         """How many there are in each state, such as ``2 pending (Resources), 6 running``."""
         found: Counter[str] = Counter()
         for job in self:
-            if job.state in OVER and (job.state == QueueState.COMPLETED or job.cancelled):
+            if job.state in OVER and (job.state == JobState.COMPLETED or job.cancelled):
                 continue
             why = job.reason if job.state not in OVER else ""  # it waits, or is suspended
             found[f"{job.state} ({why})" if why else str(job.state)] += 1

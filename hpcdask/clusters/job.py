@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from hpcdask.queues.job_state import PAUSED, QueueState
+from hpcdask.jobs.state import WAITING, JobReport, JobState
+from hpcdask.queues.job_state import PAUSED, STUCK
 from hpcdask.spec.job import worker_name
 
 
@@ -23,8 +25,10 @@ class Job:
         Workers it should have, on all its nodes together.
     submitted
         When it was submitted.
-    state, reason, exit_code, restarts, nodes
-        As in `QueueStatus`, with what its workers tell.
+    state
+        What `observe` concludes from the queue's word and the connected workers.
+    reason, exit_code, restarts, nodes
+        As in `QueueStatus`.
     started, ends
         When it started and reaches its walltime. A queue that does not tell the start gets the time
         of the first sight.
@@ -51,13 +55,14 @@ class Job:
         Its walltime is near: it no longer counts, so that its replacement is requested. Stays set,
         because a margin that shrinks with `held` must not bring it back.
     overdue
-        It waited too long for workers that did not come, come back or, when leaving, go.
+        It waited too long for workers that did not come, come back or, when leaving, go. Or the
+        queue holds it since it could not start it.
     """
 
     id: str
     size: int
     submitted: float
-    state: QueueState = QueueState.PENDING
+    state: JobState = JobState.PENDING
     reason: str = ""
     exit_code: int | None = None
     restarts: int = 0
@@ -75,6 +80,12 @@ class Job:
     leaving: bool = False
     expiring: bool = False
     overdue: bool = False
+
+    def report(self) -> JobReport:
+        """What other processes are told of it."""
+        since = self.started or self.submitted
+        count = len(self.workers)
+        return JobReport(self.id, self.state, self.reason, count, self.size, self.nodes, since)
 
 
 @dataclass(frozen=True)
@@ -118,3 +129,12 @@ def worker_names(cluster: str, job: Job) -> list[str]:
 def is_paused(job: Job) -> bool:
     """Whether the queue has stopped the processes of a job that runs."""
     return job.reason.startswith(PAUSED)
+
+
+def is_stuck(job: Job) -> bool:
+    """Whether the queue holds a job that it failed to start; a user's own hold is another thing."""
+    return bool(job.reason) and job.state in WAITING and _STUCK.search(job.reason) is not None
+
+
+#: SLURM writes such a reason with spaces or underscores.
+_STUCK = re.compile("|".join(STUCK).replace(" ", "[ _]"))

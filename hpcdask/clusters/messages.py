@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 
-from .job import Job
+from .job import Job, is_stuck
 from .reconcile import Failure
 
 #: Why a cluster ends that nobody closed.
@@ -21,6 +21,14 @@ def job_ended(job: Job, folder: ClusterFolder) -> str:
     reason = f" ({job.reason})" if job.reason else ""
     log = folder.log_path(job.id)
     return f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}"
+
+
+def job_stuck(job: Job, folder: ClusterFolder) -> str:
+    """The queue would keep a job for ever."""
+    return (
+        f"job {job.id} is given up, as one that failed: the queue could not start it, and holds it "
+        f"({job.reason}). Log: {folder.log_path(job.id)}"
+    )
 
 
 def query_failed(error: BaseException) -> str:
@@ -48,7 +56,7 @@ def stopped(error: HpcdaskError) -> str:
 def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float) -> JobsFailed:
     """Too many jobs died, or did not start: what the last one did, and where its log is."""
     job = failure.job
-    late = job.overdue and not job.arrived
+    late = job.overdue and not job.arrived and not is_stuck(job)
     what = f"{failure.count} jobs died within an hour"
     if failure.kind == "start":
         did = "brought no workers" if late else "ended before their workers connected"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from hpcdask.queues.job_state import OVER, PAUSED, WAITING, QueueState, QueueStatus
+from hpcdask.jobs.state import OVER, WAITING, JobState
+from hpcdask.queues import job_state
+from hpcdask.queues.job_state import PAUSED, QueueState, QueueStatus
 
-from .job import DEFAULT_POLICY, Job, Policy
+from .job import DEFAULT_POLICY, Job, Policy, is_stuck
 from .walltime import expires
 
 
@@ -45,11 +47,11 @@ def observe(
     }
     # An answer about an earlier life says only that the queue knows the job.
     answer = seen if asked and seen and seen.restarts == job.restarts else None
-    if answer and answer.state in OVER:
+    if answer and answer.state in job_state.OVER:
         return _changed(job, **facts, **_end(job, answer))
     if asked and not seen and not names and facts["missed"] >= policy.missed_max:
         return _changed(job, **facts, state=_vanished(job), reason="the queue no longer knows it")
-    state = _state(job, _said(job, seen, answer, asked), len(names))
+    state = _conclude(job, seen, answer, asked, len(names))
     facts |= {"state": state, "reason": _reason(job, state, answer)}
     facts |= _clocks(job, state, answer, now)
     since = _first(job.incomplete_since, now) if job.arrived and not complete else None
@@ -61,7 +63,7 @@ def _in_its_present_life(job: Job, seen: QueueStatus | None, lives: Collection[i
     """The job, or a new one with its id if the queue or a worker shows that it was restarted."""
     newest = max(job.restarts, seen.restarts if seen else 0, *lives)
     if newest > job.restarts or _put_back(job, seen, job.restarts in lives):
-        return Job(job.id, job.size, job.submitted, QueueState.REQUEUED, restarts=newest)
+        return Job(job.id, job.size, job.submitted, JobState.REQUEUED, restarts=newest)
     return job
 
 
@@ -83,51 +85,51 @@ def _first(value: float | None, other: float | None) -> float | None:
 
 def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
     """Whether the queue, which may not count restarts, holds a job again that had started."""
-    if seen is None or seen.restarts < job.restarts or seen.state not in WAITING:
+    if seen is None or seen.restarts < job.restarts or seen.state not in job_state.WAITING:
         return False
     if job.state in OVER:
         return seen.state is QueueState.REQUEUED
     return job.starting_since is not None and not connected and not job.cancelled
 
 
-def _vanished(job: Job) -> QueueState:
+def _vanished(job: Job) -> JobState:
     """How a job ended that no query shows any more: as we asked, or badly."""
     if job.cancelled:
-        return QueueState.CANCELLED
-    return QueueState.COMPLETED if job.leaving else QueueState.FAILED
+        return JobState.CANCELLED
+    return JobState.COMPLETED if job.leaving else JobState.FAILED
 
 
-def _said(
-    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool
-) -> QueueState:
-    """The queue's last word on a job that is not over; an `answer` is about its present life."""
-    if answer is None:
-        return QueueState.UNKNOWN if asked and seen is None else job.state
-    if answer.state is QueueState.UNKNOWN:  # such as on a dead host: its workers have to show up
-        return QueueState.STARTING
-    again = job.restarts > 0 or job.state is QueueState.REQUEUED
-    return QueueState.REQUEUED if again and answer.state in WAITING else answer.state
+def _conclude(
+    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool, connected: int
+) -> JobState:
+    """The state of a job that is not over: the queue's last word and its workers, folded.
 
-
-def _state(job: Job, said: QueueState, connected: int) -> QueueState:
-    """The state of a job that is not over; `said` is the queue's last word."""
+    An `answer` is what the queue says of the job's present life.
+    """
     if connected >= job.size:
-        return QueueState.RUNNING
-    if said is QueueState.UNKNOWN and not connected:
-        return QueueState.UNKNOWN
+        return JobState.RUNNING
+    if answer is None:
+        said = JobState.UNKNOWN if asked and seen is None else job.state
+    elif answer.state in job_state.WAITING:
+        again = job.restarts > 0 or job.state is JobState.REQUEUED
+        said = JobState.REQUEUED if again else JobState(answer.state)
+    else:  # unknown, such as on a dead host, as well: its workers have to show up
+        said = JobState.STARTING
+    if said is JobState.UNKNOWN and not connected:
+        return JobState.UNKNOWN
     if job.arrived:
-        return QueueState.RUNNING if job.leaving or job.cancelled else QueueState.LOST
-    return QueueState.STARTING if connected else said
+        return JobState.RUNNING if job.leaving or job.cancelled else JobState.LOST
+    return JobState.STARTING if connected else said
 
 
-def _reason(job: Job, state: QueueState, answer: QueueStatus | None) -> str:
+def _reason(job: Job, state: JobState, answer: QueueStatus | None) -> str:
     if answer:
         return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
     return job.reason if state is job.state else ""
 
 
 def _end(job: Job, answer: QueueStatus) -> dict[str, Any]:
-    end = {"state": answer.state, "reason": answer.reason, "exit_code": answer.exit_code}
+    end = {"state": JobState(answer.state), "reason": answer.reason, "exit_code": answer.exit_code}
     return _times(job, answer) | end
 
 
@@ -139,14 +141,14 @@ def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
     }
 
 
-def _clocks(job: Job, state: QueueState, answer: QueueStatus | None, now: float) -> dict[str, Any]:
+def _clocks(job: Job, state: JobState, answer: QueueStatus | None, now: float) -> dict[str, Any]:
     """Times and nodes of a job that is not over. Those of a waiting job are estimates at best."""
     if state in WAITING:
         return {}
     facts: dict[str, Any] = {}
-    if answer and answer.state is QueueState.STARTING:
+    if answer and answer.state is QueueState.RUNNING:
         facts = _times(job, answer)
-    if state is not QueueState.UNKNOWN:
+    if state is not JobState.UNKNOWN:
         facts["started"] = _first(facts.get("started", job.started), now)
         paused = answer is not None and answer.reason.startswith(PAUSED)
         facts["starting_since"] = now if paused else _first(job.starting_since, now)
@@ -156,9 +158,11 @@ def _clocks(job: Job, state: QueueState, answer: QueueStatus | None, now: float)
 def is_overdue(job: Job, now: float, policy: Policy) -> bool:
     if job.cancelled:
         return job.overdue
-    if job.state is QueueState.LOST or (job.leaving and job.arrived and not job.workers):
+    if is_stuck(job):
+        return True
+    if job.state is JobState.LOST or (job.leaving and job.arrived and not job.workers):
         since, patience_s = job.incomplete_since, policy.lost_after_s
-    elif job.state is QueueState.STARTING:
+    elif job.state is JobState.STARTING:
         since, patience_s = job.starting_since, policy.start_timeout_s
     else:
         return False

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpcdask.queues.job_state import OVER, WAITING, QueueState
+from hpcdask.jobs.state import OVER, WAITING, JobState
 
 from .job import Job, Policy, is_paused
 from .observe import is_overdue
@@ -82,18 +82,18 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
         return history
     if after.leaving and not after.expiring:
         return history
-    if after.arrived and (after.state is QueueState.TIMEOUT or after.expiring) and not given_up:
+    if after.arrived and (after.state is JobState.TIMEOUT or after.expiring) and not given_up:
         return history
     if not given_up and _served(after, now, policy):
         return history
-    if not after.arrived and after.state not in (QueueState.CANCELLED, QueueState.PREEMPTED):
+    if not after.arrived and after.state not in (JobState.CANCELLED, JobState.PREEMPTED):
         history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
     return replace(history, deaths=(*_recent(history, now, policy), now), died=after)
 
 
 def _served(job: Job, now: float, policy: Policy) -> bool:
     """Whether a job ended in good order, as with a lifetime of its workers, and not at once."""
-    if job.state is not QueueState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
+    if job.state is not JobState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
         return False
     left = now if job.incomplete_since is None else job.incomplete_since
     return left - job.arrived_at >= policy.served_s
@@ -147,7 +147,7 @@ def plan(
     counting: list[Job] = []
     for job in staying:
         (expiring if expires(job, now, policy) else counting).append(job)
-    running = sum(job.state is QueueState.RUNNING for job in counting)
+    running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
     failure = _failure(history, wanted, now, policy) if missing > 0 else None
@@ -184,7 +184,7 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
         return []
     idle = [job for job in counting if not job.workers]
     waiting = [job for job in idle if job.state in WAITING]
-    starting = [job for job in idle if job.state is QueueState.STARTING]
+    starting = [job for job in idle if job.state is JobState.STARTING]
     by_id = {job.id: job for job in counting if job.workers}
     running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
     return [
@@ -208,6 +208,6 @@ def _hand_over(
     if gently:
         at_once = math.ceil((len(expiring) + leaving) / 4)
         most = min(most, at_once - leaving - len(due))
-    able = [job for job in others if job.workers or job.state is QueueState.STARTING]
+    able = [job for job in others if job.workers or job.state is JobState.STARTING]
     able.sort(key=lambda job: (times[job.id], job.id))
     return due + able[: max(0, most)]

@@ -10,7 +10,7 @@ from typing import Any
 from distributed import Scheduler
 from distributed.scheduler import WorkerState
 
-from hpcdask.queues.job_state import OVER, WAITING
+from hpcdask.jobs.state import OVER, WAITING
 from hpcdask.spec.job import parse_worker_name
 
 from .job import Job, Policy, worker_names

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from hpcdask.errors import QueueError, root_cause
+from hpcdask.jobs.state import OVER
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER
 
 from . import retire
 from .job import Job, is_paused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from hpcdask.queues.job_state import WAITING
+from hpcdask.jobs.state import WAITING
 
 from .job import Job, Policy
 

@@ -21,18 +21,27 @@ UNANSWERED_S = COMMAND_TIMEOUT_S + 15
 PAUSE_S = (0.5, 10.0)
 
 
-async def find_jobs(queue: Queue, folders: Collection[ClusterFolder]) -> dict[str, str]:
-    """Ids of this user's jobs with a tag of hpcdask, with the tag.
+async def find_tags(
+    queue: Queue, folders: Collection[ClusterFolder]
+) -> tuple[dict[str, str], bool]:
+    """Ids of this user's jobs with a tag of hpcdask, with the tag, and whether the queue says so.
 
-    Of a queue that shows no tags, those that are recorded in these folders and not over. Jobs of a
+    Of a queue that shows no tags, those that are recorded in these folders, over or not. Jobs of a
     submission that got no answer are not known there.
     """
     try:
-        return await queue.tagged()
+        return await queue.tagged(), True
     except NoTags:
-        recorded = {job_id: folder.tag for folder in folders for job_id in folder.ids()}
-        seen = await queue.query(recorded) if recorded else {}
-        return {job_id: recorded[job_id] for job_id, job in seen.items() if job.state not in OVER}
+        return {job_id: folder.tag for folder in folders for job_id in folder.ids()}, False
+
+
+async def find_jobs(queue: Queue, folders: Collection[ClusterFolder]) -> dict[str, str]:
+    """The same, of jobs that are not over."""
+    tags, shown = await find_tags(queue, folders)
+    if shown or not tags:
+        return tags
+    seen = await queue.query(tags)
+    return {job_id: tags[job_id] for job_id, job in seen.items() if job.state not in OVER}
 
 
 async def end_jobs(

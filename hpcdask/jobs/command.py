@@ -164,24 +164,25 @@ def _ask_there(cluster: ClusterRecord, command: str) -> str:
 
 def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
     """One JSON object per job."""
-    since = cluster.since()
     owner = cluster.folder.owner if cluster.folder else None
     return [
         {
             "cluster": cluster.name,
-            "job": job_id,
-            "state": str(seen.state),
-            "reason": seen.reason,
+            "job": job.id,
+            "state": str(job.state),
+            "reason": job.reason,
+            "told_by": "cluster" if by_cluster else "queue",
+            "workers": job.workers,
             "queue": cluster.queue,
-            "since": since.get(job_id),
-            "nodes": seen.nodes,
+            "since": job.since,
+            "nodes": job.nodes,
             "notebook": {
                 "lives": cluster.lives,
                 "host": owner and owner.host,
                 "pid": owner and owner.pid,
             },
         }
-        for job_id, seen in cluster.jobs.items()
+        for job, by_cluster in cluster.reports()
     ]
 
 
@@ -194,11 +195,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for heading in ("cluster", "job", "state", "queue", "since", "notebook"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("job", "queue", "since"))
     for row in rows:
-        # what the queue says a running job does is seen from inside only
-        state = "running" if row["state"] == "starting" else row["state"]
-        reason = f" ({row['reason']})" if row["reason"] else ""
-        cells = [row["cluster"], row["job"], state + reason, row["queue"]]
         batch = _is_batch(row["cluster"])
+        says = "" if batch or row["told_by"] == "cluster" else "says the queue"
+        more = ", ".join(filter(None, [row["reason"], says]))
+        state = f"{row['state']} ({more})" if more else row["state"]
+        cells = [row["cluster"], row["job"], state, row["queue"]]
         cells.append(_clock(row["since"]))
         cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
         table.add_row(*map(Text, cells))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpcdask.errors import HpcdaskError, UsageError
@@ -11,8 +12,9 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
 from hpcdask.queues.registry import SYSTEMS, queue_class
 
-from .cancel import find_jobs
+from .cancel import find_tags
 from .folder import ClusterFolder, list_clusters
+from .state import WAITING, JobReport, JobState
 
 #: Seconds for a queueing system that no cluster's folder names.
 GUESS_TIMEOUT_S = 10.0
@@ -49,13 +51,23 @@ class ClusterRecord:
         host = self.folder.owner.host
         return None if host == os.uname().nodename else host
 
-    def since(self) -> dict[str, float]:
-        """When each job started, or was submitted if it has not, where that is known."""
+    def reports(self) -> Iterator[tuple[JobReport, bool]]:
+        """Each job as its cluster sees it, and True, or as the queue does, and False.
+
+        A cluster that is gone tells nothing, and one whose word the queue contradicts is behind.
+        What waits in a notebook's own process, or is unknown, the queue does not show.
+        """
+        known = self.folder.reports() if self.folder and self.lives is not False else {}
         submitted = self.folder.submitted() if self.folder else {}
-        times = {
-            job_id: seen.started or submitted.get(job_id) for job_id, seen in self.jobs.items()
-        }
-        return {job_id: time for job_id, time in times.items() if time is not None}
+        for job_id, seen in self.jobs.items():
+            report = known.pop(job_id, None)
+            if report is None or report.contradicts(seen):
+                yield JobReport.of_queue(seen, submitted.get(job_id)), False
+            else:
+                yield report, True
+        for report in known.values():
+            if self.lives and report.state in WAITING | {JobState.UNKNOWN}:
+                yield report, True
 
 
 async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
@@ -106,7 +118,7 @@ async def _ask(
         if not named:
             queue.timeout_s = GUESS_TIMEOUT_S
         mine = [folder for folder in folders if folder.queue == name and folder.ended is None]
-        tags = await find_jobs(queue, mine)
+        tags, _ = await find_tags(queue, mine)
         seen = await queue.query(tags) if tags else {}
     except HpcdaskError as error:
         return error

@@ -4,6 +4,7 @@
 
     BASE/CLUSTER/              0700, on a file system that the nodes share; BASE is ~/.hpcdask
         cluster.json           queue, tag, and the process that holds the cluster
+        jobs.json              what the cluster concludes of its jobs
         script.sh              of every job
         submissions/001/       script.sh as submitted, ids (missing: none known), logs -> ../../logs
         logs/                  JOBID.log, and queue-JOBID.log of the queue itself
@@ -30,6 +31,7 @@ from pathlib import Path
 from hpcdask.errors import UsageError
 from hpcdask.security.private import make_folders, write_private
 
+from . import state
 from .owner import Owner, append, check_owned, read_end
 
 DEFAULT_BASE = "~/.hpcdask"
@@ -142,6 +144,22 @@ class ClusterFolder:
     def tag(self) -> str:
         """What its jobs carry."""
         return f"hpcdask:{self.name}"
+
+    def write_reports(self, reports: Iterable[state.JobReport]) -> None:
+        """Tell other processes how the jobs are. What cannot be written leaves nothing older."""
+        path = self.path / "jobs.json"
+        try:
+            write_private(str(path), state.to_json(reports))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+    def reports(self) -> dict[str, state.JobReport]:
+        """What the cluster told last of its jobs, by id; empty if that cannot be read."""
+        try:
+            return state.from_json((self.path / "jobs.json").read_text())
+        except (OSError, ValueError):
+            return {}
 
     def write_script(self, text: str) -> Path:
         """Keep the script that submissions from now on have."""

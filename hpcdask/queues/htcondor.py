@@ -30,12 +30,12 @@ ATTRIBUTES = (
 IDLE, REMOVED, COMPLETED, HELD = 1, 3, 4, 5
 STATES = {
     "status 1": (QueueState.PENDING, ""),
-    "status 2": (QueueState.STARTING, ""),
+    "status 2": (QueueState.RUNNING, ""),
     "status 3": (QueueState.CANCELLED, ""),
     "status 4": (QueueState.COMPLETED, ""),
     "status 5": (QueueState.FAILED, ""),
-    "status 6": (QueueState.STARTING, ""),  # its output is transferred
-    "status 7": (QueueState.STARTING, "suspended"),
+    "status 6": (QueueState.RUNNING, ""),  # its output is transferred
+    "status 7": (QueueState.RUNNING, "suspended"),
 }
 BY_USER = 1  # hold reason codes
 TOO_LONG = (46, 47)

@@ -7,14 +7,12 @@ from enum import StrEnum
 
 
 class QueueState(StrEnum):
-    """Where a job is in its life."""
+    """What a queueing system says of a job; `JobState` is what its cluster concludes."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
     REQUEUED = "requeued"  # pending again under the same id
-    STARTING = "starting"  # runs, and not all of its workers are connected yet
-    RUNNING = "running"  # all its workers are connected
-    LOST = "lost"  # runs for the queue, but workers that were connected are gone
-    UNKNOWN = "unknown"  # no query shows it; not over until several agree
+    RUNNING = "running"  # it has its nodes
+    UNKNOWN = "unknown"  # the queue has it, and does not know how it is
     COMPLETED = "completed"  # from here on it is over
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -36,20 +34,21 @@ OVER = frozenset(
 WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
 #: How the reason of a job begins that runs for the queue, but whose processes are stopped.
 PAUSED = ("suspended", "SUSPENDED", "STOPPED")
+#: What the reason of a job says that waits until an administrator releases it, as a start failed.
+STUCK = ("launch failed requeued held", "JobHoldMaxRequeue")
 
 
 @dataclass(frozen=True)
 class QueueStatus:
     """One job as a query of the queue shows it.
 
-    `id` may be that of an array's element, such as ``123_4``. `state` is PENDING, REQUEUED,
-    STARTING (the queue says that it runs), one of `OVER`, or UNKNOWN (the queue has the job and
-    does not know how it is, or says so in unknown words). `reason`, why it waits or how it ended,
-    and `nodes` are in the queue's words; see also `PAUSED`.
+    `id` may be that of an array's element, such as ``123_4``. A `state` in words that nobody knows
+    is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words; see
+    also `PAUSED`.
 
     `exit_code` is that of a job that is over, 128 + n after signal n; None if unknown. `restarts`
     counts how often the queue has started it again under the same id. `started` and `ends`, when it
-    reaches its walltime, are unix times; None if unknown.
+    reaches its walltime, are unix times by the clock of this machine; None if unknown.
     """
 
     id: str

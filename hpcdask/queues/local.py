@@ -177,7 +177,7 @@ class LocalQueue(Queue):
             elif job_id in found:
                 started = min(process.started for process in found[job_id])
                 node = os.uname().nodename
-                seen[job_id] = QueueStatus(job_id, QueueState.STARTING, started=started, nodes=node)
+                seen[job_id] = QueueStatus(job_id, QueueState.RUNNING, started=started, nodes=node)
         return seen
 
     @locked_in_thread
@@ -222,7 +222,7 @@ class LocalQueue(Queue):
         Returns the processes that were found before anything was started.
         """
         now = time.monotonic()
-        running = [entry for entry in self._entries.values() if entry.state is QueueState.STARTING]
+        running = [entry for entry in self._entries.values() if entry.state is QueueState.RUNNING]
         for entry in running:
             assert entry.leader is not None
             if entry.ended is None and entry.leader.poll() is not None:
@@ -289,7 +289,7 @@ class LocalQueue(Queue):
                     return f"Resources: {free if locked else taken}"
             entry.began = time.monotonic()  # before `timeout` begins to count
             entry.leader = self._run_job(entry, given, locks)
-            entry.state, entry.reason, entry.started = QueueState.STARTING, "", time.time()
+            entry.state, entry.reason, entry.started = QueueState.RUNNING, "", time.time()
         except (OSError, QueueError) as error:
             entry.end(QueueState.FAILED, f"it cannot be started: {error}")
         finally:

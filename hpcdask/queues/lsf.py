@@ -23,8 +23,8 @@ UNQUOTABLE = re.compile(r"""['"\\$%`]""")
 FIELDS = "jobid jobindex stat exit_code exit_reason pend_reason start_time exec_host"
 STATES = {
     **dict.fromkeys(("PEND", "PSUSP", "WAIT", "PROV"), (QueueState.PENDING, "")),
-    "RUN": (QueueState.STARTING, ""),
-    **dict.fromkeys(("USUSP", "SSUSP"), (QueueState.STARTING, "suspended")),
+    "RUN": (QueueState.RUNNING, ""),
+    **dict.fromkeys(("USUSP", "SSUSP"), (QueueState.RUNNING, "suspended")),
     "DONE": (QueueState.COMPLETED, ""),
     "EXIT": (QueueState.FAILED, ""),
 }

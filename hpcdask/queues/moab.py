@@ -23,8 +23,8 @@ OVER = ("Completed", "Removed", "Vacated")
 STATES = {
     "Idle": (QueueState.PENDING, ""),
     **{word: (QueueState.PENDING, word) for word in HOLDS},
-    **dict.fromkeys(("Running", "Starting", "Migrated", "Staging"), (QueueState.STARTING, "")),
-    "Suspended": (QueueState.STARTING, "suspended"),
+    **dict.fromkeys(("Running", "Starting", "Migrated", "Staging"), (QueueState.RUNNING, "")),
+    "Suspended": (QueueState.RUNNING, "suspended"),
     **dict.fromkeys(OVER, (QueueState.COMPLETED, "")),
 }
 

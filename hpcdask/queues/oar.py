@@ -26,8 +26,8 @@ RUNS = ("Launching", "Running", "Resuming", "Finishing", "toError")
 STATES = {
     "Waiting": (QueueState.PENDING, ""),
     **{word: (QueueState.PENDING, word) for word in ("Hold", "toLaunch", "toAckReservation")},
-    **dict.fromkeys(RUNS, (QueueState.STARTING, "")),
-    "Suspended": (QueueState.STARTING, "suspended"),
+    **dict.fromkeys(RUNS, (QueueState.RUNNING, "")),
+    "Suspended": (QueueState.RUNNING, "suspended"),
     "Terminated": (QueueState.COMPLETED, ""),
     "Error": (QueueState.FAILED, ""),
 }

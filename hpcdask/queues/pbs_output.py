@@ -26,8 +26,8 @@ STATES = {
     "W": (QueueState.PENDING, "waits for its time"),
     "T": (QueueState.PENDING, "moves"),
     "M": (QueueState.PENDING, "moved"),
-    **dict.fromkeys("REB", (QueueState.STARTING, "")),
-    **dict.fromkeys("SU", (QueueState.STARTING, "suspended")),
+    **dict.fromkeys("REB", (QueueState.RUNNING, "")),
+    **dict.fromkeys("SU", (QueueState.RUNNING, "suspended")),
     **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
 }
 

@@ -185,9 +185,9 @@ def _state(letters: str, number: str) -> tuple[QueueState, str]:
         held = "held" if "h" in letters else ""
         return (QueueState.REQUEUED if "R" in letters else QueueState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:
-        return QueueState.STARTING, ""
+        return QueueState.RUNNING, ""
     if set(letters) & set("sST"):
-        return QueueState.STARTING, "suspended"
+        return QueueState.RUNNING, "suspended"
     return QueueState.UNKNOWN, letters
 
 

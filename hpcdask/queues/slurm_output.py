@@ -33,14 +33,14 @@ STATES = {
     "SPECIAL_EXIT": QueueState.REQUEUED,
     "CONFIGURING": QueueState.PENDING,  # its nodes boot
     "POWER_UP_NODE": QueueState.PENDING,
-    "COMPLETING": QueueState.STARTING,  # still on its nodes
-    "EXPEDITING": QueueState.STARTING,
-    "RESIZING": QueueState.STARTING,
-    "RUNNING": QueueState.STARTING,
-    "SIGNALING": QueueState.STARTING,
-    "STAGE_OUT": QueueState.STARTING,
-    "STOPPED": QueueState.STARTING,
-    "SUSPENDED": QueueState.STARTING,
+    "COMPLETING": QueueState.RUNNING,  # still on its nodes
+    "EXPEDITING": QueueState.RUNNING,
+    "RESIZING": QueueState.RUNNING,
+    "RUNNING": QueueState.RUNNING,
+    "SIGNALING": QueueState.RUNNING,
+    "STAGE_OUT": QueueState.RUNNING,
+    "STOPPED": QueueState.RUNNING,
+    "SUSPENDED": QueueState.RUNNING,
     "BOOT_FAIL": QueueState.FAILED,
     "CANCELLED": QueueState.CANCELLED,
     "COMPLETED": QueueState.COMPLETED,
@@ -59,7 +59,7 @@ PLAIN = {"PENDING", "RUNNING", "REQUEUED", "COMPLETED", "FAILED", "CANCELLED", "
 #: Ends that are not the job's doing: the code is SLURM's own.
 NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 NO_REASON = {"", "None", "(null)"}
-#: Seconds by which the controller's clock may be ahead of ours.
+#: Seconds by which the controller's clock may be ahead of ours all the same.
 SKEW_S = 30.0
 
 
@@ -98,28 +98,42 @@ def expand(job: str) -> list[str]:
     return [f"{array}_{index}" for index in helpers.elements(elements.partition("%")[0])]
 
 
-def parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
+def parse_skew(text: str, asked: float, answered: float) -> float:
+    """Seconds by which the controller's clock is ahead of ours, from what ``scontrol`` shows.
+
+    Its first line tells the second in which the controller answered. By our clock that was between
+    two unix times; where this may be so by the controller's as well, there is no difference.
+    """
+    match = re.search(r"^Configuration data as of (\d+)$", text, re.M)
+    if match is None:
+        return 0.0
+    least, most = float(match[1]) - answered, float(match[1]) + 1 - asked
+    return 0.0 if least <= 0 <= most else (least + most) / 2
+
+
+def parse_squeue(text: str, now: float, skew_s: float = 0.0) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
 
-    A state that is not known here is `State.UNKNOWN`.
+    `skew_s` is by how much the controller's clock is ahead. A state that is not known here is
+    `QueueState.UNKNOWN`.
     """
     seen = {}
     for row in rows(text, len(COLUMNS) + 1):
         job, word, restarts, status, started, ends, nodes, reason = row
         state = STATES.get(word, QueueState.UNKNOWN)
-        end = _time(ends)
+        start, end = _time(started, skew_s), _time(ends, skew_s)
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
             state = QueueState.REQUEUED  # its end is that of its next life
         if state is QueueState.PENDING and int(restarts):
             state = QueueState.REQUEUED
-        running = state is QueueState.STARTING
+        running = state is QueueState.RUNNING
         seen[job] = QueueStatus(
             job,
             state,
             reason=_reason(word, reason),
             exit_code=_code(word, status),
             restarts=int(restarts),
-            started=_time(started) if running or state in OVER else None,
+            started=start if running or state in OVER else None,
             # what completes has no walltime left to hand over before
             ends=end if running and word != "COMPLETING" else None,
             nodes=nodes if nodes not in NO_REASON else "",
@@ -185,8 +199,8 @@ def _code(word: str, status: str) -> int | None:
     return exited if exited or word == "COMPLETED" else None
 
 
-def _time(text: str) -> float | None:
-    return float(text) if text.isdecimal() else None
+def _time(text: str, skew_s: float = 0.0) -> float | None:
+    return float(text) - skew_s if text.isdecimal() else None
 
 
 def _user(uid: str) -> str:

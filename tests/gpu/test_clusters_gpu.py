@@ -16,7 +16,7 @@ import hpcdask
 from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.gpu.devices import Gpu
-from hpcdask.queues.job_state import OVER, QueueState
+from hpcdask.jobs.state import OVER, JobState
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -46,7 +46,7 @@ def slurm_answers() -> bool:
     return bool(shutil.which("sbatch")) and not subprocess.run(ping, capture_output=True).returncode
 
 
-def live(cluster: JobCluster) -> list[QueueState]:
+def live(cluster: JobCluster) -> list[JobState]:
     return [job.state for job in cluster.jobs() if job.state not in OVER]
 
 
@@ -95,4 +95,4 @@ def test_jobs_exchange_blocks(
         assert (y == np.kron(tens, np.ones((1000, 1000)))).all()
         cluster.adapt(minimum=0, maximum=len(gpus))
         wait_for(lambda: not live(cluster), 60, "all jobs to end")
-        assert not any(job.state == QueueState.FAILED for job in cluster.jobs())
+        assert not any(job.state == JobState.FAILED for job in cluster.jobs())

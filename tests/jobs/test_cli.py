@@ -96,7 +96,8 @@ def test_jobs_shows_where_each_job_belongs(user):
     known = user.jobs(living, left)
     assert set(known) == {*living.ids(), *left.ids()}
     row = known[left.ids()[0]]
-    assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "starting")
+    assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
+    assert (row["told_by"], row["workers"]) == ("queue", None)
     assert row["notebook"] == {"lives": False, "host": socket.gethostname(), "pid": left.owner.pid}
     assert abs(row["since"] - time.time()) < 600
     assert known[living.ids()[0]]["notebook"]["lives"] is True
@@ -104,7 +105,13 @@ def test_jobs_shows_where_each_job_belongs(user):
     lines = user.hpcdask("jobs").stdout.splitlines()
     assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "notebook"]
     (line,) = (line for line in lines if left.ids()[0] in line)
-    words = (left.name, left.ids()[0], "running", "local", f"process {left.owner.pid} on")
+    words = (
+        left.name,
+        left.ids()[0],
+        "running (says the queue)",
+        "local",
+        f"process {left.owner.pid} on",
+    )
     assert re.fullmatch(
         r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +is gone: {} .*".format(
             *map(re.escape, words)

@@ -27,11 +27,12 @@ import hpcdask
 from clock import PATIENCE, stretched
 from hpcdask.clusters import retire, scaling, submitter, termination
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
+from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, QueueState
 from hpcdask.queues.local import LocalQueue
 from launching import (
+    agreed_states,
     clean_environment,
     decide_again,
     describe,
@@ -69,7 +70,7 @@ def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
     return hpcdask.LocalCUDAJobCluster(**{**ONE, "shared_temp_directory": str(folder), **keywords})
 
 
-def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[QueueState]:
+def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[JobState]:
     return [job.state for job in cluster.jobs()]
 
 
@@ -97,7 +98,7 @@ def test_scale_up_and_down(folder: Path):
 
         client.wait_for_workers(2, timeout=180)
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-        wait_for(lambda: states(cluster) == [QueueState.RUNNING] * 2, 10, "both to run")
+        wait_for(lambda: states(cluster) == [JobState.RUNNING] * 2, 10, "both to run")
         assert "2 running" in repr(cluster)
         assert "2 running" in cluster._repr_html_()
         ids = {job.id for job in cluster.jobs()}
@@ -123,7 +124,7 @@ def test_scale_up_and_down(folder: Path):
         before = client.gather(counted)
         cluster.scale(1)
         wait_for(
-            lambda: sorted(states(cluster)) == [QueueState.COMPLETED, QueueState.RUNNING], 20, "one"
+            lambda: sorted(states(cluster)) == [JobState.COMPLETED, JobState.RUNNING], 20, "one"
         )
         assert len(client.nthreads()) == 1
         assert client.gather(counted) == before  # moved, not computed again
@@ -132,6 +133,29 @@ def test_scale_up_and_down(folder: Path):
     logs = [path for path in walk(folder) if path.suffix == ".log"]
     assert logs
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
+
+
+def test_all_accounts_of_a_job_say_the_same_state(folder: Path):
+    """`hpcdask jobs` did not know of workers, and said that those which ran were starting."""
+    gate = folder.parent / "gate"
+    prologue = [f"while [ ! -e {gate} ]; do sleep 0.1; done"]
+    with make(folder, gpus_per_job=1, job_script_prologue=prologue) as cluster:
+        cluster.queue.gpus = tuple(f"GPU-{uuid.uuid4()}" for _ in range(2))
+        command = [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", str(folder)]
+        cluster.scale(3)
+        started = ["pending", "starting", "starting"]
+        wait_for(lambda: agreed_states(cluster, *command) == started, 60, "two to start")
+        path = cluster._folder.path / "jobs.json"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        gate.touch()
+        running = ["pending", "running", "running"]
+        wait_for(lambda: agreed_states(cluster, *command) == running, 120, "two to run")
+        written = path.stat().st_mtime_ns
+        cluster.sync(decide_again, cluster, times=3)
+        assert path.stat().st_mtime_ns == written  # nothing is new
+        cluster.scale(2)
+        wait_for(lambda: agreed_states(cluster, *command) == ["running"] * 2, 60, "two alone")
+    assert cluster.id not in subprocess.check_output(command, text=True)
 
 
 def test_the_preview_is_what_is_submitted(folder: Path):
@@ -152,7 +176,7 @@ def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):
         assert sum(client.gather(futures)) == sum(range(20))
         assert len(cluster.jobs()) == 2
         del futures
-        wait_for(lambda: set(states(cluster)) == {QueueState.COMPLETED}, 30, "all jobs to end")
+        wait_for(lambda: set(states(cluster)) == {JobState.COMPLETED}, 30, "all jobs to end")
         assert not any(job.cancelled for job in cluster.jobs())
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3  # and up again
 
@@ -167,7 +191,7 @@ def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
             job = job.parent()
         os.killpg(job.pid, signal.SIGKILL)
         assert sum(client.gather(futures)) == sum(range(60))
-        wait_for(lambda: states(cluster).count(QueueState.RUNNING) == 2, 30, "a replacement")
+        wait_for(lambda: states(cluster).count(JobState.RUNNING) == 2, 30, "a replacement")
         assert len(cluster.jobs()) == 3
         assert victim not in pids(client)
 
@@ -248,7 +272,7 @@ def test_a_handover_that_fails_is_tried_again(
         monkeypatch.setattr(retire, "retire", failing)
         cluster.scale(1)
         wait_for(
-            lambda: sorted(states(cluster)) == [QueueState.COMPLETED, QueueState.RUNNING], 30, "one"
+            lambda: sorted(states(cluster)) == [JobState.COMPLETED, JobState.RUNNING], 30, "one"
         )
         assert len(tried) == 3
     assert capsys.readouterr().err.count("dictionary changed size") == 1
@@ -304,7 +328,7 @@ def test_close_stops_a_submission_under_way(folder: Path):
             queue.let_all()
             await closing
             assert queue.commands <= 4
-            assert set(states(cluster)) == {QueueState.CANCELLED}
+            assert set(states(cluster)) == {JobState.CANCELLED}
 
     asyncio.run(work())
 
@@ -542,7 +566,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         let_go.set()
         cluster.close()
         assert cluster.status == Status.closed
-        assert states(cluster) == [QueueState.CANCELLED]
+        assert states(cluster) == [JobState.CANCELLED]
         assert not keys(folder)
 
     async def work() -> None:
@@ -554,7 +578,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
             let_go.set()
             await cluster.close()
             assert cluster.status == Status.closed
-            assert states(cluster) == [QueueState.CANCELLED]
+            assert states(cluster) == [JobState.CANCELLED]
 
     asyncio.run(work())
 

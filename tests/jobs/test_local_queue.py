@@ -155,7 +155,7 @@ def test_cancelling_ends_all_of_a_job(site):
     queue = site.queue()
     (job_id,) = site.submit(queue, "sleep 1000 & (setsid sleep 1000) & exec sleep 1000")
     wait_for(lambda: len([p for p in site.processes() if p.name() == "sleep"]) == 3)
-    assert query(queue, job_id)[0].state is QueueState.STARTING
+    assert query(queue, job_id)[0].state is QueueState.RUNNING
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     cancel(queue, job_id)
     (seen,) = wait_over(queue, job_id)
@@ -181,7 +181,7 @@ def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypat
     wait_for(lambda: site.output(job_id))
     cancel(queue, job_id, done, "1.2.3", "not-an-id")
     assert query(queue, done)[0].state is QueueState.FAILED
-    assert query(queue, job_id)[0].state is QueueState.STARTING
+    assert query(queue, job_id)[0].state is QueueState.RUNNING
     wait_over(queue, job_id)
 
 
@@ -211,14 +211,14 @@ def test_every_job_has_gpus_of_its_own(site):
     hold = f'echo "$CUDA_VISIBLE_DEVICES"; while [ ! -e "{mark}" ]; do sleep 0.05; done'
     ids = site.submit(queue, hold, count=5, gpus=1)
     states = [seen.state for seen in query(queue, *ids)]
-    assert states == [QueueState.STARTING] * 3 + [QueueState.PENDING] * 2
+    assert states == [QueueState.RUNNING] * 3 + [QueueState.PENDING] * 2
     assert {seen.reason for seen in query(queue, *ids[3:])} == {"Resources: all 3 GPUs are taken"}
     wait_for(lambda: all(site.output(job_id) for job_id in ids[:3]))
     assert sorted(site.output(job_id).strip() for job_id in ids[:3]) == sorted(gpus)
 
     (site.folder / ids[1]).touch()
     wait_over(queue, ids[1])
-    wait_for(lambda: query(queue, ids[3])[0].state is QueueState.STARTING)
+    wait_for(lambda: query(queue, ids[3])[0].state is QueueState.RUNNING)
     wait_for(lambda: site.output(ids[3]))
     assert site.output(ids[3]) == site.output(ids[1])
     assert query(queue, ids[4])[0].state is QueueState.PENDING
@@ -302,7 +302,7 @@ def test_another_process_finds_and_cancels_a_job(site):
     wait_for(lambda: site.output(job_id))
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     (seen,) = query(queue, job_id)
-    assert seen.state is QueueState.STARTING
+    assert seen.state is QueueState.RUNNING
     assert abs(seen.started - time.time()) < 600
     assert not asyncio.run(queue.departed([job_id]))
     cancel(queue, job_id)
@@ -336,7 +336,7 @@ def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     (leader,) = (process for process in site.processes() if process.name() == "timeout")
     leader.kill()
     wait_for(lambda: leader not in site.processes())
-    assert query(queue, job_id)[0].state is QueueState.STARTING
+    assert query(queue, job_id)[0].state is QueueState.RUNNING
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
     assert {"ready", *told} <= set(site.output(job_id).splitlines())
@@ -348,7 +348,7 @@ def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):
     wait_for(lambda: site.output(job_id))
     os.kill(queue._entries[job_id].leader.pid, signal.SIGKILL)
     wait_for(lambda: query(queue, job_id)[0].reason, what="its leader's end to be seen")
-    assert query(queue, job_id)[0].state is QueueState.STARTING
+    assert query(queue, job_id)[0].state is QueueState.RUNNING
     (seen,) = wait_over(queue, job_id)
     assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
 

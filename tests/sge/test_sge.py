@@ -44,7 +44,7 @@ def test_a_job_runs_and_ends(queue: SgeQueue, tmp_path: Path):
     folder = tmp_path / "logs of; all"
     script = write_script(queue, make_job("SGE"), folder, f"{SAY}; sleep 1; exit 3", gpus=1)
     (job,) = submit(queue, script)
-    seen = wait_for_state(queue, job, QueueState.STARTING)
+    seen = wait_for_state(queue, job, QueueState.RUNNING)
     assert seen.nodes == "localhost"
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
@@ -65,7 +65,7 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
     jobs = submit(queue, write_script(queue, make_job("SGE"), tmp_path, command), 3)
     assert [job.partition(".")[2] for job in jobs] == ["1", "2", "3"]
     for job in jobs:
-        wait_for_state(queue, job, QueueState.STARTING)
+        wait_for_state(queue, job, QueueState.RUNNING)
     wait_for(lambda: len(list(tmp_path.glob("said-*"))) == 3, 10, "the jobs' files")
     assert {path.name for path in tmp_path.glob("said-*")} == {f"said-{job}" for job in jobs}
     assert asyncio.run(queue.tagged()) == dict.fromkeys(jobs, TAG)
@@ -79,7 +79,7 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
 def test_a_job_waits_for_gpus_and_is_cancelled(queue: SgeQueue, tmp_path: Path):
     script = write_script(queue, make_job("SGE"), tmp_path, "exec sleep 600", gpus=3)
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, QueueState.STARTING)
+    wait_for_state(queue, first, QueueState.RUNNING)
     assert ask(queue, second).state is QueueState.PENDING
     cancel(queue, [second])
     wait_for(lambda: second not in asyncio.run(queue.query([second])), 10, "the job to be gone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,10 @@ import pytest
 
 import hpcdask
 from hpcdask.errors import UsageError
+from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import base
-from hpcdask.queues.job_state import OVER, QueueState
 from hpcdask.spec.job import parse_worker_name
-from launching import decide_again, end, wait_for, walk
+from launching import agreed_states, decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -51,7 +52,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
         wait_for(lambda: sorted(states(cluster)) == ["pending"] * 2 + ["running"] * 2, 20, "two")
 
         reason = wait_for(
-            lambda: next(job.reason for job in cluster.jobs() if job.state == QueueState.PENDING),
+            lambda: next(job.reason for job in cluster.jobs() if job.state == JobState.PENDING),
             20,
             "the queue's reason",
         )
@@ -85,7 +86,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     assert not user.queued()  # when `close` returns
     assert not user.key_files()
     assert set(states(cluster)) <= OVER
-    assert {job.state for job in cluster.jobs() if not job.nodes} == {QueueState.CANCELLED}
+    assert {job.state for job in cluster.jobs() if not job.nodes} == {JobState.CANCELLED}
 
 
 def test_a_suspended_job_is_told_and_goes_first(user: Login):
@@ -117,7 +118,7 @@ def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
         assert sum(client.gather(futures)) == sum(range(40))
         assert len(cluster.jobs()) == 3
         del futures
-        wait_for(lambda: set(states(cluster)) == {QueueState.COMPLETED}, 40, "all jobs to end")
+        wait_for(lambda: set(states(cluster)) == {JobState.COMPLETED}, 40, "all jobs to end")
         assert not user.queued()
         assert not scancel.calls()
         assert len(sbatch.calls()) <= 3
@@ -168,7 +169,7 @@ def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
         new = pids(client)
         assert not set(new) & set(before)
         assert len(new) == 2
-        assert cluster.jobs()[0].state == QueueState.FAILED
+        assert cluster.jobs()[0].state == JobState.FAILED
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
 
 
@@ -202,7 +203,8 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
         listed = [row for row in listed if row["queue"] == "slurm"]
         lost = {row["job"]: row["state"] for row in listed if row["cluster"] == name}
         assert sorted(lost) == sorted(set(user.queued()) - {cluster.jobs()[0].id})
-        assert sorted(lost.values()) == ["pending", "starting", "starting"]
+        assert sorted(lost.values()) == ["pending", "running", "running"]
+        assert {row["told_by"] for row in listed if row["cluster"] == name} == {"queue"}
         assert {row["job"] for row in listed} == set(user.queued())
         lives = {row["cluster"]: row["notebook"]["lives"] for row in listed}
         assert lives == {name: False, cluster.id: True}
@@ -219,6 +221,21 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
 # Many jobs
 
 
+def test_all_accounts_of_a_job_say_the_same_state(user: Login):
+    """`hpcdask jobs` did not know of workers, and said that those which ran were starting."""
+    command = [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", str(user.folder)]
+    gate = user.home / "gate"
+    user.occupy(3)
+    prologue = [f"while [ ! -e {gate} ]; do sleep 0.1; done"]
+    with user.make(job_script_prologue=prologue) as cluster:
+        cluster.scale(3)
+        started = ["pending", "starting", "starting"]
+        wait_for(lambda: agreed_states(cluster, *command) == started, 60, "two to start")
+        gate.touch()
+        running = ["pending", "running", "running"]
+        wait_for(lambda: agreed_states(cluster, *command) == running, 120, "two to run")
+
+
 def test_64_jobs_with_one_sbatch(user: Login):
     interval, running = 1.0, 4  # the others wait, as workers need time to start on few cores
     user.occupy(2)
@@ -227,8 +244,8 @@ def test_64_jobs_with_one_sbatch(user: Login):
         cluster.scale(64)
         assert len(user.queued()) == 64
         client.wait_for_workers(running, timeout=180)
-        wait_for(lambda: states(cluster).count(QueueState.RUNNING) == running, 20, "all to run")
-        assert states(cluster).count(QueueState.PENDING) == 64 - running
+        wait_for(lambda: states(cluster).count(JobState.RUNNING) == running, 20, "all to run")
+        assert states(cluster).count(JobState.PENDING) == 64 - running
         assert len(sbatch.calls()) == 1
         assert "--array=0-63" in sbatch.calls()[0]
         times = wait_for(lambda: (found := squeue.times())[2:] and found, 10, "three looks")

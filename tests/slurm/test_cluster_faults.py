@@ -22,9 +22,9 @@ from distributed import Client, Future
 
 from hpcdask.clusters.job import Job
 from hpcdask.errors import JobsFailed, QueueError, Refused
-from hpcdask.queues.job_state import QueueState
+from hpcdask.jobs.state import JobState
 from hpcdask.spec.job import parse_worker_name
-from launching import end, until, wait_for
+from launching import decide_again, end, until, wait_for
 from slurm_login import Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -89,7 +89,7 @@ def test_jobs_and_workers_that_end(user: Login, capsys: pytest.CaptureFixture[st
         computation.check()  # it has handed over what it held
         wait_for_running(cluster, 2)
         assert len(cluster.jobs()) == 3
-        assert job(cluster, cancelled).state == QueueState.CANCELLED
+        assert job(cluster, cancelled).state == JobState.CANCELLED
         assert cancelled not in {job_of(cluster, name) for name in pids(client)}
 
         computation = Computation(client)
@@ -110,16 +110,14 @@ def test_jobs_and_workers_that_end(user: Login, capsys: pytest.CaptureFixture[st
         wait_for(lambda: pid not in pids(client).values(), 20, "the worker to be gone")
         wait_for_running(cluster, 2)
         assert len(cluster.jobs()) == 4
-        assert job(cluster, killed).state == QueueState.FAILED
+        assert job(cluster, killed).state == JobState.FAILED
         assert job(cluster, killed).exit_code == 137
 
         computation = Computation(client)
         requeued = live(cluster)[0]
         before = set(pids(client))
         user.site.run("scontrol", "requeue", requeued)
-        wait_for(
-            lambda: job(cluster, requeued).state == QueueState.REQUEUED, 20, "it to be requeued"
-        )
+        wait_for(lambda: job(cluster, requeued).state == JobState.REQUEUED, 20, "it to be requeued")
         assert "1 requeued" in repr(cluster)
         computation.check(lost=True)
         wait_for_running(cluster, 2)
@@ -137,10 +135,10 @@ def test_scancel_of_a_pending_job(user: Login):
         cluster.scale(3)  # and there are two GPUs
         wait_for(lambda: sorted(states(cluster)) == ["pending", "running", "running"], 40, "two")
         running = live(cluster)
-        (pending,) = (job.id for job in cluster.jobs() if job.state == QueueState.PENDING)
+        (pending,) = (job.id for job in cluster.jobs() if job.state == JobState.PENDING)
         user.site.run("scancel", pending)
         wait_for(lambda: len(cluster.jobs()) == 4, 20, "another job instead")
-        assert job(cluster, pending).state == QueueState.CANCELLED
+        assert job(cluster, pending).state == JobState.CANCELLED
         last = cluster.jobs()[-1]
         wait_for(lambda: job(cluster, last.id).reason, 20, "the queue's word on it")
         assert sorted(user.queued()) == sorted([*running, last.id])
@@ -169,7 +167,7 @@ def test_a_node_that_goes_down(user: Login):
         last = cluster.jobs()[-1]  # alone on its node
         user.site.run("scontrol", "update", f"nodename={last.nodes}", "state=down", "reason=test")
         computation.check(lost=True)
-        wait_for(lambda: job(cluster, last.id).state == QueueState.FAILED, 20, "its end")
+        wait_for(lambda: job(cluster, last.id).state == JobState.FAILED, 20, "its end")
         assert job(cluster, last.id).reason.startswith("NODE_FAIL")
         wait_for_running(cluster, 3)
         assert len(cluster.jobs()) == 4
@@ -311,14 +309,14 @@ def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str
             squeue.behave(failing)
             more = len(squeue.calls()) + times
             wait_for(lambda more=more: len(squeue.calls()) >= more, 40, "some failures")
-        assert states(cluster) == [QueueState.RUNNING] * 2
+        assert states(cluster) == [JobState.RUNNING] * 2
         victim = live(cluster)[0]
         user.site.run("scancel", victim)
         computation.check()
         assert len(sbatch.calls()) == 1  # who knows what has become of it
         cluster.queue.timeout_s = 30.0
         squeue.behave()
-        wait_for(lambda: job(cluster, victim).state == QueueState.CANCELLED, 60, "the truth")
+        wait_for(lambda: job(cluster, victim).state == JobState.CANCELLED, 60, "the truth")
         wait_for_running(cluster, 2)
         assert len(sbatch.calls()) == 2
         assert cluster.failure is None
@@ -343,7 +341,7 @@ def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str])
             assert part in str(error.value)
         with pytest.raises(JobsFailed, match="exit code 3"):
             future.result(timeout=180)
-        assert states(cluster) == [QueueState.FAILED] * 3
+        assert states(cluster) == [JobState.FAILED] * 3
         assert "module: command not found" in cluster.job_logs(last.id)[last.id]
         assert len(sbatch.calls()) == 3
         cluster.scale(0)
@@ -388,9 +386,7 @@ def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.Cap
         for cluster, count in ((two, 2), (one, 1)):
             wait_for_running(cluster, count)
             assert not set(first) & set(live(cluster))
-            assert {job.state for job in cluster.jobs() if job.id in first} == {
-                QueueState.COMPLETED
-            }
+            assert {job.state for job in cluster.jobs() if job.id in first} == {JobState.COMPLETED}
             assert cluster.failure is None
     said = capsys.readouterr().err
     assert re.findall(r"job (\S+) reaches its walltime and nobody could take over", said) == [
@@ -471,11 +467,43 @@ def test_a_preempted_job_is_replaced_when_there_is_room_again(
             "-p", "urgent", "--gres=gpu:1", "--output=/dev/null", "--wrap", "sleep 5"
         )
         site.wait_for_state(urgent, "RUNNING")
-        wait_for(
-            lambda: job(cluster, first).state == QueueState.PREEMPTED, 30, "it to be preempted"
-        )
+        wait_for(lambda: job(cluster, first).state == JobState.PREEMPTED, 30, "it to be preempted")
         wait_for(lambda: "1 pending" in repr(cluster), 20, "another that waits")
         computation.check(lost=True)
         assert site.state(urgent) == "COMPLETED"
         assert len(cluster.jobs()) == 2
         assert cluster.failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm_programs")
+def test_a_job_that_slurm_failed_to_launch_and_holds_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It was waited for without end. A user's own hold is respected."""
+    fails, prolog = tmp_path / "fails", tmp_path / "prolog"
+    prolog.write_text(f"#!/bin/sh\n[ ! -e {fails} ]\n")
+    prolog.chmod(0o755)
+    fails.touch()
+    with (
+        SlurmSite(nodes=1, gpus_per_node=2, conf={"Prolog": prolog}) as site,
+        login(site, tmp_path, monkeypatch) as user,
+        user.make() as cluster,
+    ):
+        cluster.scale(1)
+        first = cluster.jobs()[0].id
+        wait_for(lambda: len(cluster.jobs()) == 2, 60, "another job")
+        fails.unlink()
+        site.run("scontrol", "update", "nodename=node1", "state=resume")
+        wait_for_running(cluster, 1)
+        assert job(cluster, first).cancelled
+        assert cluster.failure is None
+        said = capsys.readouterr().err
+        assert f"job {first} is given up, as one that failed" in said
+        assert "launch failed requeued held" in said
+
+        site.run("scontrol", "requeuehold", live(cluster)[0])
+        wait_for(lambda: "1 requeued (" in repr(cluster), 20, "it to be held")
+        cluster.sync(decide_again, cluster, times=5)
+        assert len(cluster.jobs()) == 2
+        assert "is given up" not in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_a_job_runs_and_ends(queue: PbsQueue, tmp_path: Path):
     job = make_job("PBS", resource_spec="nodes=1:ppn=1,mem=100MB", job_name="my job")
     command = SAY + "sleep 2; exit 3"
     (job,) = submit(queue, write_script(queue, job, folder, command, name="my job", gpus=1))
-    seen = wait_for_state(queue, job, QueueState.STARTING)
+    seen = wait_for_state(queue, job, QueueState.RUNNING)
     assert seen.nodes.startswith("node")
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
@@ -71,7 +71,7 @@ def test_a_pending_and_a_running_job_are_cancelled(
     job = make_job("PBS", resource_spec="nodes=3:ppn=8")
     script = write_script(queue, job, tmp_path, "exec sleep 600")
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, QueueState.STARTING)
+    wait_for_state(queue, first, QueueState.RUNNING)
     assert ask(queue, second).state is QueueState.PENDING
     cancel(queue, [first, second])
     for job in (first, second):
@@ -123,7 +123,7 @@ def test_jobs_without_tags_are_known_by_what_was_recorded(
     folder.write_script("true")
     script = write_script(queue, make_job("PBS"), tmp_path, "exec sleep 600")
     ids = [submit(queue, script)[0] for _ in range(2)]
-    wait_for_state(queue, ids[0], QueueState.STARTING)
+    wait_for_state(queue, ids[0], QueueState.RUNNING)
     told: list[str] = []
     folder.new_submission().record(ids[:1])
     assert asyncio.run(end_cluster(folder, queue, told.append)) == []

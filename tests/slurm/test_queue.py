@@ -135,7 +135,7 @@ esac"""
     ]
     assert over[1].reason == "NonZeroExitCode"
 
-    running = door.wait(ids[4:8], QueueState.STARTING)
+    running = door.wait(ids[4:8], QueueState.RUNNING)
     assert sorted(seen.nodes for seen in running) == ["node1", "node2", "node3", "node4"]
     for seen in running:
         assert seen.started is not None
@@ -155,7 +155,7 @@ esac"""
     }
     assert door.query([ids[9]])[ids[9]].state not in OVER
     assert door.query([ids[0]])[ids[0]].state is QueueState.COMPLETED
-    assert door.query([ids[5]])[ids[5]].state is QueueState.STARTING
+    assert door.query([ids[5]])[ids[5]].state is QueueState.RUNNING
 
 
 def test_what_a_job_learns_of_itself(door, monkeypatch):
@@ -236,7 +236,7 @@ def test_requeued(door):
     # what ignores SIGTERM lives for KillWait, 5 s
     stubborn = """case "$ID $RESTARTS" in *"_0 0") trap '' TERM ;; esac"""
     ids = door.submit(f"{stubborn}; echo $RESTARTS; while :; do sleep 0.5; done", 2)
-    door.wait(ids, QueueState.STARTING, what=lambda seen: seen.reason == "")
+    door.wait(ids, QueueState.RUNNING, what=lambda seen: seen.reason == "")
     log = door.log(ids[0])  # which comes a moment after the job starts
     wait_for(lambda: log.exists() and log.read_text() == "0\n", 10, "its trap to be set")
     door.site.run("scontrol", "requeue", ids[0])
@@ -244,7 +244,7 @@ def test_requeued(door):
     assert (seen.state, seen.reason, seen.restarts) == (QueueState.REQUEUED, "COMPLETING", 1)
     (seen,) = door.wait(ids[:1], QueueState.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
     assert (seen.restarts, seen.started, seen.ends) == (1, None, None)
-    (seen,) = door.wait(ids[:1], QueueState.STARTING)
+    (seen,) = door.wait(ids[:1], QueueState.RUNNING)
     assert seen.restarts == 1
     wait_for(lambda: "1\n" in log.read_text(), 10, "the second life's log")
     assert door.query(ids)[ids[1]].restarts == 0
@@ -385,7 +385,7 @@ def test_departed(accounted, monkeypatch):
     command = "case $ID in *_0) exit 0 ;; *_1) exit 3 ;; *_2) kill -KILL $$ ;; esac; exec sleep 99"
     ids = accounted.submit(command, 5, request={"gpus": 0})
     accounted.wait(ids[:3], *OVER)
-    accounted.wait(ids[3:], QueueState.STARTING)
+    accounted.wait(ids[3:], QueueState.RUNNING)
     accounted.cancel([ids[3]])
     accounted.wait([ids[3]], QueueState.CANCELLED)
     calls = counting("sacct", accounted.folder, monkeypatch)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import stat
 import subprocess
 import sys
+from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from hpcdask import __version__, cli
+from hpcdask.errors import NoTags
 from hpcdask.jobs import command as jobs_command
+from hpcdask.jobs import discovery
 from hpcdask.jobs.discovery import ClusterRecord
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
 from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.local import LocalQueue
 
 
 def test_the_package_is_the_command():
@@ -38,3 +48,105 @@ def test_a_cluster_called_submit_is_a_cluster(
     assert done.exit_code == 0, done.output
     assert name in done.output
     assert ("of hpcdask submit" in done.output) == batch
+
+
+def report(job_id: str, state: JobState, workers: int = 0, reason: str = "") -> JobReport:
+    return JobReport(job_id, state, reason, workers, 2, "n1", 1000.0)
+
+
+def test_reports_cross_the_process_boundary(tmp_path: Path):
+    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
+    assert folder.reports() == {}
+    reports = [report("7_1", JobState.RUNNING, 2, "SUSPENDED"), report("7_2", JobState.PENDING)]
+    folder.write_reports(reports)
+    path = folder.path / "jobs.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert from_json(to_json(reports)) == folder.reports() == {one.id: one for one in reports}
+    for broken in ("", "{}1", "[1]", '[{"state": "running"}]', '[{"state": "no such"}]', "{"):
+        path.write_text(broken)
+        assert folder.reports() == {}
+
+
+def test_what_cannot_be_written_leaves_nothing_older(tmp_path: Path, monkeypatch):
+    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
+    folder.write_reports([report("7", JobState.STARTING)])
+
+    def full(path: str, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpcdask.jobs.folder.write_private", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.write_reports([report("7", JobState.RUNNING, 2)])
+    assert folder.reports() == {}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(
+    ("lives", "state", "said", "shown", "by_cluster"),
+    [
+        (True, JobState.STARTING, QueueState.RUNNING, "starting", True),
+        (True, JobState.RUNNING, QueueState.RUNNING, "running", True),
+        (True, JobState.LOST, QueueState.RUNNING, "lost", True),
+        (True, JobState.REQUEUED, QueueState.PENDING, "requeued", True),
+        (True, JobState.UNKNOWN, None, "unknown", True),
+        (True, JobState.PENDING, None, "pending", True),  # in the notebook's own process
+        (True, JobState.RUNNING, None, None, True),  # it has just ended
+        (None, JobState.RUNNING, QueueState.RUNNING, "running", True),
+        (None, JobState.PENDING, QueueState.RUNNING, "running", False),
+        (None, JobState.RUNNING, QueueState.REQUEUED, "requeued", False),
+        (None, JobState.PENDING, None, None, True),
+        (False, JobState.STARTING, QueueState.RUNNING, "running", False),
+        (False, JobState.PENDING, QueueState.PENDING, "pending", False),
+    ],
+)
+def test_who_says_how_a_job_is(
+    tmp_path, monkeypatch, lives, state, said, shown, by_cluster, as_json
+):
+    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
+    folder.write_reports([report("7", state, 1)])
+    monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
+
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
+        found = ClusterRecord("ab-1", "slurm", folder)
+        if said is not None:
+            found.jobs["7"] = QueueStatus("7", said)
+        return [found], {}
+
+    monkeypatch.setattr(jobs_command, "survey", survey)
+    done = CliRunner().invoke(cli.main, ["jobs", *(["--json"] if as_json else [])])
+    assert done.exit_code == 0, done.output
+    if as_json:
+        rows = json.loads(done.output)
+        told = [(row["state"], row["told_by"], row["workers"]) for row in rows]
+        who = ("cluster", 1) if by_cluster else ("queue", None)
+        assert told == ([] if shown is None else [(shown, *who)])
+    else:
+        assert (f" {shown} " in done.output) == (shown is not None)
+        assert ("says the queue" in done.output) == (not by_cluster)
+
+
+class Plain(LocalQueue):
+    """Shows no tags, and counts how often it is asked."""
+
+    asked: int = 0
+
+    def check(self, *words: str) -> None:
+        """It is there."""
+
+    async def tagged(self) -> dict[str, str]:
+        raise NoTags("no tags")
+
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        type(self).asked += 1
+        states = {"1": QueueState.PENDING, "2": QueueState.COMPLETED}
+        return {job_id: QueueStatus(job_id, states[job_id]) for job_id in ids}
+
+
+def test_a_queue_without_tags_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = ClusterFolder.create("ab-1", "pbs", base=tmp_path)
+    folder.write_script("#!/bin/sh\n")
+    folder.new_submission().record(["1", "2"])
+    monkeypatch.setattr(discovery, "NAMES", ["pbs"])
+    monkeypatch.setattr(discovery, "queue_class", lambda name: Plain)
+    (found,), problems = asyncio.run(discovery.survey(str(tmp_path)))
+    assert (list(found.jobs), problems, Plain.asked) == (["1"], {}, 1)

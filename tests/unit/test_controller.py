@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from hpcdask.clusters import retire
+from hpcdask.clusters import publishing, retire
 from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.job import Job, Policy
 from hpcdask.clusters.state import ClusterState
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.state import JobReport, JobState
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
+from launching import until
 
 
 class Door(LocalQueue):
@@ -75,7 +78,7 @@ class Cluster:
         self.controller = JobController(self.state, door, made, poll_interval_s=60)
         self.controller._poller.postpone()
 
-    def add(self, job_id: str, state: QueueState, **facts: Any) -> None:
+    def add(self, job_id: str, state: JobState, **facts: Any) -> None:
         self.state.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
 
 
@@ -86,9 +89,9 @@ def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkey
 
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), *names)
-        cluster.add("1", QueueState.COMPLETED)
-        cluster.add("2", QueueState.RUNNING, restarts=1)
-        cluster.add("3", QueueState.RUNNING)
+        cluster.add("1", JobState.COMPLETED)
+        cluster.add("2", JobState.RUNNING, restarts=1)
+        cluster.add("3", JobState.RUNNING)
         again = asyncio.Event()
 
         async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
@@ -134,7 +137,7 @@ def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants
 
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
-        cluster.add("1", QueueState.COMPLETED)
+        cluster.add("1", JobState.COMPLETED)
         await cluster.controller._terminator._retire_strays(["ab-1-0-0"])
         assert not forced
         cluster.controller.set_target(0)
@@ -144,6 +147,39 @@ def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants
     monkeypatch.setattr(retire, "force_out", force_out)
     asyncio.run(run())
     assert forced == [["ab-1-0-0"]]
+
+
+def test_jobs_are_told_of_without_waiting_for_the_file_system(tmp_path, monkeypatch):
+    """Each change once, what comes meanwhile together, and nothing where nothing is new."""
+    written: list[dict[str, tuple[str, int | None]]] = []
+    go_on, write = threading.Event(), ClusterFolder.write_reports
+
+    def slow(folder: ClusterFolder, reports: list[JobReport]) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert go_on.wait(60)
+        write(folder, reports)
+        written.append({job.id: (job.state, job.workers) for job in reports})
+
+    async def run() -> None:
+        cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
+        for job_id in ("1", "2", "3"):
+            cluster.add(job_id, JobState.PENDING)
+            cluster.controller._observe(set(), {})
+            await asyncio.sleep(0)
+        cluster.add("3", JobState.FAILED)
+        cluster.controller._observe(set(), {})
+        go_on.set()
+        await until(lambda: len(written) == 2)
+        cluster.scheduler.workers["ab-1-0-0"].nbytes = 7
+        cluster.controller._observe(set(), {})
+        assert cluster.state.jobs["1"].held == 7
+        await until(lambda: cluster.controller._publisher._task.done())
+        cluster.controller._observe(set(), {})
+
+    monkeypatch.setattr(ClusterFolder, "write_reports", slow)
+    monkeypatch.setattr(publishing, "PAUSE_S", 0.01)
+    asyncio.run(run())
+    assert written == [{"1": ("running", 1)}, {"1": ("running", 1), "2": ("pending", 0)}]
 
 
 class Counting(LocalQueue):
@@ -158,7 +194,7 @@ class Counting(LocalQueue):
         return [f"{number}" for number in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("state", [QueueState.CANCELLED, QueueState.UNKNOWN])
+@pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.UNKNOWN])
 def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
     """SLURM's controller lost its state and counted anew; its new jobs were taken for old ones."""
 
@@ -180,7 +216,7 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         assert (one.id, two.id) == ("1", "2")
         assert one.submitted > before.submitted
         assert one == Job("1", 1, one.submitted)
-        assert two.state is QueueState.RUNNING
+        assert two.state is JobState.RUNNING
         assert not cluster.controller._poller._queried
         cluster.controller._add(["2"])
         assert cluster.state.jobs["2"] is two
@@ -209,7 +245,7 @@ class Forgetful(LocalQueue):
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         assert "3" not in ids
-        one = QueueState.CANCELLED if self.ends else QueueState.PENDING
+        one = JobState.CANCELLED if self.ends else JobState.PENDING
         return {"1": QueueStatus("1", one), "2": QueueStatus("2", QueueState.COMPLETED)}
 
 
@@ -222,8 +258,8 @@ def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, en
     async def run() -> None:
         door = Forgetful(error)
         cluster = Cluster(tmp_path, door)
-        cluster.add("1", QueueState.CANCELLED, cancelled=True)
-        cluster.add("2", QueueState.COMPLETED)
+        cluster.add("1", JobState.CANCELLED, cancelled=True)
+        cluster.add("2", JobState.COMPLETED)
         await cluster.controller.close()
         assert door.ends == ends
         assert door.looks == 1

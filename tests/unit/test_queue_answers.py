@@ -138,7 +138,7 @@ def test_pbs_shows_a_running_job_and_an_array():
     assert site.ran[1] == "qstat -f -x -t -w 12.server '13[].server' 99.server"
     start = 1795212000.0
     assert seen["12.server"] == QueueStatus(
-        "12.server", QueueState.STARTING, "", None, 0, start, start + 7200, "n1+n2"
+        "12.server", QueueState.RUNNING, "", None, 0, start, start + 7200, "n1+n2"
     )
     assert facts(seen["13[0].server"]) == (QueueState.COMPLETED, "", 0)
     waiting = "Not Running: Insufficient amount of resource: ngpus"
@@ -165,8 +165,8 @@ PRO_ENDS = {
     ),
     "job_state = H": (QueueState.PENDING, "held", None),
     "job_state = Q\n    run_count = 1": (QueueState.REQUEUED, "", None),
-    "job_state = S": (QueueState.STARTING, "suspended", None),
-    "job_state = E": (QueueState.STARTING, "", None),
+    "job_state = S": (QueueState.RUNNING, "suspended", None),
+    "job_state = E": (QueueState.RUNNING, "", None),
     (
         "job_state = F\n    Exit_status = 271\n    resources_used.walltime = 01:00:02\n"
         "    Resource_List.walltime = 01:00:00"
@@ -280,7 +280,7 @@ def test_torque(script: str):
     seen = do(queue.query(ids))
     assert site.ran[-1] == "qstat -f -t -1 '21[].head.site'"
     assert facts(seen[ids[0]]) == (QueueState.CANCELLED, "", 143)
-    assert (seen[ids[1]].state, seen[ids[1]].nodes) == (QueueState.STARTING, "n1")
+    assert (seen[ids[1]].state, seen[ids[1]].nodes) == (QueueState.RUNNING, "n1")
     assert do(queue.tagged()) == {ids[1]: TAG}
     assert do(queue.limit()) == 300
 
@@ -298,14 +298,14 @@ def sge_job(letters: str, more: str = "") -> str:
 
 
 SGE_STATES = {
-    "r": (QueueState.STARTING, ""),
-    "t": (QueueState.STARTING, ""),
-    "dr": (QueueState.STARTING, ""),
-    "Rr": (QueueState.STARTING, ""),
+    "r": (QueueState.RUNNING, ""),
+    "t": (QueueState.RUNNING, ""),
+    "dr": (QueueState.RUNNING, ""),
+    "Rr": (QueueState.RUNNING, ""),
     "qw": (QueueState.PENDING, ""),
     "hqw": (QueueState.PENDING, "held"),
     "Rq": (QueueState.REQUEUED, ""),
-    "S": (QueueState.STARTING, "suspended"),
+    "S": (QueueState.RUNNING, "suspended"),
     "Eqw": (QueueState.FAILED, "error state Eqw, why: qacct -j 4"),
     "?": (QueueState.UNKNOWN, "?"),
 }
@@ -389,10 +389,10 @@ def lsf_record(stat: str, **more: str) -> dict[str, str]:
 
 
 LSF_STATES = [
-    (lsf_record("RUN", start_time="Nov 20 22:00 2026"), (QueueState.STARTING, "", None)),
+    (lsf_record("RUN", start_time="Nov 20 22:00 2026"), (QueueState.RUNNING, "", None)),
     (lsf_record("PEND", pend_reason="No GPU hosts;"), (QueueState.PENDING, "No GPU hosts", None)),
     (lsf_record("PSUSP"), (QueueState.PENDING, "", None)),
-    (lsf_record("SSUSP"), (QueueState.STARTING, "suspended", None)),
+    (lsf_record("SSUSP"), (QueueState.RUNNING, "suspended", None)),
     (lsf_record("DONE"), (QueueState.COMPLETED, "", 0)),
     (lsf_record("EXIT", exit_code="3"), (QueueState.FAILED, "", 3)),
     (
@@ -525,10 +525,10 @@ def event(name: str) -> dict[str, Any]:
 OAR_STATES = [
     (oar_job("Waiting", message="R=8,W=2:0:0"), (QueueState.PENDING, "R=8,W=2:0:0", None)),
     (oar_job("Hold"), (QueueState.PENDING, "Hold", None)),
-    (oar_job("Launching"), (QueueState.STARTING, "", None)),
-    (oar_job("Running"), (QueueState.STARTING, "", None)),
-    (oar_job("Finishing", exit_code=0), (QueueState.STARTING, "", None)),
-    (oar_job("Suspended"), (QueueState.STARTING, "suspended", None)),
+    (oar_job("Launching"), (QueueState.RUNNING, "", None)),
+    (oar_job("Running"), (QueueState.RUNNING, "", None)),
+    (oar_job("Finishing", exit_code=0), (QueueState.RUNNING, "", None)),
+    (oar_job("Suspended"), (QueueState.RUNNING, "suspended", None)),
     (oar_job("Terminated", exit_code=0), (QueueState.COMPLETED, "", 0)),
     (oar_job("Terminated", exit_code=768), (QueueState.FAILED, "", 3)),
     (oar_job("Terminated", exit_code=9), (QueueState.FAILED, "ended by SIGKILL", 137)),
@@ -642,8 +642,8 @@ def ad(status: int, **more: Any) -> dict[str, Any]:
 CONDOR_STATES = [
     (ad(1), (QueueState.PENDING, "", None)),
     (ad(1, NumJobStarts=1), (QueueState.REQUEUED, "", None)),
-    (ad(2, JobCurrentStartDate=1795212000), (QueueState.STARTING, "", None)),
-    (ad(7), (QueueState.STARTING, "suspended", None)),
+    (ad(2, JobCurrentStartDate=1795212000), (QueueState.RUNNING, "", None)),
+    (ad(7), (QueueState.RUNNING, "suspended", None)),
     (
         ad(5, HoldReasonCode=1, HoldReason="via condor_hold"),
         (QueueState.PENDING, "via condor_hold", None),
@@ -749,7 +749,7 @@ def moab_job(**attributes: str) -> str:
 
 
 MOAB_STATES = [
-    (moab_job(State="Running"), (QueueState.STARTING, "", None)),
+    (moab_job(State="Running"), (QueueState.RUNNING, "", None)),
     (moab_job(State="Idle"), (QueueState.PENDING, "", None)),
     (moab_job(State="BatchHold"), (QueueState.PENDING, "BatchHold", None)),
     (moab_job(State="Completed", CompletionCode="0"), (QueueState.COMPLETED, "", 0)),

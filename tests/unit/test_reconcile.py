@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdask.clusters.job import Job, Policy, worker_names
+from hpcdask.clusters.messages import jobs_failed
 from hpcdask.clusters.observe import observe
-from hpcdask.clusters.reconcile import Actions, History, plan, record
+from hpcdask.clusters.reconcile import Actions, Failure, History, plan, record
 from hpcdask.clusters.walltime import ends_at, margin_s, retire_at
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.state import JobState
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
 from hpcdask.spec.job import parse_worker_name, worker_name
 
@@ -37,7 +40,7 @@ def running(id: str, **changes) -> Job:
         **{
             "size": 1,
             "submitted": T - 100,
-            "state": QueueState.RUNNING,
+            "state": JobState.RUNNING,
             "started": T - 50,
             "starting_since": T - 50,
             "arrived": True,
@@ -49,7 +52,7 @@ def running(id: str, **changes) -> Job:
 
 def starting(id: str, **changes) -> Job:
     since = {"started": T - 50, "starting_since": T - 50}
-    return pending(id, **{"state": QueueState.STARTING, **since, **changes})
+    return pending(id, **{"state": JobState.STARTING, **since, **changes})
 
 
 def look(
@@ -94,16 +97,16 @@ def test_a_requeued_job_has_new_names():
 
 def test_a_job_from_pending_to_completed():
     job = look(pending("7"), QueueStatus("7", QueueState.PENDING, reason="Priority"))
-    assert (job.state, job.reason) == (QueueState.PENDING, "Priority")
-    seen = QueueStatus("7", QueueState.STARTING, started=T - 1, ends=T + HOUR, nodes="n1")
+    assert (job.state, job.reason) == (JobState.PENDING, "Priority")
+    seen = QueueStatus("7", QueueState.RUNNING, started=T - 1, ends=T + HOUR, nodes="n1")
     job = look(job, seen)
-    assert (job.state, job.reason, job.nodes) == (QueueState.STARTING, "", "n1")
+    assert (job.state, job.reason, job.nodes) == (JobState.STARTING, "", "n1")
     assert (job.started, job.ends, job.starting_since) == (T - 1, T + HOUR, T)
     job = look(job, seen, names(job))
-    assert (job.state, job.arrived) == (QueueState.RUNNING, True)
+    assert (job.state, job.arrived) == (JobState.RUNNING, True)
     assert look(job, seen, names(job)) is job
     job = look(job, QueueStatus("7", QueueState.COMPLETED, exit_code=0))
-    assert (job.state, job.exit_code, job.nodes) == (QueueState.COMPLETED, 0, "n1")
+    assert (job.state, job.exit_code, job.nodes) == (JobState.COMPLETED, 0, "n1")
 
 
 def test_estimates_of_a_pending_job_are_not_its_times():
@@ -115,14 +118,14 @@ def test_estimates_of_a_pending_job_are_not_its_times():
 
 def test_a_connected_worker_wins_over_a_queue_that_lags():
     job = pending("7", size=2)
-    assert look(job, QueueState.PENDING, names(job, 1)).state is QueueState.STARTING
-    assert look(job, QueueState.PENDING, names(job)).state is QueueState.RUNNING
-    assert look(job, None, names(job)).state is QueueState.RUNNING
-    assert look(job, None, names(job, 1)).state is QueueState.STARTING
+    assert look(job, QueueState.PENDING, names(job, 1)).state is JobState.STARTING
+    assert look(job, QueueState.PENDING, names(job)).state is JobState.RUNNING
+    assert look(job, None, names(job)).state is JobState.RUNNING
+    assert look(job, None, names(job, 1)).state is JobState.STARTING
     early = worker_name(CLUSTER, "7", 1, 0)
-    again = look(running("7"), QueueState.STARTING, [early])
-    assert (again.state, again.restarts) == (QueueState.RUNNING, 1)
-    assert look(again, QueueStatus("7", QueueState.COMPLETED), [early]).state is QueueState.RUNNING
+    again = look(running("7"), QueueState.RUNNING, [early])
+    assert (again.state, again.restarts) == (JobState.RUNNING, 1)
+    assert look(again, QueueStatus("7", QueueState.COMPLETED), [early]).state is JobState.RUNNING
 
 
 def test_between_queries_only_the_workers_are_new():
@@ -131,45 +134,45 @@ def test_between_queries_only_the_workers_are_new():
     def glance(job, workers):
         return observe(job, None, asked=False, workers=workers, held=5, now=T)
 
-    assert glance(job, []).state is QueueState.PENDING
+    assert glance(job, []).state is JobState.PENDING
     job = glance(job, names(job))
-    assert (job.state, job.held, job.missed) == (QueueState.RUNNING, 5, 0)
-    assert glance(job, names(job, 1)).state is QueueState.LOST
-    unknown = replace(job, state=QueueState.UNKNOWN, missed=2)
-    assert (glance(unknown, []).state, glance(unknown, []).missed) == (QueueState.UNKNOWN, 2)
+    assert (job.state, job.held, job.missed) == (JobState.RUNNING, 5, 0)
+    assert glance(job, names(job, 1)).state is JobState.LOST
+    unknown = replace(job, state=JobState.UNKNOWN, missed=2)
+    assert (glance(unknown, []).state, glance(unknown, []).missed) == (JobState.UNKNOWN, 2)
 
 
 def test_unknown_is_a_state_until_several_queries_agree():
     job = starting("7")
     for _ in range(POLICY.missed_max - 1):
         job = look(job, None)
-        assert job.state is QueueState.UNKNOWN
-    assert look(job, QueueState.STARTING).missed == 0
-    assert look(job, QueueState.STARTING).starting_since == job.starting_since
-    assert look(job, None, names(job)).state is QueueState.RUNNING
+        assert job.state is JobState.UNKNOWN
+    assert look(job, QueueState.RUNNING).missed == 0
+    assert look(job, QueueState.RUNNING).starting_since == job.starting_since
+    assert look(job, None, names(job)).state is JobState.RUNNING
     gone = look(job, None)
-    assert gone.state is QueueState.FAILED
+    assert gone.state is JobState.FAILED
     assert "no longer knows it" in gone.reason
-    assert look(replace(job, cancelled=True), None).state is QueueState.CANCELLED
-    assert look(replace(job, leaving=True), None).state is QueueState.COMPLETED
-    assert look(job, None, policy=replace(POLICY, missed_max=9)).state is QueueState.UNKNOWN
+    assert look(replace(job, cancelled=True), None).state is JobState.CANCELLED
+    assert look(replace(job, leaving=True), None).state is JobState.COMPLETED
+    assert look(job, None, policy=replace(POLICY, missed_max=9)).state is JobState.UNKNOWN
 
 
 @pytest.mark.parametrize("over", sorted(OVER))
 def test_what_is_over_stays_over_unless_it_is_requeued(over):
     job = look(running("7"), over)
-    assert job.state is over
+    assert job.state is JobState(over)
     for seen in (
         None,
         QueueState.PENDING,
-        QueueState.STARTING,
+        QueueState.RUNNING,
         QueueState.FAILED,
         QueueState.COMPLETED,
     ):
-        assert look(job, seen).state is over
-        assert look(job, seen, names(job)).state is over
-    assert look(job, QueueState.REQUEUED).state is QueueState.REQUEUED
-    assert look(job, QueueStatus("7", QueueState.STARTING, restarts=1)).state is QueueState.STARTING
+        assert look(job, seen).state is JobState(over)
+        assert look(job, seen, names(job)).state is JobState(over)
+    assert look(job, QueueState.REQUEUED).state is JobState.REQUEUED
+    assert look(job, QueueStatus("7", QueueState.RUNNING, restarts=1)).state is JobState.STARTING
 
 
 def test_a_restart_is_a_new_life():
@@ -183,53 +186,51 @@ def test_a_restart_is_a_new_life():
     job = look(
         old, QueueStatus("7", QueueState.PENDING, restarts=1, reason="BeginTime"), names(old)
     )
-    assert job == Job("7", 2, old.submitted, QueueState.REQUEUED, "BeginTime", restarts=1)
-    job = look(job, QueueStatus("7", QueueState.STARTING, restarts=1), names(old))
+    assert job == Job("7", 2, old.submitted, JobState.REQUEUED, "BeginTime", restarts=1)
+    job = look(job, QueueStatus("7", QueueState.RUNNING, restarts=1), names(old))
     assert job.arrived_at is None
-    assert (job.state, job.workers) == (QueueState.STARTING, frozenset())
-    assert look(job, QueueStatus("7", QueueState.FAILED, restarts=0)).state is QueueState.STARTING
+    assert (job.state, job.workers) == (JobState.STARTING, frozenset())
+    assert look(job, QueueStatus("7", QueueState.FAILED, restarts=0)).state is JobState.STARTING
 
 
 def test_a_queue_that_counts_no_restarts():
     job = running("7", leaving=True)
     assert look(job, QueueState.PENDING, names(job)) is job
     job = look(job, QueueState.PENDING)
-    assert (job.state, job.arrived, job.starting_since) == (QueueState.REQUEUED, False, None)
+    assert (job.state, job.arrived, job.starting_since) == (JobState.REQUEUED, False, None)
 
 
 def test_workers_that_vanish_make_a_job_lost():
     job = running("7", size=2)
-    lost = look(job, QueueState.STARTING, names(job, 1))
-    assert (lost.state, lost.incomplete_since, lost.overdue) == (QueueState.LOST, T, False)
-    later = look(lost, QueueState.STARTING, now=T + 30)
-    assert (later.state, later.incomplete_since, later.overdue) == (QueueState.LOST, T, False)
-    assert look(later, QueueState.STARTING, now=T + 60).overdue
-    back = look(later, QueueState.STARTING, names(job), now=T + 59)
-    assert (back.state, back.incomplete_since) == (QueueState.RUNNING, None)
-    assert look(replace(job, leaving=True), QueueState.STARTING).state is QueueState.RUNNING
+    lost = look(job, QueueState.RUNNING, names(job, 1))
+    assert (lost.state, lost.incomplete_since, lost.overdue) == (JobState.LOST, T, False)
+    later = look(lost, QueueState.RUNNING, now=T + 30)
+    assert (later.state, later.incomplete_since, later.overdue) == (JobState.LOST, T, False)
+    assert look(later, QueueState.RUNNING, now=T + 60).overdue
+    back = look(later, QueueState.RUNNING, names(job), now=T + 59)
+    assert (back.state, back.incomplete_since) == (JobState.RUNNING, None)
+    assert look(replace(job, leaving=True), QueueState.RUNNING).state is JobState.RUNNING
 
 
 def test_the_workers_of_a_suspended_job_have_time_to_start():
     job = starting("7")
     for reason in ("suspended", "SUSPENDED: x", "STOPPED"):
         for late in (300, 600):
-            job = look(job, QueueStatus("7", QueueState.STARTING, reason=reason), now=T + late)
-            assert (job.state, job.overdue) == (QueueState.STARTING, False)
-    assert not look(job, QueueState.STARTING, now=T + 899).overdue
-    assert look(job, QueueState.STARTING, now=T + 900).overdue
+            job = look(job, QueueStatus("7", QueueState.RUNNING, reason=reason), now=T + late)
+            assert (job.state, job.overdue) == (JobState.STARTING, False)
+    assert not look(job, QueueState.RUNNING, now=T + 899).overdue
+    assert look(job, QueueState.RUNNING, now=T + 900).overdue
 
 
 @pytest.mark.parametrize("reason", ["suspended", "SUSPENDED: x", "STOPPED"])
 def test_a_suspended_job_says_so_until_it_goes_on(reason):
     job = running("7")
-    paused = look(job, QueueStatus("7", QueueState.STARTING, reason=reason), names(job))
-    assert (paused.state, paused.reason) == (QueueState.RUNNING, reason)
+    paused = look(job, QueueStatus("7", QueueState.RUNNING, reason=reason), names(job))
+    assert (paused.state, paused.reason) == (JobState.RUNNING, reason)
     assert observe(paused, None, asked=False, workers=names(job), held=1, now=T).reason == reason
     assert look(paused, None, names(job)).reason == reason  # no answer about it
-    assert look(paused, QueueState.STARTING, names(job)).reason == ""
-    assert (
-        look(job, QueueStatus("7", QueueState.STARTING, reason="ending"), names(job)).reason == ""
-    )
+    assert look(paused, QueueState.RUNNING, names(job)).reason == ""
+    assert look(job, QueueStatus("7", QueueState.RUNNING, reason="ending"), names(job)).reason == ""
 
 
 def test_a_job_whose_node_boots_has_time_to_start():
@@ -237,28 +238,60 @@ def test_a_job_whose_node_boots_has_time_to_start():
     boots = QueueStatus("7", QueueState.PENDING, reason="CONFIGURING", nodes="n1")
     for late in range(0, 900, 30):
         job = look(job, boots, now=T + late)
-        assert (job.state, job.reason, job.overdue) == (QueueState.PENDING, "CONFIGURING", False)
-    job = look(job, QueueState.STARTING, now=T + 900)
-    assert (job.state, job.starting_since) == (QueueState.STARTING, T + 900)
+        assert (job.state, job.reason, job.overdue) == (JobState.PENDING, "CONFIGURING", False)
+    job = look(job, QueueState.RUNNING, now=T + 900)
+    assert (job.state, job.starting_since) == (JobState.STARTING, T + 900)
     boots = replace(boots, state=QueueState.REQUEUED, restarts=1)
     job = look(job, boots, now=T + 930)
-    assert (job.state, job.reason, job.restarts) == (QueueState.REQUEUED, "CONFIGURING", 1)
-    assert look(job, boots, now=T + 1500).state is QueueState.REQUEUED
+    assert (job.state, job.reason, job.restarts) == (JobState.REQUEUED, "CONFIGURING", 1)
+    assert look(job, boots, now=T + 1500).state is JobState.REQUEUED
 
 
 def test_a_job_that_the_queue_does_not_know_the_state_of_is_judged_by_its_workers():
     job = running("7")
-    assert look(job, QueueState.UNKNOWN, names(job)).state is QueueState.RUNNING
+    assert look(job, QueueState.UNKNOWN, names(job)).state is JobState.RUNNING
     lost = look(job, QueueState.UNKNOWN)
-    assert (lost.state, lost.incomplete_since, lost.missed) == (QueueState.LOST, T, 0)
+    assert (lost.state, lost.incomplete_since, lost.missed) == (JobState.LOST, T, 0)
     late = look(lost, QueueState.UNKNOWN, now=T + 60)
     assert late.overdue
     assert decide(1, late, now=T + 60) == Actions(submit=1, cancel=("7",))
     assert decide(0, late, now=T + 60) == Actions(cancel=("7",))
-    assert look(lost, None).state is QueueState.UNKNOWN
+    assert look(lost, None).state is JobState.UNKNOWN
     job = look(pending("8"), QueueState.UNKNOWN)
-    assert (job.state, job.starting_since, job.overdue) == (QueueState.STARTING, T, False)
+    assert (job.state, job.starting_since, job.overdue) == (JobState.STARTING, T, False)
     assert look(job, QueueState.UNKNOWN, now=T + 300).overdue
+
+
+STUCK = ("launch failed requeued held", "launch_failed_requeued_held", "JobHoldMaxRequeue")
+
+
+@pytest.mark.parametrize("reason", [*STUCK, "REQUEUE_HOLD: launch failed requeued held"])
+def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path, reason):
+    """It was waited for without end."""
+    before = starting("7")
+    seen = QueueStatus("7", QueueState.REQUEUED, reason=reason, restarts=1)
+    job = look(before, seen)
+    assert (job.state, job.reason, job.overdue) == (JobState.REQUEUED, reason, True)
+    history = record(History(), before, job, T, POLICY)
+    assert (history.failed_starts, len(history.deaths)) == (1, 1)
+    assert record(history, job, job, T, POLICY) == history
+    assert decide(1, job, history=history) == Actions(submit=1, cancel=("7",))
+    cancelled = replace(job, cancelled=True)
+    assert look(cancelled, None).overdue
+    over = look(cancelled, QueueStatus("7", QueueState.CANCELLED, restarts=1))
+    assert record(history, cancelled, over, T, POLICY) == history
+    folder = ClusterFolder.create("ab-1", "slurm", tmp_path)
+    error = jobs_failed(Failure("start", job, 3), folder, 300)
+    assert "3 jobs in a row ended before their workers connected" in str(error)
+    assert f"The last was job 7: requeued, {reason}" in str(error)
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Priority", "REQUEUE_HOLD"])
+def test_a_hold_that_somebody_wanted_is_respected(reason):
+    for state in (QueueState.PENDING, QueueState.REQUEUED):
+        job = look(pending("7"), QueueStatus("7", state, reason=reason), now=T + HOUR)
+        assert (job.reason, job.overdue) == (reason, False)
+        assert decide(1, job, now=T + HOUR) == Actions()
 
 
 # Counting what went wrong
@@ -271,35 +304,35 @@ def history_of(*steps: tuple[Job, Job], now: float = T) -> History:
     return history
 
 
-def ended(job: Job, state: QueueState, **changes) -> tuple[Job, Job]:
+def ended(job: Job, state: JobState, **changes) -> tuple[Job, Job]:
     return job, replace(job, state=state, **changes)
 
 
 @pytest.mark.parametrize(
     ("step", "failed", "deaths"),
     [
-        (ended(starting("7"), QueueState.FAILED), 1, 1),
-        (ended(pending("7"), QueueState.FAILED), 1, 1),
-        (ended(starting("7"), QueueState.COMPLETED), 1, 1),
-        (ended(starting("7"), QueueState.TIMEOUT), 1, 1),
-        (ended(pending("7"), QueueState.CANCELLED), 0, 1),
-        (ended(starting("7"), QueueState.PREEMPTED), 0, 1),
-        (ended(starting("7", cancelled=True), QueueState.CANCELLED), 0, 0),
-        (ended(starting("7", cancelled=True), QueueState.FAILED), 0, 0),
-        (ended(running("7"), QueueState.FAILED), 0, 1),
-        (ended(running("7"), QueueState.COMPLETED), 0, 1),
-        (ended(running("7", arrived_at=T - 60), QueueState.COMPLETED, exit_code=0), 0, 0),
-        (ended(running("7", arrived_at=T - 60), QueueState.COMPLETED), 0, 1),
-        (ended(running("7", arrived_at=T - 60), QueueState.FAILED, exit_code=0), 0, 1),
-        (ended(running("7", arrived_at=T - 59), QueueState.COMPLETED, exit_code=0), 0, 1),
-        (ended(running("7"), QueueState.CANCELLED), 0, 1),
-        (ended(running("7"), QueueState.PREEMPTED), 0, 1),
-        (ended(running("7"), QueueState.TIMEOUT), 0, 0),
-        (ended(running("7", expiring=True), QueueState.FAILED), 0, 0),
-        (ended(running("7", leaving=True), QueueState.COMPLETED), 0, 0),
-        (ended(running("7", cancelled=True), QueueState.CANCELLED), 0, 0),
-        (ended(starting("7", leaving=True), QueueState.COMPLETED), 0, 0),
-        (ended(starting("7", leaving=True, expiring=True), QueueState.COMPLETED), 1, 1),
+        (ended(starting("7"), JobState.FAILED), 1, 1),
+        (ended(pending("7"), JobState.FAILED), 1, 1),
+        (ended(starting("7"), JobState.COMPLETED), 1, 1),
+        (ended(starting("7"), JobState.TIMEOUT), 1, 1),
+        (ended(pending("7"), JobState.CANCELLED), 0, 1),
+        (ended(starting("7"), JobState.PREEMPTED), 0, 1),
+        (ended(starting("7", cancelled=True), JobState.CANCELLED), 0, 0),
+        (ended(starting("7", cancelled=True), JobState.FAILED), 0, 0),
+        (ended(running("7"), JobState.FAILED), 0, 1),
+        (ended(running("7"), JobState.COMPLETED), 0, 1),
+        (ended(running("7", arrived_at=T - 60), JobState.COMPLETED, exit_code=0), 0, 0),
+        (ended(running("7", arrived_at=T - 60), JobState.COMPLETED), 0, 1),
+        (ended(running("7", arrived_at=T - 60), JobState.FAILED, exit_code=0), 0, 1),
+        (ended(running("7", arrived_at=T - 59), JobState.COMPLETED, exit_code=0), 0, 1),
+        (ended(running("7"), JobState.CANCELLED), 0, 1),
+        (ended(running("7"), JobState.PREEMPTED), 0, 1),
+        (ended(running("7"), JobState.TIMEOUT), 0, 0),
+        (ended(running("7", expiring=True), JobState.FAILED), 0, 0),
+        (ended(running("7", leaving=True), JobState.COMPLETED), 0, 0),
+        (ended(running("7", cancelled=True), JobState.CANCELLED), 0, 0),
+        (ended(starting("7", leaving=True), JobState.COMPLETED), 0, 0),
+        (ended(starting("7", leaving=True, expiring=True), JobState.COMPLETED), 1, 1),
     ],
 )
 def test_failed_starts_and_deaths(step, failed, deaths):
@@ -309,51 +342,51 @@ def test_failed_starts_and_deaths(step, failed, deaths):
 
 
 def test_an_arrival_ends_the_row_of_failed_starts():
-    failed = ended(starting("7"), QueueState.FAILED)
-    arrival = starting("8"), look(starting("8"), QueueState.STARTING, names(starting("8")))
+    failed = ended(starting("7"), JobState.FAILED)
+    arrival = starting("8"), look(starting("8"), QueueState.RUNNING, names(starting("8")))
     history = history_of(failed, failed, arrival)
     assert (history.failed_starts, history.failed, len(history.deaths)) == (0, None, 2)
     life = running("9")
     history = history_of(
-        failed, (life, look(life, QueueState.STARTING, [worker_name(CLUSTER, "9", 1, 0)]))
+        failed, (life, look(life, QueueState.RUNNING, [worker_name(CLUSTER, "9", 1, 0)]))
     )
     assert history.failed_starts == 0
 
 
 def test_a_job_that_is_given_up_counts_once():
     job = starting("7")
-    late = look(job, QueueState.STARTING, now=T + 300)
+    late = look(job, QueueState.RUNNING, now=T + 300)
     cancelled = replace(late, cancelled=True)
-    steps = [(job, late), (late, late), (late, cancelled), ended(cancelled, QueueState.CANCELLED)]
+    steps = [(job, late), (late, late), (late, cancelled), ended(cancelled, JobState.CANCELLED)]
     assert history_of(*steps).failed_starts == 1
     assert len(history_of(*steps).deaths) == 1
-    by_itself = [(job, late), ended(late, QueueState.FAILED)]
+    by_itself = [(job, late), ended(late, JobState.FAILED)]
     assert history_of(*by_itself).failed_starts == 1
     surplus = replace(job, cancelled=True)
-    assert history_of((surplus, look(surplus, QueueState.STARTING, now=T + 300))) == History()
-    job = running("7", state=QueueState.LOST, incomplete_since=T - 59)
-    late = look(job, QueueState.STARTING, now=T + 1)
-    steps = [(job, late), ended(replace(late, cancelled=True), QueueState.CANCELLED)]
+    assert history_of((surplus, look(surplus, QueueState.RUNNING, now=T + 300))) == History()
+    job = running("7", state=JobState.LOST, incomplete_since=T - 59)
+    late = look(job, QueueState.RUNNING, now=T + 1)
+    steps = [(job, late), ended(replace(late, cancelled=True), JobState.CANCELLED)]
     assert (history_of(*steps).failed_starts, len(history_of(*steps).deaths)) == (0, 1)
 
 
 @pytest.mark.parametrize(("lifetime", "deaths"), [(900, 0), (60, 0), (55, 1), (0, 1)])
 def test_workers_that_end_by_their_lifetime_are_no_deaths(lifetime, deaths):
-    job = look(pending("7"), QueueState.STARTING, now=T - 500)
-    job = look(job, QueueState.STARTING, names(job), now=T)
-    job = look(job, QueueState.STARTING, names(job), now=T + lifetime)
-    gone = look(job, QueueState.STARTING, now=T + lifetime)
+    job = look(pending("7"), QueueState.RUNNING, now=T - 500)
+    job = look(job, QueueState.RUNNING, names(job), now=T)
+    job = look(job, QueueState.RUNNING, names(job), now=T + lifetime)
+    gone = look(job, QueueState.RUNNING, now=T + lifetime)
     over = look(gone, QueueStatus("7", QueueState.COMPLETED, exit_code=0), now=T + lifetime + 30)
-    assert (gone.state, over.state) == (QueueState.LOST, QueueState.COMPLETED)
+    assert (gone.state, over.state) == (JobState.LOST, JobState.COMPLETED)
     history = record(History(), gone, over, T + lifetime + 30, POLICY)
     assert (history.failed_starts, len(history.deaths)) == (0, deaths)
 
 
 def test_deaths_are_forgotten_after_an_hour():
-    history = history_of(*[ended(running("7"), QueueState.FAILED)] * 10)
+    history = history_of(*[ended(running("7"), JobState.FAILED)] * 10)
     assert decide(1, history=history).failure
     assert decide(1, history=history, now=T + HOUR).submit == 1
-    later = record(history, *ended(running("7"), QueueState.FAILED), T + HOUR, POLICY)
+    later = record(history, *ended(running("7"), JobState.FAILED), T + HOUR, POLICY)
     assert later.deaths == (T + HOUR,)
 
 
@@ -370,8 +403,8 @@ def test_missing_jobs_are_submitted_at_once():
 
 
 def test_pending_jobs_count_as_asked_for():
-    assert decide(3, pending("1"), pending("2", state=QueueState.REQUEUED)).submit == 1
-    assert decide(1, pending("1", state=QueueState.UNKNOWN)) == Actions()
+    assert decide(3, pending("1"), pending("2", state=JobState.REQUEUED)).submit == 1
+    assert decide(1, pending("1", state=JobState.UNKNOWN)) == Actions()
 
 
 @pytest.mark.parametrize("over", sorted(OVER))
@@ -412,15 +445,15 @@ def test_a_partly_started_job_may_hold_results_and_is_retired():
 
 
 def test_lost_and_unknown_jobs_wait_until_it_is_clear_what_they_are():
-    lost = replace(running("1", state=QueueState.LOST, incomplete_since=T - 9), workers=frozenset())
-    assert decide(0, lost, pending("2", state=QueueState.UNKNOWN)) == Actions()
+    lost = replace(running("1", state=JobState.LOST, incomplete_since=T - 9), workers=frozenset())
+    assert decide(0, lost, pending("2", state=JobState.UNKNOWN)) == Actions()
 
 
 def test_no_job_is_acted_upon_twice():
     jobs = [
         pending("1", cancelled=True),
         running("2", leaving=True),
-        replace(running("3", state=QueueState.LOST, incomplete_since=T - 999), cancelled=True),
+        replace(running("3", state=JobState.LOST, incomplete_since=T - 999), cancelled=True),
         starting("4", starting_since=T - 999, cancelled=True),
         running("5", ends=T + 1, leaving=True),
     ]
@@ -429,7 +462,7 @@ def test_no_job_is_acted_upon_twice():
 
 
 def test_a_lost_job_is_cancelled_and_replaced_as_a_whole():
-    job = running("7", size=4, state=QueueState.LOST, incomplete_since=T - 59)
+    job = running("7", size=4, state=JobState.LOST, incomplete_since=T - 59)
     job = replace(job, workers=frozenset(names(job, 3)))
     assert decide(1, job) == Actions()
     assert decide(1, job, now=T + 1) == Actions(submit=1, cancel=("7",))
@@ -453,7 +486,7 @@ def test_what_the_queue_forgot_is_cancelled_to_be_sure():
 
 
 def test_three_that_fail_to_start_in_a_row_stop_the_submissions():
-    steps = [ended(starting(str(number)), QueueState.FAILED, exit_code=3) for number in range(3)]
+    steps = [ended(starting(str(number)), JobState.FAILED, exit_code=3) for number in range(3)]
     assert decide(2, history=history_of(*steps[:2])).submit == 2
     jobs = running("8"), starting("9", starting_since=T - 999)
     actions = decide(4, *jobs, history=history_of(*steps))
@@ -466,7 +499,7 @@ def test_three_that_fail_to_start_in_a_row_stop_the_submissions():
 
 
 def test_the_budget_stops_the_submissions():
-    step = ended(running("7"), QueueState.PREEMPTED)
+    step = ended(running("7"), JobState.PREEMPTED)
     assert decide(20, history=history_of(*[step] * 59)).submit == 20
     failure = decide(20, history=history_of(*[step] * 60)).failure
     assert failure
@@ -519,7 +552,7 @@ def test_the_replacement_is_requested_first_and_once():
 
 def test_what_is_held_may_shrink_without_a_job_counting_again():
     now = T + HOUR - 420
-    seen = QueueStatus("7", QueueState.STARTING, started=T, ends=T + HOUR)
+    seen = QueueStatus("7", QueueState.RUNNING, started=T, ends=T + HOUR)
     job = lasting("7", T + HOUR)
     full = observe(job, seen, asked=True, workers=names(job), held=10**11, now=now)
     empty = observe(full, seen, asked=True, workers=names(job), held=0, now=now + 5)
@@ -550,12 +583,12 @@ def test_a_quarter_at_a_time_hands_over_to_replacements_the_first_to_end_first()
 
 
 def test_a_job_near_its_end_whose_workers_are_just_gone_is_left_alone():
-    job = lasting("7", T + 60, state=QueueState.LOST, incomplete_since=T - 1)
+    job = lasting("7", T + 60, state=JobState.LOST, incomplete_since=T - 1)
     assert decide(1, replace(job, workers=frozenset())) == Actions(submit=1)
 
 
 def test_a_job_near_its_end_runs_on_when_nothing_more_is_submitted():
-    history = history_of(*[ended(starting("6"), QueueState.FAILED)] * 3)
+    history = history_of(*[ended(starting("6"), JobState.FAILED)] * 3)
     job = lasting("7", T + 250)
     assert decide(1, job, history=history).failure
     assert decide(1, job, history=history).retire == ()
@@ -575,7 +608,7 @@ def times_of_retirement(jobs: list[Job], *, replaced_at: float | None) -> list[f
         actions = plan(len(jobs), known, History(), now=now, policy=POLICY)
         for job_id, job in list(known.items()):
             if job.leaving:  # it needed one step to end
-                known[job_id] = replace(job, leaving=False, state=QueueState.COMPLETED)
+                known[job_id] = replace(job, leaving=False, state=JobState.COMPLETED)
         for job_id in actions.retire:
             known[job_id] = replace(known[job_id], leaving=True)
             times.append(now)
@@ -672,8 +705,8 @@ class Site:
 
     def advance(self, entry: Entry) -> None:
         if entry.state in WAITING and self.now >= entry.queued + entry.wait:
-            entry.state, entry.started = QueueState.STARTING, self.now
-        if entry.state is not QueueState.STARTING:
+            entry.state, entry.started = QueueState.RUNNING, self.now
+        if entry.state is not QueueState.RUNNING:
             return
         if self.now >= entry.started + entry.boot and not entry.crippled:
             entry.workers = self.size
@@ -695,7 +728,7 @@ class Site:
             entry.state = [QueueState.FAILED, QueueState.CANCELLED, QueueState.PREEMPTED][
                 self.choose(0, 2)
             ]
-        elif kind == 1 and entry.state is QueueState.STARTING:
+        elif kind == 1 and entry.state is QueueState.RUNNING:
             entry.state, entry.queued = QueueState.REQUEUED, self.now
             entry.restarts, entry.crippled = entry.restarts + 1, False
         elif kind == 2:
@@ -708,7 +741,7 @@ class Site:
             entry.workers = self.choose(0, self.size)  # the nanny starts them again
             entry.boot = self.now + 2 * TICK_S - entry.started
             return
-        if entry.state is not QueueState.STARTING:
+        if entry.state is not QueueState.RUNNING:
             entry.workers = 0
 
     def look(self, *, lag: bool, mute: bool) -> None:
@@ -716,7 +749,7 @@ class Site:
         for job_id, entry in self.entries.items():
             entry.hidden -= 1
             if entry.hidden < 0:
-                runs = entry.state is QueueState.STARTING
+                runs = entry.state is QueueState.RUNNING
                 seen[job_id] = QueueStatus(
                     job_id,
                     entry.state,
@@ -807,7 +840,7 @@ def test_after_faults_the_wanted_jobs_run_and_nothing_more_happens(seed, size, t
     assert len(site.alive()) == site.wanted
     assert all(entry.workers == size for entry in site.alive())
     assert all(site.tick(faults=False) == Actions() for _ in range(100))
-    running = [job for job in site.jobs.values() if job.state is QueueState.RUNNING]
+    running = [job for job in site.jobs.values() if job.state is JobState.RUNNING]
     assert len(running) == site.wanted
 
 
@@ -827,7 +860,7 @@ def test_walltime_after_walltime_each_job_is_replaced_once(wanted, walltime):
         replaced = sum(not counts(job) for job in site.jobs.values())
         assert len(site.jobs) == wanted + replaced
     states = {entry.state for entry in site.entries.values()}
-    assert states <= {QueueState.PENDING, QueueState.STARTING, QueueState.COMPLETED}
+    assert states <= {QueueState.PENDING, QueueState.RUNNING, QueueState.COMPLETED}
     # At least 37.5 % of a walltime passes before the replacement is requested.
     assert wanted * (lives - 1) < len(site.entries) <= wanted * (1 + lives / 0.375)
 
@@ -872,7 +905,7 @@ def test_two_thousand_jobs_are_decided_within_50_ms(moment, record_property):
     ids = [f"77_{number}" for number in range(2000)]
     jobs = {job_id: pending(job_id, submitted=T) for job_id in ids}
     seen = {
-        job_id: QueueStatus(job_id, QueueState.STARTING, started=T, ends=T + 7200, nodes="n1")
+        job_id: QueueStatus(job_id, QueueState.RUNNING, started=T, ends=T + 7200, nodes="n1")
         for job_id in ids
     }
     workers = {job_id: names(jobs[job_id]) for job_id in ids}

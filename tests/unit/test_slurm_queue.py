@@ -6,11 +6,15 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
+from hpcdask.clusters.job import Job, Policy
+from hpcdask.clusters.observe import observe
+from hpcdask.clusters.reconcile import Actions, History, plan
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues import slurm, slurm_errors, slurm_output
 from hpcdask.queues.base import Request
@@ -246,25 +250,25 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
         ),
         (
             row("RUNNING"),
-            QueueStatus("7_1", QueueState.STARTING, started=1000.0, ends=5000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.RUNNING, started=1000.0, ends=5000.0, nodes="n1"),
         ),
         (
             row("RUNNING", 1, end="NONE", nodes="n[1-2]"),
-            QueueStatus("7_1", QueueState.STARTING, restarts=1, started=1000.0, nodes="n[1-2]"),
+            QueueStatus("7_1", QueueState.RUNNING, restarts=1, started=1000.0, nodes="n[1-2]"),
         ),
         (
             row("SUSPENDED"),
             QueueStatus(
-                "7_1", QueueState.STARTING, "SUSPENDED", started=1000.0, ends=5000.0, nodes="n1"
+                "7_1", QueueState.RUNNING, "SUSPENDED", started=1000.0, ends=5000.0, nodes="n1"
             ),
         ),
         (
             row("COMPLETING", end="1999"),
-            QueueStatus("7_1", QueueState.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.RUNNING, "COMPLETING", started=1000.0, nodes="n1"),
         ),
         (
             row("COMPLETING", end="2025"),  # the controller's clock is ahead of ours
-            QueueStatus("7_1", QueueState.STARTING, "COMPLETING", started=1000.0, nodes="n1"),
+            QueueStatus("7_1", QueueState.RUNNING, "COMPLETING", started=1000.0, nodes="n1"),
         ),
         (
             row("CONFIGURING"),  # the node boots
@@ -332,6 +336,56 @@ def row(state: str, restarts=0, status="0", start="1000", end="5000", nodes="n1"
 )
 def test_squeue(line, seen):
     assert slurm_output.parse_squeue(line + "\n", NOW) == {"7_1": seen}
+
+
+@pytest.mark.parametrize(
+    ("shown", "skew"),
+    [
+        ("2000", 0),
+        ("1999", -2.5),
+        ("2003", 0),
+        ("2004", 2),
+        ("1700", -301),
+        ("2300", 298),
+        ("x", 0),
+    ],
+)
+def test_the_difference_of_clocks(shown, skew):
+    """Asked at 2000.5 and answered at 2003.5, by this machine's clock."""
+    text = f"Configuration data as of {shown}\nAccountingStorageBackupHost = (null)\n"
+    assert slurm_output.parse_skew(text, 2000.5, 2003.5) == skew
+
+
+@pytest.mark.parametrize("ahead_s", [0, 300, -300])
+def test_times_are_told_by_the_clock_of_this_machine(monkeypatch, ahead_s):
+    """A notebook 5 min ahead took each job of 1 min for one past its walltime, and replaced it."""
+    now = int(time.time())
+    slurm = now - ahead_s  # what the controller's clock shows
+
+    async def run(self, *command, env=None):
+        text = f"Configuration data as of {slurm}\nMaxArraySize = 1001\n"
+        if command[0] == "squeue":
+            text = row("RUNNING", start=slurm - 5, end=slurm + 55)
+            text += "\n" + row("COMPLETING", start=slurm - 60, end=slurm).replace("7_1", "8_1")
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(SlurmQueue, "run", run)
+
+    async def ask() -> dict[str, QueueStatus]:
+        queue = SlurmQueue()
+        await queue.limit()  # as before each submission
+        return await queue.query(["7_1", "8_1"])
+
+    seen = asyncio.run(ask())
+    assert seen["8_1"].state is QueueState.RUNNING  # its end is not that of a next life
+    assert abs(seen["7_1"].started - (now - 5)) <= 2
+    assert abs(seen["7_1"].ends - (now + 55)) <= 2
+    policy = Policy(walltime_s=60)
+    job = observe(
+        Job("7_1", 1, now - 6), seen["7_1"], asked=True, workers=(), held=0, now=now, policy=policy
+    )
+    assert not job.expiring
+    assert plan(1, {"7_1": job}, History(), now=now, policy=policy) == Actions()
 
 
 def test_squeue_of_several():

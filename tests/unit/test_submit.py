@@ -416,7 +416,7 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     path.write_bytes(b"one\n\xff")
     said: list[str] = []
     waits = seen(QueueState.PENDING, "Resources")
-    runs, over = seen(QueueState.STARTING), seen(QueueState.FAILED, code=3)
+    runs, over = seen(QueueState.RUNNING), seen(QueueState.FAILED, code=3)
     queue = Silent(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
     assert asyncio.run(follow.wait(queue, "1", follow.Log(path), said.append)) == over
     assert said == [

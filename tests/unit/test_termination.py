@@ -14,7 +14,7 @@ from hpcdask.clusters.job import Job, Policy, worker_names
 from hpcdask.clusters.state import ClusterState
 from hpcdask.clusters.termination import JobTerminator
 from hpcdask.errors import NoAnswer
-from hpcdask.queues.job_state import QueueState
+from hpcdask.jobs.state import JobState
 from hpcdask.queues.local import LocalQueue
 
 
@@ -39,7 +39,7 @@ class Site:
         monkeypatch.setattr(termination, "LEAVE_S", 0.1)
         self.said: list[str] = []
         self.state = ClusterState(None, "ab", size=1, policy=Policy(), say=self.said.append)
-        self.state.jobs["1"] = Job("1", 1, time.time(), QueueState.RUNNING)
+        self.state.jobs["1"] = Job("1", 1, time.time(), JobState.RUNNING)
         self.state.mark("1", **facts)
         self.door = Door(*errors)
         self.terminator = JobTerminator(self.state, self.door, self.wake)
@@ -81,7 +81,7 @@ def test_a_cancel_that_the_queue_forgets_is_repeated(monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("facts", [{"state": QueueState.CANCELLED}, {"cancelled": False}], ids=str)
+@pytest.mark.parametrize("facts", [{"state": JobState.CANCELLED}, {"cancelled": False}], ids=str)
 def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
     async def run() -> None:
         site = Site(monkeypatch)

@@ -1,0 +1,73 @@
+"""What a cluster concludes of its jobs, also for other processes: `hpcdask jobs` reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpcdask.queues import job_state
+from hpcdask.queues.job_state import QueueStatus
+
+
+class JobState(StrEnum):
+    """Where a job is in its life, from what the queue says and which workers are connected."""
+
+    PENDING = "pending"  # the queue holds it; `reason` is the queue's
+    REQUEUED = "requeued"  # pending again under the same id
+    STARTING = "starting"  # runs, and not all of its workers are connected yet
+    RUNNING = "running"  # all its workers are connected
+    LOST = "lost"  # runs for the queue, but workers that were connected are gone
+    UNKNOWN = "unknown"  # no query shows it; not over until several agree
+    COMPLETED = "completed"  # from here on it is over
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    TIMEOUT = "timeout"  # ended by its walltime
+
+
+#: States of jobs that are over, and of jobs without nodes.
+OVER = frozenset(map(JobState, job_state.OVER))
+WAITING = frozenset(map(JobState, job_state.WAITING))
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One job that is not over, as its cluster sees it.
+
+    `workers` are connected, of `size`. `since` is the unix time at which it started, or was
+    submitted if it has not. None: unknown.
+    """
+
+    id: str
+    state: JobState
+    reason: str
+    workers: int | None
+    size: int | None
+    nodes: str
+    since: float | None
+
+    @classmethod
+    def of_queue(cls, seen: QueueStatus, submitted: float | None) -> JobReport:
+        """What only the queue tells of a job."""
+        since = seen.started or submitted
+        return cls(seen.id, JobState(seen.state), seen.reason, None, None, seen.nodes, since)
+
+    def contradicts(self, seen: QueueStatus) -> bool:
+        """Whether the queue says that the job has started or waits again since."""
+        return (self.state in WAITING) != (seen.state in job_state.WAITING)
+
+
+def to_json(reports: Iterable[JobReport]) -> str:
+    """The text that `from_json` reads."""
+    return json.dumps([vars(report) for report in reports])
+
+
+def from_json(text: str) -> dict[str, JobReport]:
+    """Reports by the jobs' ids. Raises ValueError for what `to_json` has not made."""
+    try:
+        found = [JobReport(**{**row, "state": JobState(row["state"])}) for row in json.loads(text)]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"no reports of jobs: {error}") from None
+    return {report.id: report for report in found}
