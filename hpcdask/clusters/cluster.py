@@ -51,6 +51,7 @@ class JobCluster(Scaling):
     jobqueue: ClassVar[tuple[str, str]]
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
     _folder: ClusterFolder | None = None
+    _making: asyncio.Future[ClusterFolder] | None = None
     _watchdog: Any = None
     _ending: asyncio.Future[None] | None = None
 
@@ -93,7 +94,7 @@ class JobCluster(Scaling):
                 nodes_per_job=nodes_per_job,
                 protocol=protocol,
                 given={**job_keywords, "interface": interface},
-                own=_own_keywords(),
+                own=set(inspect.signature(JobCluster).parameters) - {"job_keywords"},
             )
             self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
             self._start_timeout_s = seconds(start_timeout, "start_timeout") or START_TIMEOUT_S
@@ -107,7 +108,9 @@ class JobCluster(Scaling):
         )
         if n_workers:
             self.queue.check()
-        self._exits = _silenced(silence_logs)
+        self._exits = contextlib.ExitStack()
+        if silence_logs:
+            self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
         loop = IOLoop.current() if loop is None and asynchronous else loop
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
         self.id = _new_id(self.name)
@@ -145,13 +148,12 @@ class JobCluster(Scaling):
         if self.status != Status.created:
             return
         self.status = Status.starting
-        folder = self._folder = ClusterFolder.create(self.id, self.queue_name, base=self._base)
-        if self._logs is not None:
-            folder.logs_in(self._logs)
-        self._own_scheduler.save_keys(str(folder.keys))
+        # file systems may be slow; the end waits for it, to leave nothing
+        self._making = asyncio.ensure_future(asyncio.to_thread(self._make_folders))
+        folder = await asyncio.shield(self._making)
         await self._own_scheduler.start()
         self.scheduler_comm = self._own_scheduler.connect()
-        folder.write_script(self.job_script())
+        await asyncio.to_thread(folder.write_script, self.job_script())
         for directive in self.queue.replaced(self.options.job):
             self._say(
                 f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
@@ -181,6 +183,14 @@ class JobCluster(Scaling):
         if self._n_workers:
             await self._scale(self._n_workers)
 
+    def _make_folders(self) -> ClusterFolder:
+        folder = self._folder = ClusterFolder.create(self.id, self.queue_name, base=self._base)
+        if self._logs is not None:
+            folder.logs_in(self._logs)
+        self._own_scheduler.save_keys(str(folder.keys))
+        self._own_scheduler.make_scratch()
+        return folder
+
     async def _close(self) -> None:
         await asyncio.shield(self._begin_to_end())  # who waits may give up, and close again
 
@@ -201,6 +211,8 @@ class JobCluster(Scaling):
     async def _end(self) -> None:
         self.status = Status.closing
         problem: HpcdaskError | None = None
+        if self._making is not None:
+            await asyncio.wait([self._making])
         if self._adaptive is not None:
             self._adaptive.stop()
         if self.controller is not None:
@@ -347,21 +359,9 @@ def _refuse_schedulers(given: Collection[str]) -> None:
             )
 
 
-def _silenced(level: int | str | bool) -> contextlib.ExitStack:
-    """Leaves out distributed's messages below this level until it is closed."""
-    exits = contextlib.ExitStack()
-    if level:
-        exits.enter_context(silence_logging_cmgr(level=level))
-    return exits
-
-
 def _new_id(name: str) -> str:
     """No dot and no dash but the last: see the tags of Moab and of hpcdask submit."""
     return re.sub(r"[^A-Za-z0-9_]+", "_", f"{name}")[:40] + f"-{os.urandom(3).hex()}"
-
-
-def _own_keywords() -> list[str]:
-    return [name for name in inspect.signature(JobCluster).parameters if name != "job_keywords"]
 
 
 @atexit.register

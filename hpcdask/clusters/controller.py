@@ -23,7 +23,7 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
 
 from . import messages, retire
-from .job import Job, is_stuck
+from .job import is_stuck
 from .observe import observe
 from .polling import QueuePoller
 from .publishing import JobPublisher
@@ -106,7 +106,7 @@ class JobController:
         """Forget earlier failures: the user asks again."""
         self.failure = None
         self._history = History()
-        self._submitter.retry_now()
+        self._submitter.retry_at = 0.0
         self.state.clear_warning()
 
     def set_target(self, jobs: int) -> None:
@@ -151,7 +151,7 @@ class JobController:
 
     def closing(self) -> None:
         """From now on, the end of a worker or a job is meant."""
-        self.state.begin_to_close()
+        self.state.closing = True
         self.wake()
 
     async def close(self) -> None:
@@ -242,18 +242,15 @@ class JobController:
                 continue
             state.jobs[job_id] = after
             self._history = record(self._history, before, after, now, state.policy)
-            if over and before.state not in OVER and self._is_unmeant(after):
+            meant = state.closing or after.cancelled or after.leaving
+            fine = meant or after.state is JobState.COMPLETED
+            if over and before.state not in OVER and not fine:
                 state.say(messages.job_ended(after, self.folder))
             if after.overdue and not before.overdue and is_stuck(after):
                 state.say(messages.job_stuck(after, self.folder))
         self._publisher.publish()
         if not state.closing:
             self._terminator.retire_strays(strays)
-
-    def _is_unmeant(self, job: Job) -> bool:
-        """Whether a job ended in a way that nobody wanted."""
-        meant = self.state.closing or job.cancelled or job.leaving
-        return not meant and job.state != JobState.COMPLETED
 
     def _act(self) -> None:
         state, now = self.state, time.time()
@@ -309,7 +306,8 @@ class JobController:
             state.clear_warning("limit")
         except QueueError as error:
             if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
-                state.warn("limit", messages.at_limit(error, len(state.active()), state.wanted))
+                there = f"{len(state.active())} of {state.wanted} jobs are there"
+                state.warn("limit", f"{error}. {there}; trying again later")
             else:
                 self._fail(error)
         except Exception as error:  # such as a full disk: say it rather than try for ever

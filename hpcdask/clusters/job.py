@@ -14,48 +14,34 @@ from hpcdask.spec.job import worker_name
 class Job:
     """All that is known of one job. Times are unix times.
 
-    A job that the queue starts again under the same id begins a new life: everything but its id,
-    size, time of submission and restart count is as for a new job.
+    A job that the queue starts again under the same id begins a new life, as a new job.
 
     Attributes
     ----------
-    id
-        As the queue calls it.
-    size
-        Workers it should have, on all its nodes together.
-    submitted
-        When it was submitted.
+    id, size, submitted
+        As the queue calls it, the workers it should have, and when it was submitted.
     state
-        What `observe` concludes from the queue's word and the connected workers.
+        What follows from the queue's word and the connected workers.
     reason, exit_code, restarts, nodes
-        As in `QueueStatus`.
+        As the queue tells them.
     started, ends
-        When it started and reaches its walltime. A queue that does not tell the start gets the time
-        of the first sight.
-    workers
-        Names of its connected workers of its present life.
-    held
-        Bytes of results that its workers hold.
-    arrived
-        All its workers were connected at some time in its present life.
-    arrived_at
-        When that was first so.
+        When it started, or was first seen to run, and when it reaches its walltime.
+    workers, held
+        Names of its connected workers of its present life, and bytes of results that they hold.
+    arrived, arrived_at
+        Whether all its workers were connected at some time in its present life, and when first.
     starting_since
-        Since when it is seen to run and not suspended, by the clock of `observe`.
+        Since when it is seen to run and not suspended.
     incomplete_since
         Since when workers that were connected are gone.
     missed
         Queries in a row that did not show it.
-    cancelled
-        Set by the caller: the queue was asked to cancel it.
-    leaving
-        Set by the caller: its workers are retiring, before the walltime or because the job is too
-        many. It no longer counts.
+    cancelled, leaving
+        The queue was asked to cancel it, or its workers are retiring: it no longer counts.
     expiring
-        Its walltime is near: it no longer counts, so that its replacement is requested. Stays set,
-        because a margin that shrinks with `held` must not bring it back.
+        Its walltime is near: it no longer counts, and that stays so when `held` shrinks.
     overdue
-        It waited too long for workers that did not come, come back or, when leaving, go. Or the
+        It waited too long for workers that did not come, come back or, when leaving, go; or the
         queue holds it since it could not start it.
     """
 

@@ -31,21 +31,6 @@ def job_stuck(job: Job, folder: ClusterFolder) -> str:
     )
 
 
-def query_failed(error: BaseException) -> str:
-    """A query of the queue got no answer."""
-    return f"{_words(error)}. What the jobs do is unknown until it answers"
-
-
-def accounting_failed(error: BaseException) -> str:
-    """Nobody says what became of the jobs that have left the queue."""
-    return f"{_words(error)}. How jobs ended is not known without it"
-
-
-def at_limit(error: QueueError, there: int, wanted: int) -> str:
-    """The queue takes no more jobs for now."""
-    return f"{error}. {there} of {wanted} jobs are there; trying again later"
-
-
 def stopped(error: HpcdaskError) -> str:
     """Nothing more is submitted, and why."""
     again = "Nothing more is submitted until scale() or adapt() asks again"
@@ -61,7 +46,12 @@ def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float)
     if failure.kind == "start":
         did = "brought no workers" if late else "ended before their workers connected"
         what = f"{failure.count} jobs in a row {did}"
-    how = _lateness(job, start_timeout_s) if late else _end_of(job)
+    if late:
+        which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
+        how = f"{which} did not connect within {start_timeout_s:g} s (start_timeout)"
+    else:
+        code = "unknown" if job.exit_code is None else job.exit_code
+        how = ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
     tail = "\n".join(folder.tail(job.id, 10))
     return JobsFailed(
         f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}"
@@ -69,17 +59,6 @@ def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float)
     )
 
 
-def _lateness(job: Job, limit_s: float) -> str:
-    which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
-    return f"{which} did not connect within {limit_s:g} s (start_timeout)"
-
-
-def _end_of(job: Job) -> str:
-    """How a job ended, in words."""
-    code = "unknown" if job.exit_code is None else job.exit_code
-    return ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
-
-
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     """What a query failed with; an answer that makes no sense may be any exception."""
     return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"

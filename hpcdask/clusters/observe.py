@@ -25,14 +25,11 @@ def observe(
 ) -> Job:
     """The job after a look at the queue and at its workers; the same object if nothing is new.
 
-    `seen` is None if the query did not show it. Without a query, as `asked` tells, only the workers
-    are new. `workers` are the names of this job's connected workers, of earlier lives too, and
-    `held` bytes of results that they hold; `now` is unix time.
-
-    What the queue has done with stays over, unless the queue starts it again. Otherwise a connected
-    worker tells more than the queue, which lags.
+    `asked` tells whether there was a query, and `seen` is None if it did not show the job.
+    `workers` are its connected ones, of earlier lives too. They tell more than the queue, which
+    lags, unless it has done with the job.
     """
-    lives = {name: _restarts(name) for name in workers}
+    lives = {name: int(name.rsplit("-", 2)[1]) for name in workers}
     job = _in_its_present_life(job, seen, lives.values())
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
     if job.state in OVER:
@@ -50,7 +47,9 @@ def observe(
     if answer and answer.state in job_state.OVER:
         return _changed(job, **facts, **_end(job, answer))
     if asked and not seen and not names and facts["missed"] >= policy.missed_max:
-        return _changed(job, **facts, state=_vanished(job), reason="the queue no longer knows it")
+        asked_for = JobState.COMPLETED if job.leaving else JobState.FAILED
+        end = JobState.CANCELLED if job.cancelled else asked_for
+        return _changed(job, **facts, state=end, reason="the queue no longer knows it")
     state = _conclude(job, seen, answer, asked, len(names))
     facts |= {"state": state, "reason": _reason(job, state, answer)}
     facts |= _clocks(job, state, answer, now)
@@ -65,10 +64,6 @@ def _in_its_present_life(job: Job, seen: QueueStatus | None, lives: Collection[i
     if newest > job.restarts or _put_back(job, seen, job.restarts in lives):
         return Job(job.id, job.size, job.submitted, JobState.REQUEUED, restarts=newest)
     return job
-
-
-def _restarts(name: str) -> int:
-    return int(name.rsplit("-", 2)[1])
 
 
 def _changed(job: Job, **facts: Any) -> Job:
@@ -90,13 +85,6 @@ def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
     if job.state in OVER:
         return seen.state is QueueState.REQUEUED
     return job.starting_since is not None and not connected and not job.cancelled
-
-
-def _vanished(job: Job) -> JobState:
-    """How a job ended that no query shows any more: as we asked, or badly."""
-    if job.cancelled:
-        return JobState.CANCELLED
-    return JobState.COMPLETED if job.leaving else JobState.FAILED
 
 
 def _conclude(

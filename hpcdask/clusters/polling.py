@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
@@ -19,6 +20,7 @@ BACK_OFF_S = 120.0
 RETURNED_S = 3.0
 
 
+@dataclass
 class QueuePoller:
     """Queries of the queue about the jobs of one cluster, one at a time.
 
@@ -26,17 +28,14 @@ class QueuePoller:
     there is an answer to `take`.
     """
 
-    def __init__(
-        self, state: ClusterState, queue: Queue, *, interval_s: float, wake: Callable[[], None]
-    ) -> None:
-        self.state = state
-        self.queue = queue
-        self.interval_s = interval_s
-        self.wake = wake
-        self._next = 0.0
-        self._failed = 0
-        self._queried: set[str] = set()
-        self._query: asyncio.Task[dict[str, QueueStatus]] | None = None
+    state: ClusterState
+    queue: Queue
+    interval_s: float
+    wake: Callable[[], None]
+    _next: float = 0.0
+    _failed: int = 0
+    _queried: set[str] = field(default_factory=set)
+    _query: asyncio.Task[dict[str, QueueStatus]] | None = None
 
     def pause(self) -> float | None:
         """Seconds until the next query is due, below 0 if it is late; None while none is."""
@@ -65,7 +64,8 @@ class QueuePoller:
         if error is None:
             self.state.clear_warning("query")
             return self._queried, query.result()
-        self.state.warn("query", messages.query_failed(error))
+        unknown = "What the jobs do is unknown until it answers"
+        self.state.warn("query", f"{messages.words(error)}. {unknown}")
         return set(), {}
 
     def postpone(self) -> None:
@@ -85,7 +85,8 @@ class QueuePoller:
                 seen |= await self.queue.departed(gone)
                 self.state.clear_warning("accounting")
             except Exception as error:  # must not hide what the queue has shown
-                self.state.warn("accounting", messages.accounting_failed(error))
+                unknown = "How jobs ended is not known without it"
+                self.state.warn("accounting", f"{messages.words(error)}. {unknown}")
         return seen
 
     async def returned(self, tag: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobReport
@@ -14,15 +15,15 @@ from .state import ClusterState
 PAUSE_S = 0.5
 
 
+@dataclass
 class JobPublisher:
     """Writes the reports of a cluster's jobs when they change, in a thread and one at a time."""
 
-    def __init__(self, state: ClusterState, folder: ClusterFolder) -> None:
-        self.state = state
-        self.folder = folder
-        self._jobs: list[Job] = []
-        self._reports: list[JobReport] = []
-        self._task: asyncio.Task[None] | None = None
+    state: ClusterState
+    folder: ClusterFolder
+    _jobs: list[Job] = field(default_factory=list)
+    _reports: list[JobReport] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
 
     def publish(self) -> None:
         """Begin to write if there is anything new, and do not wait for it."""

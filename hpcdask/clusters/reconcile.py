@@ -1,9 +1,8 @@
 """What to submit, cancel, retire or give up, from what is wanted and seen: pure decisions.
 
-A `Job` is what is known of one job. `observe` folds into it what a query of the queue showed and
-which of its workers are connected; `record` counts in a `History` what that says about failures;
-`plan` compares all jobs with the number that is wanted. The caller carries out the `Actions`, marks
-the jobs (`cancelled`, `leaving`) and adds the new ones before it plans again.
+`record` counts in a `History` what `observe` says about failures; `plan` compares all jobs with the
+number that is wanted. The caller carries out the `Actions`, marks the jobs (`cancelled`, `leaving`)
+and adds the new ones before it plans again.
 """
 
 from __future__ import annotations
@@ -23,25 +22,19 @@ from .walltime import expires, retire_at
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered of jobs that went wrong.
+    """What is remembered of jobs that went wrong; `failed` and `died` are the last of each."""
 
-    `failed_starts` counts jobs in a row that failed to start; an arrival makes it 0. `deaths` are
-    the times at which jobs ended, or were given up, against our will; failed starts included.
-    `failed` and `died` are the last job of each.
-    """
-
-    failed_starts: int = 0
+    failed_starts: int = 0  # in a row; an arrival makes it 0
     failed: Job | None = None
-    deaths: tuple[float, ...] = ()
+    deaths: tuple[float, ...] = ()  # when jobs ended, or were given up, against our will
     died: Job | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why no more jobs are submitted; `job` is the last of them.
+    """Why no more jobs are submitted; `job` is the last of `count` that went wrong.
 
-    "start": `count` jobs in a row failed to start. "budget": `count` jobs ended against our will
-    within the policy's window.
+    "start": in a row, they failed to start. "budget": all that died within the policy's window.
     """
 
     kind: Literal["start", "budget"]
@@ -51,10 +44,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do now: how many jobs to submit, and the ids of those to cancel and retire.
+    """What to do now: how many jobs to submit, which to cancel, and which to let hand over and end.
 
-    All workers of a job that retires hand over what they hold and end. `failure` is why nothing is
-    submitted although jobs are missing.
+    `failure` is why nothing is submitted although jobs are missing.
     """
 
     submit: int = 0
@@ -69,10 +61,8 @@ class Actions:
 def record(history: History, before: Job, after: Job, now: float, policy: Policy) -> History:
     """The history after a job went from `before` to `after`.
 
-    A job that ends, or takes too long, before all its workers were connected is a failed start,
-    unless somebody cancelled or preempted it. All ends that neither we nor the walltime
-    brought about are deaths, unless the job has served; a job that is overdue is one before it
-    ends.
+    Who ends, or is given up, before all workers were connected has failed to start, unless somebody
+    cancelled or preempted it. Ends that neither we nor the walltime brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
         history = replace(history, failed_starts=0, failed=None)
@@ -125,18 +115,10 @@ def plan(
     now: float,
     policy: Policy,
 ) -> Actions:
-    """What to submit, cancel and retire, so that `wanted` jobs run.
+    """What to submit, cancel and retire, so that `wanted` jobs run; each job is named once at most.
 
-    Jobs that wait or start count; those that leave, were cancelled or near their walltime do not.
-    Those that are over may be left out of `jobs` if the queue said so; one that it forgot is
-    cancelled, to be sure. `history` decides whether more may be submitted.
-
-    `closable` are the ids of jobs with connected workers in the order in which the scheduler would
-    give them up. A job that has workers and is not there is not given up, except before its
-    walltime.
-
-    Every job is in the answer at most once, and never again once the caller has marked it. `now` is
-    unix time.
+    Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, only
+    `closable` ones are given up before their walltime, in this order.
     """
     present = [job for job in jobs.values() if not job.cancelled]
     hopeless = [job for job in present if _is_hopeless(job, now, policy)]
@@ -177,8 +159,7 @@ def _age(job: Job) -> tuple[float, list[int], str]:
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
     """The jobs to end when there are too many: waiting, then starting, then idle ones.
 
-    Of those that have nodes, suspended ones go first. Jobs that are lost or unknown are left until
-    it is clear what they are.
+    Suspended ones go first. What is lost or unknown is left until it is clear what it is.
     """
     if surplus <= 0:
         return []

@@ -34,9 +34,7 @@ _retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
 def ignore_removed(scheduler: Scheduler) -> None:
     """Let the scheduler ignore what workers ask that it has just removed.
 
-    A request for where results are, on its way when the worker was removed, breaks in the
-    scheduler's handler, with tracebacks. Handlers and streams are the scheduler's own. Call it in
-    the scheduler's event loop.
+    A request for where results are, on its way when the worker was removed, breaks in its handler.
     """
     name = "request-refresh-who-has"
     answer = scheduler.stream_handlers.get(name)
@@ -53,12 +51,10 @@ def ignore_removed(scheduler: Scheduler) -> None:
 async def retire(
     scheduler: Scheduler, names: Collection[str], *, deadline_s: float
 ) -> frozenset[str]:
-    """Let workers finish, hand over what they alone hold, and close.
+    """Let workers finish, hand over what they alone hold, and close; return who is gone then.
 
-    They take no new Dask tasks. Those that they run may finish; those that they have not begun go
-    to other workers. A worker that nobody can relieve, or that is not ready within `deadline_s`,
-    goes on as before, so one can try again. Calls may overlap; a worker that another call retires
-    is left to that call. Returns those of `names` that the scheduler has no worker of any more.
+    A worker that nobody can relieve, or that is not ready in time, goes on as before, so one can
+    try again. Calls may overlap; a worker that another call retires is left to that call.
     """
     deadline = monotonic() + deadline_s
     in_hand = _retiring.setdefault(scheduler, set())
@@ -83,14 +79,10 @@ async def force_out(
     cut_off: CutOff | None = None,
     life_s: float | None = None,
 ) -> list[TaskTooLong]:
-    """Remove workers at once; Dask computes elsewhere what they hold or run.
+    """Remove workers at once; Dask computes elsewhere what they hold or run. It is no failure.
 
-    None of this counts towards ``distributed.scheduler.allowed-failures``. `reason` is one word for
-    the scheduler's and the workers' records.
-
-    Where the walltime is the reason, `cut_off` has the earlier times, and `life_s` says for how
-    many seconds a job is of use. A Dask task that is longer than that fails with `TaskTooLong`;
-    these errors are returned.
+    Where the walltime is the reason, `cut_off` has the earlier times, and a job is of use for
+    `life_s`. A Dask task that is longer fails with `TaskTooLong`; these errors are returned.
     """
     stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
     leaving = _workers(scheduler, names)
@@ -112,11 +104,9 @@ async def force_out(
 
 
 def too_long(ran_s: Sequence[float], life_s: float) -> bool:
-    """Whether a Dask task takes longer than a job lives, from when the walltime cut it off.
+    """Whether a Dask task takes longer than a job is of use, from what it had run each time.
 
-    `ran_s` are the seconds that it had run each time, the last time last. A job is of use for
-    `life_s`. The task is too long if the last attempt had at least 80 % of that, or if two attempts
-    had more than half of it each: it could only finish if it happened to start early in a job.
+    It is if the last attempt had at least 80 % of that, or two attempts more than half of it each.
     """
     return ran_s[-1] >= 0.8 * life_s or sum(ran > 0.5 * life_s for ran in ran_s) >= 2
 
@@ -179,12 +169,9 @@ def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
 
 
 def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
-    """Return the groups of workers that may be closed, the one that holds least first.
+    """The groups of workers that may be closed by the scheduler's rules, who holds least first.
 
-    All workers of such a group are idle. The scheduler's own rules hold: no long-running Dask task,
-    no objection of a plugin, and those that stay have twice the memory of all results. Idle workers
-    of other people are not relied on for that. `group_of` maps a worker's name to its group, such
-    as the job's id; None for other people's workers.
+    `group_of` maps a worker's name to its group, such as a job's id; None for others' workers.
     """
     sizes = Counter(group_of(str(ws.name)) for ws in scheduler.workers.values())
     names = scheduler.workers_to_close(key=lambda ws: group_of(str(ws.name)), attribute="name")

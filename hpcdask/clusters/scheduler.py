@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import dask.config
@@ -46,6 +46,7 @@ def read_scheduler_options(
     return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
 
 
+@dataclass(eq=False)
 class ClusterScheduler:
     """A scheduler in the event loop of its cluster; `server` is None before the start.
 
@@ -54,24 +55,15 @@ class ClusterScheduler:
     the start `address` is what stands for it in a preview.
     """
 
-    def __init__(
-        self,
-        scheduler_cls: type[Scheduler],
-        options: dict[str, Any],
-        asked: Security | bool | None,
-        *,
-        local: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self.server: Scheduler | None = None
-        self.address = NO_ADDRESS
-        self.security = Security()
-        self._scheduler_cls = scheduler_cls
-        self._options = options
-        self._asked = asked
-        self._local = local
-        self._say = say
-        self._scratch = contextlib.ExitStack()
+    scheduler_cls: type[Scheduler]
+    options: dict[str, Any]
+    asked: Security | bool | None
+    local: bool
+    say: Callable[[str], None]
+    server: Scheduler | None = None
+    address: str = NO_ADDRESS
+    security: Security = field(default_factory=Security)
+    _scratch: str = ""
 
     def save_keys(self, folder: str) -> None:
         """Make the credentials, and save what workers need of them in `folder`."""
@@ -82,9 +74,9 @@ class ClusterScheduler:
 
     def _credentials(self) -> Credentials:
         """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
-        asked = self._asked
+        asked = self.asked
         if asked is False:
-            self._say("warning: security=False: any user who reaches a port of it runs code as you")
+            self.say("warning: security=False: any user who reaches a port of it runs code as you")
             return {}
         if isinstance(asked, Security):
             self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
@@ -97,24 +89,18 @@ class ClusterScheduler:
 
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
-
-        def announce(path: str) -> None:
-            self._scratch.callback(private.remove, path, owner_text())
-
         listening.prepare()
-        # distributed's usual one, which it puts on sys.path, may be another user's
-        scratch = scratch_folder(None, announce)
         # the default port of the dashboard may be taken
         with warnings.catch_warnings(), webserver.without_proxy():
             warnings.filterwarnings("ignore", message="Port .* is already in use")
-            self.server = self._scheduler_cls(
+            self.server = self.scheduler_cls(
                 **{
                     "protocol": "tls" if self.security.require_encryption else "tcp",
                     "security": self.security,
                     "port": 0,
                     "dashboard": False,
-                    "local_directory": scratch,
-                    **self._options,
+                    "local_directory": self._scratch,
+                    **self.options,
                 }
             )
         webserver.guard(self.server)
@@ -122,8 +108,8 @@ class ClusterScheduler:
         await self.server
         listening.guard(self.server)
         self.address = self.server.address
-        if not self._local and get_address_host(self.address) in (LOOPBACK, "::1"):
-            self._say(
+        if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
+            self.say(
                 f"warning: the scheduler listens at {self.address}, which other nodes cannot "
                 f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
             )
@@ -138,9 +124,18 @@ class ClusterScheduler:
         if self.server is not None:
             await self.server.close(reason="the cluster is closed")
 
+    def make_scratch(self) -> None:
+        """Make its folder: distributed's usual one, on sys.path as well, may be another user's."""
+
+        def announce(path: str) -> None:
+            self._scratch = path
+
+        scratch_folder(None, announce)
+
     def remove_scratch(self) -> None:
         """Remove what the scheduler had on this machine's disk."""
-        self._scratch.close()
+        if self._scratch:
+            private.remove(self._scratch, owner_text())
 
     def leave_to_parent(self) -> None:
         """In a child that was forked: what the scheduler has on disk stays.
@@ -163,7 +158,7 @@ class ClusterScheduler:
     def tunnel(self) -> str:
         """The command that brings the dashboard to the user's machine; empty if none is needed."""
         web = self._web_server()
-        if self._local or web is None or web.address != LOOPBACK:
+        if self.local or web is None or web.address != LOOPBACK:
             return ""
         return f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from distributed import Scheduler
@@ -16,42 +16,30 @@ from hpcdask.spec.job import parse_worker_name
 from .job import Job, Policy, worker_names
 
 
+@dataclass(eq=False)
 class ClusterState:
-    """The jobs of one cluster, those that are over included.
+    """The jobs of one cluster, over or not, of `size` workers each.
 
-    `cluster` is its id, with which its workers' names begin; `size` counts workers per job.
-    `emptied` tells whether the user asked for none, so that nobody is left to hold results, and
-    `closing` whether the end of a worker or a job is meant.
+    `emptied`: the user asked for none, so nobody is left to hold results. `closing`: from now on,
+    the end of a worker or a job is meant.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        cluster: str,
-        *,
-        size: int,
-        policy: Policy,
-        say: Callable[[str], None],
-    ) -> None:
-        self.scheduler = scheduler
-        self.cluster = cluster
-        self.size = size
-        self.policy = policy
-        self.say = say
-        self.jobs: dict[str, Job] = {}
-        self.wanted = 0
-        self.emptied = False
-        self.closing = False
-        self._warned: set[str] = set()
+    scheduler: Scheduler
+    cluster: str
+    _: KW_ONLY
+    size: int
+    policy: Policy
+    say: Callable[[str], None]
+    jobs: dict[str, Job] = field(default_factory=dict)
+    wanted: int = 0
+    emptied: bool = False
+    closing: bool = False
+    _warned: set[str] = field(default_factory=set)
 
     def want(self, jobs: int) -> None:
         """Wish for this many jobs."""
         self.wanted = jobs
         self.emptied = jobs == 0
-
-    def begin_to_close(self) -> None:
-        """From now on, the end of a worker or a job is meant."""
-        self.closing = True
 
     def enter(self, job_id: str) -> None:
         """Add a job that was just submitted, or take the place of one that had its id."""
@@ -59,7 +47,7 @@ class ClusterState:
 
     def mark(self, job_id: str, **facts: Any) -> None:
         """Note something about a job."""
-        self.jobs[job_id] = dataclasses.replace(self.jobs[job_id], **facts)
+        self.jobs[job_id] = replace(self.jobs[job_id], **facts)
 
     def active(self) -> list[Job]:
         """Jobs that are there or asked for, and are to stay; others come for those that expire."""
@@ -95,8 +83,8 @@ class ClusterState:
     def drop(self, names: Collection[str]) -> list[Job]:
         """Want less by the jobs of the named workers, and return those that are to end.
 
-        A job that has workers ends if all of them are named. Of workers that are not connected Dask
-        names any: only their number counts, and the jobs that would start last go first.
+        A job with workers ends if all of them are named. Of others, Dask names any: their number
+        counts, and the jobs that would start last go first.
         """
         counting = self.active()
         named = set(names) & set(self.names())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
@@ -15,40 +16,28 @@ from hpcdask.queues.base import Queue
 RETRY_S = (15.0, 300.0)
 
 
+@dataclass
 class Submitter:
-    """Submits the script of one cluster.
+    """Submits the script of one cluster; `add` gets new ids, `missing` says how many are to come.
 
-    `add` gets the ids of new jobs. `missing` says how many jobs are still to be submitted, and is
-    asked before each command. A queue that is at a limit, or silent, is not tried again before
-    `retry_at`, in unix time. `unanswered` tells whether the queue may have jobs, now or later,
-    whose ids it did not tell.
+    A queue that is at a limit, or silent, is not tried again before `retry_at`, in unix time.
+    `unanswered` tells whether the queue may have jobs whose ids it did not tell.
     """
 
-    def __init__(
-        self,
-        queue: Queue,
-        folder: ClusterFolder,
-        tag: str,
-        add: Callable[[Collection[str]], None],
-        missing: Callable[[], int],
-    ) -> None:
-        self.queue = queue
-        self.folder = folder
-        self.tag = tag
-        self.add = add
-        self.missing = missing
-        self.retry_at = 0.0
-        self.unanswered = False
-        self._retry_s = RETRY_S[0]
+    queue: Queue
+    folder: ClusterFolder
+    tag: str
+    add: Callable[[Collection[str]], None]
+    missing: Callable[[], int]
+    retry_at: float = 0.0
+    unanswered: bool = False
+    _retry_s: float = RETRY_S[0]
 
     async def submit(self, count: int, known: Collection[str]) -> None:
-        """Submit this many jobs, or fewer if fewer are missing by then.
+        """Submit this many jobs, or fewer if fewer are missing by then; `known` are there already.
 
-        Before that, look for those of earlier submissions that got no answer; `known` are the ids
-        of the cluster's jobs so far. Raises Refused if the queue does not take them, ``for_now``
-        when some were left for `retry_at`. Raises NoAnswer if not all jobs are there, and the
-        others are left for `retry_at`; those that the queue took all the same were added. Raises
-        QueueError if its answer is unknown, and so is whether the jobs are there.
+        Raises Refused if the queue does not take them, and NoAnswer if not all are there; what is
+        left for `retry_at` is ``for_now``. Raises QueueError if nobody knows what is there.
         """
         try:
             if self.unanswered:
@@ -81,10 +70,6 @@ class Submitter:
                 self._wait()
             raise
 
-    def retry_now(self) -> None:
-        """Wait no longer at a limit: the user asks again."""
-        self.retry_at = 0.0
-
     def _wait(self) -> None:
         self.retry_at = time.time() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_S[1])
@@ -105,6 +90,6 @@ class Submitter:
         tagged = await self.queue.tagged()
         mine = [job_id for job_id, tag in tagged.items() if tag == self.tag]
         if found := [job_id for job_id in mine if job_id not in known]:
-            self.folder.new_submission().record(found)
+            await asyncio.to_thread(lambda: self.folder.new_submission().record(found))
             self.add(found)
         return len(found)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdask.errors import QueueError, root_cause
@@ -33,19 +34,19 @@ REPEAT_S = 10.0
 CLOSE_S = 60.0
 
 
+@dataclass
 class JobTerminator:
-    """Ends jobs of one cluster, and calls `poke` when something has changed."""
+    """Ends jobs of one cluster, and calls `wake` when something has changed."""
 
-    def __init__(self, state: ClusterState, queue: Queue, poke: Callable[[], None]) -> None:
-        self.state = state
-        self.queue = queue
-        self.wake = poke
-        self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._left: dict[str, float] = {}
-        self._asked: dict[str, float] = {}
-        self._strays: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._cut_off = retire.CutOff()
+    state: ClusterState
+    queue: Queue
+    wake: Callable[[], None]
+    _retiring: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _left: dict[str, float] = field(default_factory=dict)
+    _asked: dict[str, float] = field(default_factory=dict)
+    _strays: dict[str, float] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _cut_off: retire.CutOff = field(default_factory=retire.CutOff)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -85,7 +86,7 @@ class JobTerminator:
             self.state.warn("cancel", str(error))
             waiting = self._left
         waiting.update(dict.fromkeys(ids, time.time()))
-        self._spawn(self._poke_later())
+        self._wake_after(LEAVE_S)
 
     def cancel_stragglers(self) -> None:
         """Cancel the jobs that should have ended by now."""
@@ -97,7 +98,7 @@ class JobTerminator:
         still = [job for job in still if job.cancelled and job.state not in OVER]
         if missed := [job.id for job in still if job.missed]:  # it may be there again later
             self._asked.update(dict.fromkeys(missed, time.time()))
-            self._spawn(self._poke_later())
+            self._wake_after(LEAVE_S)
         self.cancel(late + [job.id for job in still if not job.missed])
 
     # In good order
@@ -150,11 +151,10 @@ class JobTerminator:
             left = math.inf if last is None else last - time.time()
             await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
         self._left[job_id] = time.time()
-        self._spawn(self._poke_later())
+        self._wake_after(LEAVE_S)
 
-    async def _poke_later(self, after_s: float | None = None) -> None:
-        await asyncio.sleep((LEAVE_S if after_s is None else after_s) + 0.1)
-        self.wake()
+    def _wake_after(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds + 0.1, self.wake)
 
     def retire_strays(self, names: set[str]) -> None:
         """Retire workers that stay though their job is over, as on a node that came back.
@@ -163,7 +163,7 @@ class JobTerminator:
         """
         now, patience_s = time.time(), self.state.policy.lost_after_s
         if not names <= self._strays.keys():
-            self._spawn(self._poke_later(patience_s))
+            self._wake_after(patience_s)
         self._strays = {name: self._strays.get(name, now) for name in names}
         due = [name for name, since in self._strays.items() if now >= since + patience_s]
         if due:
@@ -183,7 +183,7 @@ class JobTerminator:
                 await retire.force_out(state.scheduler, names, reason="scaled-to-0")
         except Exception as error:  # they are asked again
             state.warn("strays", f"workers of {ids} cannot hand over: {root_cause(error)}")
-        self._spawn(self._poke_later(state.policy.lost_after_s))
+        self._wake_after(state.policy.lost_after_s)
 
     def _others(self, job_id: str) -> bool:
         return any(job.workers for job in self.state.active() if job.id != job_id)

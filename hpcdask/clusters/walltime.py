@@ -25,8 +25,7 @@ def ends_at(job: Job, policy: Policy) -> float | None:
 def margin_s(job: Job, policy: Policy) -> float:
     """Seconds before its walltime at which the job's workers retire at the latest.
 
-    Twice the time to move what they hold, no less than `Policy.margin_min_s`, but at most a quarter
-    of the walltime.
+    Twice the time to move what they hold, at least `margin_min_s`, at most a quarter of it all.
     """
     margin = max(policy.margin_min_s, 2 * job.held / policy.bandwidth)
     end = ends_at(job, policy)
@@ -40,9 +39,8 @@ def margin_s(job: Job, policy: Policy) -> float:
 def retire_at(job: Job, policy: Policy) -> float | None:
     """Unix time at which the job's workers retire even if no replacement has come.
 
-    Jobs that start together must not all retire together, so each does it up to half a margin
-    early, depending on the numbers in its id. That needs no look at the other jobs, and so does not
-    move when some of them are gone.
+    Jobs that start together must not retire together: each does it up to half a margin early, as
+    the numbers in its id say, whatever becomes of the others.
     """
     end = ends_at(job, policy)
     return None if end is None else end - margin_s(job, policy) * (1 + _share(job.id) / 2)

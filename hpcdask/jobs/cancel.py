@@ -52,8 +52,7 @@ async def end_jobs(
 ) -> list[str]:
     """Cancel the jobs that `find` says are not over, and return those still there after `END_S`.
 
-    `say` gets one line for each thing done; `awaited` tells whether more jobs may still come.
-    Raises QueueError if the queue did not answer until then.
+    `awaited` tells whether more may come. Raises QueueError if the queue did not answer until then.
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()

@@ -73,7 +73,7 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     if total and not yes:
         _confirm(f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?")
     answered = [cluster for cluster in chosen if cluster.queue not in problems]
-    complaints = [*problems.values(), *asyncio.run(_end_all(answered))]
+    complaints = [*problems.values(), *filter(None, asyncio.run(_end_all(answered)))]
     if not chosen and not any(cluster.jobs and cluster.lives is None for cluster in found):
         click.echo("Nothing was left over.")
     if old := prune(base):
@@ -81,13 +81,12 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
     _complain(complaints)
 
 
-async def _end_all(clusters: list[ClusterRecord]) -> list[str]:
-    """End these clusters; what went wrong."""
-    answers = await asyncio.gather(*map(_end, clusters))
-    return [problem for problem in answers if problem]
+async def _end_all(clusters: list[ClusterRecord]) -> list[str | None]:
+    return await asyncio.gather(*map(_end, clusters))
 
 
 async def _end(cluster: ClusterRecord) -> str | None:
+    """End a cluster; what went wrong."""
     if cluster.elsewhere:
         return f"{cluster.name}: {_ask_there(cluster, f'cleanup {cluster.name}')}"
 

@@ -134,9 +134,8 @@ def choose(
 ) -> list[ClusterRecord]:
     """Of what `survey` found, the clusters whose jobs `hpcdask cleanup` cancels.
 
-    Those named, whether their notebooks live or not; without names all whose notebook is gone, and
-    with `every` also those of this base whose notebook cannot be seen from here. Raises UsageError
-    if there is no cluster of a name.
+    Those named, and without names all whose notebook is gone; with `every` also those of this base
+    whose notebook cannot be seen from here. Raises UsageError if there is no cluster of a name.
     """
     known = [cluster.name for cluster in clusters]
     if unknown := [name for name in names if name not in known]:

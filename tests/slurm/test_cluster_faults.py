@@ -24,7 +24,7 @@ from hpcdask.clusters.job import Job
 from hpcdask.errors import JobsFailed, QueueError, Refused
 from hpcdask.jobs.state import JobState
 from hpcdask.spec.job import parse_worker_name
-from launching import decide_again, end, until, wait_for
+from launching import decide_again, end, until, wait_for, walk
 from slurm_login import Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -507,3 +507,6 @@ def test_a_job_that_slurm_failed_to_launch_and_holds_is_replaced(
         cluster.sync(decide_again, cluster, times=5)
         assert len(cluster.jobs()) == 2
         assert "is given up" not in capsys.readouterr().err
+        for path in walk(user.folder):
+            if path.name.startswith("queue-"):
+                path.chmod(0o600)  # slurmd itself wrote it, in a folder of 0700
