@@ -108,9 +108,7 @@ class JobCluster(Scaling):
         )
         if n_workers:
             self.queue.check()
-        self._exits = contextlib.ExitStack()
-        if silence_logs:
-            self._exits.enter_context(silence_logging_cmgr(level=silence_logs))
+        self._exits = _silenced(silence_logs)
         loop = IOLoop.current() if loop is None and asynchronous else loop
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
         self.id = _new_id(self.name)
@@ -357,6 +355,14 @@ def _refuse_schedulers(given: Collection[str]) -> None:
             raise UsageError(
                 f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
             )
+
+
+def _silenced(level: int | str | bool) -> contextlib.ExitStack:
+    """Leaves out distributed's messages below this level until it is closed."""
+    exits = contextlib.ExitStack()
+    if level:
+        exits.enter_context(silence_logging_cmgr(level=level))
+    return exits
 
 
 def _new_id(name: str) -> str:

@@ -60,13 +60,6 @@ def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
     return least, most
 
 
-def _with_seconds(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of distributed's `Adaptive`, whose times may be texts."""
-    names = ["interval"] if keywords.get("interval") else []  # 0 is for who adapts by hand
-    names += ["target_duration"] if "target_duration" in keywords else []
-    return keywords | {name: seconds(keywords[name], f"adapt: {name}") for name in names}
-
-
 def _check_names(given: Collection[str]) -> None:
     bounds = [
         name for name in inspect.signature(Scaling.adapt).parameters if name[:3] in ("min", "max")
@@ -231,7 +224,10 @@ class Scaling(Cluster):
             "maximum", math.inf, maximum, maximum_jobs, maximum_memory, maximum_cores
         )
         least, most = _whole_jobs(max(low), min(high), size)
-        kwargs = _with_seconds(kwargs)
+        for name in ("interval", "target_duration"):  # times may be texts
+            # an interval of 0 is for who adapts by hand
+            if kwargs.get(name) or (name in kwargs and name != "interval"):
+                kwargs[name] = seconds(kwargs[name], f"adapt: {name}")
         controller = self._running_controller()
         self.queue.check()
         controller.reset_failures()
@@ -263,10 +259,8 @@ class Scaling(Cluster):
         """Names of the workers that are wanted, for adaptive scaling."""
         return set(self.controller.state.names()) if self.controller else set()
 
-    @property
-    def requested(self) -> set[str]:
-        """Names of the workers that are asked for."""
-        return self.plan
+    #: Names of the workers that are asked for.
+    requested = plan
 
     @property
     def observed(self) -> set[str]:

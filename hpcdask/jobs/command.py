@@ -71,7 +71,10 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
             click.echo(f"{cluster.name}: {_why_not(cluster)}")
     total = sum(len(cluster.jobs) for cluster in chosen)
     if total and not yes:
-        _confirm(f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?")
+        question = f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?"
+        if not sys.stdin.isatty():
+            raise UsageError(f"{question} Nobody is there to ask: --yes is needed")
+        click.confirm(question, abort=True)
     answered = [cluster for cluster in chosen if cluster.queue not in problems]
     complaints = [*problems.values(), *filter(None, asyncio.run(_end_all(answered)))]
     if not chosen and not any(cluster.jobs and cluster.lives is None for cluster in found):
@@ -98,7 +101,7 @@ async def _end(cluster: ClusterRecord) -> str | None:
 
     async def find() -> list[str]:
         tags = await find_jobs(queue, [cluster.folder] if cluster.folder else [])
-        mine = [job_id for job_id, tag in tags.items() if tag == cluster.tag]
+        mine = [job_id for job_id, tag in tags.items() if tag == f"hpcdask:{cluster.name}"]
         # a notebook that lives may submit others for ever
         return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine
 
@@ -118,12 +121,6 @@ async def _end(cluster: ClusterRecord) -> str | None:
         cluster.folder.mark_ended()
     say(f"{len(cluster.jobs)} jobs cancelled and gone; no keys are left")
     return None
-
-
-def _confirm(question: str) -> None:
-    if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody is there to ask: --yes is needed")
-    click.confirm(question, abort=True)
 
 
 def _complain(problems: list[str]) -> None:
@@ -199,16 +196,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         more = ", ".join(filter(None, [row["reason"], says]))
         state = f"{row['state']} ({more})" if more else row["state"]
         cells = [row["cluster"], row["job"], state, row["queue"]]
-        cells.append(_clock(row["since"]))
+        since = row["since"] and datetime.datetime.fromtimestamp(row["since"])
+        cells.append(since.strftime("%Y-%m-%d %H:%M:%S") if since else "")
         cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
         table.add_row(*map(Text, cells))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
-
-
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _notebook(known: dict[str, Any]) -> str:

@@ -33,11 +33,6 @@ class ClusterRecord:
     jobs: dict[str, QueueStatus] = field(default_factory=dict)
 
     @property
-    def tag(self) -> str:
-        """What its jobs carry."""
-        return f"hpcdask:{self.name}"
-
-    @property
     def lives(self) -> bool | None:
         """Whether its notebook lives; None if that cannot be seen from here."""
         return self.folder.lives() if self.folder else None

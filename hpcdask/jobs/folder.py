@@ -25,7 +25,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdask.errors import UsageError
@@ -37,12 +37,16 @@ from .owner import Owner, append, check_owned, read_end
 DEFAULT_BASE = "~/.hpcdask"
 
 
+@dataclass(frozen=True)
 class Submission:
     """One call of the submit command: its folder, and the script in it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.script = path / "script.sh"
+    path: Path
+
+    @property
+    def script(self) -> Path:
+        """The script as it was submitted."""
+        return self.path / "script.sh"
 
     def record(self, ids: Iterable[str]) -> None:
         """Note the jobs that it brought, safe from a crash of the machine."""
@@ -56,6 +60,7 @@ class Submission:
             return []
 
 
+@dataclass(eq=False)
 class ClusterFolder:
     """The folder of one cluster, whose id is the folder's name; `owner` holds the cluster.
 
@@ -63,16 +68,16 @@ class ClusterFolder:
     gone. The credentials lie in `keys` while it lives.
     """
 
-    def __init__(
-        self, path: Path, queue: str, owner: Owner, created: float, ended: float | None = None
-    ) -> None:
-        self.path = path
-        self.name = path.name
-        self.queue = queue
-        self.owner = owner
-        self.created = created
-        self.ended = ended
-        self.keys = path / "keys"
+    path: Path
+    queue: str
+    owner: Owner
+    created: float
+    ended: float | None = None
+
+    def __post_init__(self) -> None:
+        self.name = self.path.name
+        self.keys = self.path / "keys"
+        self.tag = f"hpcdask:{self.name}"  # what its jobs carry
 
     @classmethod
     def create(
@@ -140,11 +145,6 @@ class ClusterFolder:
         }
         write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
 
-    @property
-    def tag(self) -> str:
-        """What its jobs carry."""
-        return f"hpcdask:{self.name}"
-
     def write_reports(self, reports: Iterable[state.JobReport]) -> None:
         """Tell other processes how the jobs are. What cannot be written leaves nothing older."""
         path = self.path / "jobs.json"
@@ -163,10 +163,7 @@ class ClusterFolder:
 
     def write_script(self, text: str) -> Path:
         """Keep the script that submissions from now on have."""
-        path = self.path / "script.sh"
-        write_private(str(path), text)
-        path.chmod(0o700)
-        return path
+        return _write_script(self.path / "script.sh", text)
 
     def new_submission(self) -> Submission:
         """The folder of the next submission, with the script.
@@ -181,8 +178,7 @@ class ClusterFolder:
             submission = Submission(self.path / "submissions" / f"{number:03}")
             submission.path.mkdir(0o700)
             (submission.path / "logs").symlink_to("../../logs")
-        write_private(str(submission.script), (self.path / "script.sh").read_text())
-        submission.script.chmod(0o700)
+        _write_script(submission.script, (self.path / "script.sh").read_text())
         return submission
 
     def submissions(self) -> list[Submission]:
@@ -256,7 +252,7 @@ class ClusterFolder:
     def tail(self, job_id: str, lines: int | None = None) -> list[str]:
         """The last lines of the job's logs, or all; empty if there are none (yet)."""
         found = [line for path in self.log_of(job_id) for line in read_end(path, lines is None)]
-        return found if lines is None else found[len(found) - lines if len(found) > lines else 0 :]
+        return found if lines is None else found[max(0, len(found) - lines) :]
 
     def remove_keys(self) -> None:
         """Remove the credentials: nobody can join the cluster any more."""
@@ -314,6 +310,12 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
             if path.is_symlink() and not path.exists() and path.lstat().st_mtime < limit:
                 _remove_link(path)
     return removed
+
+
+def _write_script(path: Path, text: str) -> Path:
+    write_private(str(path), text)
+    path.chmod(0o700)
+    return path
 
 
 def _remove_link(path: Path) -> None:

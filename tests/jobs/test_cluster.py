@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import glob
 import os
 import re
 import signal
@@ -25,8 +26,9 @@ from distributed.core import Status
 
 import hpcdask
 from clock import PATIENCE, stretched
-from hpcdask.clusters import retire, scaling, submitter, termination
+from hpcdask.clusters import retire, scaling, scheduler, submitter, termination
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
@@ -625,6 +627,35 @@ def test_a_queue_that_does_not_answer_is_asked_again(
         assert cluster.failure is None
     said = capsys.readouterr().err
     assert said.count("sbatch did not answer. 0 of 1 jobs are there; trying again later") == 1
+
+
+def test_a_slow_file_system_does_not_hold_up_the_event_loop(folder: Path, monkeypatch):
+    """Folder, keys and scratch are made in a thread; who gives up meanwhile leaves nothing."""
+    threads = []
+
+    def slowly(make):
+        def made(*args, **keywords):
+            threads.append(threading.current_thread())
+            time.sleep(0.2)
+            return make(*args, **keywords)
+
+        return made
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await make(folder, asynchronous=True)
+        assert len(threads) == 2
+        assert not keys(folder)
+        async with make(folder, asynchronous=True) as cluster:
+            assert threading.current_thread() not in threads
+            scratch = cluster._own_scheduler._scratch
+            assert scratch in glob.glob(f"{os.path.dirname(scratch)}/hpcdask-*")
+        assert scratch not in glob.glob(f"{os.path.dirname(scratch)}/hpcdask-*")
+
+    monkeypatch.setattr(ClusterFolder, "create", slowly(ClusterFolder.create))
+    monkeypatch.setattr(scheduler, "scratch_folder", slowly(scheduler.scratch_folder))
+    asyncio.run(run())
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
