@@ -177,14 +177,19 @@ class JobController:
             ids = self.state.live()
             self._observe(set(ids), await self._poller.ask(ids))
 
-        await self._terminator.end_all(look)
-        if self.state.jobs:
-            returned = await self._poller.returned(self._submitter.tag)
-            for job_id in returned:
-                self.state.enter(job_id)
-            if returned:
-                await self._terminator.end_all(look)
-        await asyncio.gather(*self._publisher.stop(), return_exceptions=True)
+        try:
+            await self._terminator.end_all(look)
+            if self.state.jobs:
+                returned = await self._poller.returned(self._submitter.tag)
+                for job_id in returned:
+                    self.state.enter(job_id)
+                if returned:
+                    await self._terminator.end_all(look)
+        except QueueError:
+            await self._publisher.forget()
+            raise
+        finally:
+            await asyncio.gather(*self._publisher.stop(), return_exceptions=True)
 
     # The loop
 

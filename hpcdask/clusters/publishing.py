@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 from hpcdask.jobs.folder import ClusterFolder
@@ -48,6 +49,13 @@ class JobPublisher:
                 if not self.state.closing:
                     self.state.warn("reports", f"hpcdask jobs cannot be told of the jobs: {error}")
             await asyncio.sleep(PAUSE_S)
+
+    async def forget(self) -> None:
+        """Have the queue's word count from now on, as nobody watches these jobs any more."""
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # at the end of Python there are no threads
+            await asyncio.to_thread(self.folder.write_reports, [])
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Give up what is under way, and return it to be awaited."""

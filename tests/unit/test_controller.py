@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcdask.clusters import publishing, retire
+from hpcdask.clusters import publishing, retire, termination
 from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.job import Job, Policy
 from hpcdask.clusters.state import ClusterState
@@ -265,6 +265,29 @@ def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, en
         assert door.looks == 1
         assert not cluster.state.live()
 
+    asyncio.run(run())
+
+
+def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monkeypatch):
+    """The notebook lives on; its cluster could not end them."""
+
+    class Deaf(LocalQueue):
+        async def cancel(self, ids: Collection[str]) -> None:
+            raise QueueError("scancel did not answer")
+
+        async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+            return {job_id: QueueStatus(job_id, QueueState.PENDING) for job_id in ids}
+
+    async def run() -> None:
+        cluster = Cluster(tmp_path, Deaf())
+        cluster.add("1", JobState.PENDING)
+        cluster.controller._observe(set(), {})
+        await until(cluster.controller.folder.reports)
+        with pytest.raises(QueueError, match="these jobs are still in the queue"):
+            await cluster.controller.close()
+        assert not cluster.controller.folder.reports()
+
+    monkeypatch.setattr(termination, "CLOSE_S", 0.1)
     asyncio.run(run())
 
 
