@@ -30,7 +30,7 @@ from hpcdask.queues.base import Queue
 from .configuration import configured, import_job_class, log_directory, section
 from .controller import JobController
 from .display import JobTable, html, text
-from .job import Job, Policy
+from .job import Policy
 from .keywords import number, seconds
 from .options import read_job_options
 from .scaling import Scaling
@@ -291,8 +291,7 @@ class JobCluster(Scaling):
 
     def jobs(self) -> JobTable:
         """What is known of each job, those that are over included."""
-        found: list[Job] = list(self.controller.state.jobs.values()) if self.controller else []
-        return JobTable(found)
+        return JobTable(self.controller.state.jobs.values() if self.controller else ())
 
     def job_logs(
         self, *ids: str | int | Iterable[str | int], lines: int | None = None

@@ -45,7 +45,8 @@ def observe(
     # An answer about an earlier life says only that the queue knows the job.
     answer = seen if asked and seen and seen.restarts == job.restarts else None
     if answer and answer.state in job_state.OVER:
-        return _changed(job, **facts, **_end(job, answer))
+        facts |= {"state": JobState(answer.state), "reason": answer.reason}
+        return _changed(job, **facts, **_times(job, answer), exit_code=answer.exit_code)
     if asked and not seen and not names and facts["missed"] >= policy.missed_max:
         asked_for = JobState.COMPLETED if job.leaving else JobState.FAILED
         end = JobState.CANCELLED if job.cancelled else asked_for
@@ -114,11 +115,6 @@ def _reason(job: Job, state: JobState, answer: QueueStatus | None) -> str:
     if answer:
         return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
     return job.reason if state is job.state else ""
-
-
-def _end(job: Job, answer: QueueStatus) -> dict[str, Any]:
-    end = {"state": JobState(answer.state), "reason": answer.reason, "exit_code": answer.exit_code}
-    return _times(job, answer) | end
 
 
 def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
