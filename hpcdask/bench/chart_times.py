@@ -27,9 +27,9 @@ from hpcdask.bench.charts import (
     rows_figure,
     source,
 )
-from hpcdask.bench.records import decimal_bytes
+from hpcdask.bench.records import decimal_bytes, failed
 
-__all__ = ["failed", "published", "reached", "times"]
+__all__ = ["published", "reached", "times"]
 
 #: Name of a rate to what a workload has to wait for.
 LIMIT_NAMES = {
@@ -45,11 +45,6 @@ TEXT_PART = 0.3
 SAME_SIZE = 1.01
 #: Beyond this ratio of sizes, times are not in proportion: what is small waits for other things.
 SCALABLE = 100.0
-
-
-def failed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the checks that failed."""
-    return [check for check in record.get("checks") or () if not check["ok"]]
 
 
 def reached(record: Mapping[str, Any]) -> str:

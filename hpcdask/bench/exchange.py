@@ -11,13 +11,14 @@ import platform
 import statistics
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import dask.array as da
 import distributed
 import numpy as np
 
-from hpcdask.bench import exchange_report, heatmap
+from hpcdask.bench import exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
 from hpcdask.bench.records import Case, decimal_bytes, record, say
@@ -89,8 +90,10 @@ def run_exchange(
     return {**line, "GB/s": square["GB/s"]}
 
 
-def heat_map(line: dict[str, Any]) -> str:
+def heat_map(line: Mapping[str, Any]) -> str:
     """Draw the bandwidths of a record of `run_exchange` as SVG."""
+    from hpcdask.bench import heatmap  # Bokeh takes half a second to import
+
     result = line["result"]
     used = sorted({t for row in result["transport"] for t in row if t})
     number = {name: i for i, name in enumerate(result["names"])}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "Matrix", "hints", "judge", "summary", "table"]
+__all__ = ["Finding", "Matrix", "hints", "judge", "short", "summary", "table"]
 
 #: Rows send, columns receive; None where nothing was measured, as on the diagonal.
 Matrix = Sequence[Sequence[float | None]]
@@ -261,8 +261,8 @@ def table(result: Mapping[str, Any]) -> str:
             parts.append(_grid(medians, nodes, f"{title}, medians, from row to column"))
         for name, numbers in summary(matrix, hosts).items():
             parts.append(
-                f"{name}, {numbers['pairs']} pairs: median {_number(numbers['median'])}, "
-                f"{_number(numbers['min'])} to {_number(numbers['max'])} {title}"
+                f"{name}, {numbers['pairs']} pairs: median {short(numbers['median'])}, "
+                f"{short(numbers['min'])} to {short(numbers['max'])} {title}"
             )
     return "\n".join(parts)
 
@@ -280,7 +280,7 @@ def _between_nodes(matrix: Matrix, hosts: Sequence[str]) -> tuple[list[str], Mat
 
 
 def _grid(matrix: Matrix, labels: Sequence[str], title: str) -> str:
-    numbers = [[_number(value) for value in row] for row in matrix]
+    numbers = [[short(value) for value in row] for row in matrix]
     # Columns have numbers rather than names, which are long.
     heads = [f"{i}" for i in range(len(labels))]
     width = max(len(text) for row in [*numbers, heads] for text in row) + 2
@@ -292,11 +292,9 @@ def _grid(matrix: Matrix, labels: Sequence[str], title: str) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def short(value: float | None) -> str:
+    """Write a bandwidth or latency with three digits, and ``-`` for what was not measured."""
     if value is None:
         return "-"
-    return (
-        f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-        if value >= 1
-        else f"{value:.3g}"
-    )
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f}" if value >= 1 else f"{value:.3g}"

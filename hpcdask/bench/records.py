@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,19 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.timing import Timed
 from hpcdask.workloads import Check, Form
 
-__all__ = ["Case", "announce", "decimal_bytes", "describe", "record", "say", "tell"]
+__all__ = [
+    "Case",
+    "announce",
+    "complaint",
+    "counts",
+    "decimal_bytes",
+    "describe",
+    "failed",
+    "name_of",
+    "record",
+    "say",
+    "tell",
+]
 
 #: Phases that are shorter would be told as 0.00 s.
 LEAST_TOLD_S = 0.005
@@ -52,6 +64,29 @@ class Case:
     def nbytes(self) -> int:
         """Size of the array in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Return the label of a record, or what stands for one."""
+    return str(record.get("label") or f"{record['workload']} {record.get('form') or ''}".strip())
+
+
+def counts(record: Mapping[str, Any]) -> str:
+    """Write what a record was measured on: ``8 x NVIDIA H200``."""
+    return ", ".join(f"{n} x {name}" for name, n in (record.get("devices") or {}).items())
+
+
+def failed(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the checks that failed."""
+    return [check for check in record.get("checks") or () if not check["ok"]]
+
+
+def complaint(check: Mapping[str, Any]) -> str:
+    """Say what a failed check found."""
+    return (
+        f"{check['name']} is {check['value']}, "
+        f"expected {check['expected']} within {check['tolerance']}"
+    )
 
 
 def say(text: str) -> None:
@@ -138,13 +173,9 @@ def tell(line: dict[str, Any], json_file: Path | None) -> int:
         with json_file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
     say(_summary(line))
-    failed = [check for check in line["checks"] if not check["ok"]]
-    for check in failed:
-        say(
-            f"check failed: {check['name']} is {check['value']}, "
-            f"expected {check['expected']} within {check['tolerance']}"
-        )
-    return 1 if failed else 0
+    for check in failed(line):
+        say(f"check failed: {complaint(check)}")
+    return 1 if failed(line) else 0
 
 
 def _summary(line: dict[str, Any]) -> str:

@@ -6,26 +6,25 @@ Importing this imports Bokeh, which takes half a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from hpcdask.bench import page
-from hpcdask.bench.chart_times import failed, published, reached, times
+from hpcdask.bench.chart_times import published, reached, times
 from hpcdask.bench.charts import Chart, duration, number, phases, timeline
 from hpcdask.bench.exchange import heat_map
+from hpcdask.bench.heatmap import TEMPLATES
 from hpcdask.bench.limits import LIMITS
-from hpcdask.bench.page import Cell
-from hpcdask.bench.records import decimal_bytes
+from hpcdask.bench.records import complaint, counts, decimal_bytes, failed, name_of
 from hpcdask.errors import UsageError
 
 __all__ = ["html", "write"]
 
 Record = Mapping[str, Any]
+Named = Sequence[tuple[str, Record]]
 
 #: Name of a rate to what it is, and its unit.
 RATES = {
@@ -35,6 +34,15 @@ RATES = {
     "matrix_float32": ("matrix products, float32", "FLOP/s"),
     "link": ("between workers, each to the next", "B/s"),
 }
+
+
+class Cell(NamedTuple):
+    """A cell of a table, and a bar of a fraction of its width below."""
+
+    text: str
+    number: bool = False
+    bad: bool = False
+    fraction: float | None = None
 
 
 def write(records: Sequence[Record], path: str | Path) -> None:
@@ -55,29 +63,40 @@ def html(records: Sequence[Record]) -> str:
     """
     if not records:
         raise UsageError("a report needs one result at least, and there is none")
-    rates = _rates(records)
-    shown = [record for record in records if record["workload"] != LIMITS]
-    labels = _labels(shown)
-    charts = _charts(shown, labels)
-    script = ""
-    places: dict[str, Any] = {}
+    shown = _named([record for record in records if record["workload"] != LIMITS])
+    timed = [(label, record) for label, record in shown if record.get("seconds_median")]
+    timelines = [
+        (f"timeline{i}", label, record["timeline"])
+        for i, (label, record) in enumerate(shown)
+        if (record.get("timeline") or {}).get("entries")
+    ]
+    charts: dict[str, Chart] = {}
+    for name, draw, found in (
+        ("times", times, timed),
+        ("phases", phases, [one for one in shown if one[1].get("phases")]),
+    ):
+        if found:
+            charts[name] = draw([record for _, record in found], [label for label, _ in found])
+    charts |= {name: timeline(told["entries"]) for name, _, told in timelines}
+    script, places = "", {}
     if charts:
         script, places = components({name: chart.figure for name, chart in charts.items()})
         script = Resources(mode="inline", components=["bokeh"]).render() + script
-    drawn = {
-        name: f"{page.legend(chart.legend)}<div class='wide'>{places[name]}</div>"
-        for name, chart in charts.items()
-    }
-    parts = [
-        _header(records, rates),
-        _alarm(shown, labels),
-        _times(shown, labels, drawn),
-        _published(shown, labels),
-        _exchange(shown, labels),
-        _phases(drawn),
-        *(_timeline(shown[i], labels[i], drawn[f"timeline{i}"]) for i in _with_timeline(shown)),
-    ]
-    return page.document("hpcdask bench", script, "\n".join(filter(None, parts)))
+    several = len(_different(counts(record) for record in records)) > 1
+    return TEMPLATES.get_template("report.html.j2").render(
+        script=script,
+        places=places,
+        charts=charts,
+        devices=_different(counts(record) for record in records),
+        facts=_facts(records),
+        rates=[_rate(name, rate) for name, rate in _rates(records).items()],
+        failures=[(label, complaint(check)) for label, one in shown for check in failed(one)],
+        times_note=_times_note([record for _, record in shown]),
+        times=_table(_TIMES, [_times_row(label, record, several) for label, record in timed]),
+        published=_table(_PUBLISHED, _published_rows(timed)),
+        exchanges=_exchanges(shown),
+        timelines=[(name, label, _timeline_note(told)) for name, label, told in timelines],
+    )
 
 
 def _rates(records: Sequence[Record]) -> Mapping[str, float]:
@@ -86,67 +105,37 @@ def _rates(records: Sequence[Record]) -> Mapping[str, float]:
     return found[0] if found and all(rates == found[0] for rates in found) else {}
 
 
-def _labels(records: Sequence[Record]) -> list[str]:
+def _named(records: Sequence[Record]) -> Named:
     """Name the records: by what differs, if a shorter name would be that of several."""
-    names = [
-        str(r.get("label") or f"{r['workload']} {r.get('form') or ''}".strip()) for r in records
-    ]
-    for more in (_size, _devices):
+    names = list(map(name_of, records))
+    for more in (_size, counts):
         again = {name for name in names if names.count(name) > 1}
         names = [
             f"{name}, {more(record)}" if name in again and more(record) else name
             for name, record in zip(names, records, strict=True)
         ]
-    return names
+    return list(zip(names, records, strict=True))
 
 
-def _charts(records: Sequence[Record], labels: Sequence[str]) -> dict[str, Chart]:
-    charts: dict[str, Chart] = {}
-    for name, key, draw in (("times", "seconds_median", times), ("phases", "phases", phases)):
-        if found := [(r, label) for r, label in zip(records, labels, strict=True) if r.get(key)]:
-            charts[name] = draw([r for r, _ in found], [label for _, label in found])
-    for i in _with_timeline(records):
-        charts[f"timeline{i}"] = timeline(records[i]["timeline"]["entries"])
-    return charts
-
-
-def _with_timeline(records: Sequence[Record]) -> list[int]:
-    return [i for i, r in enumerate(records) if (r.get("timeline") or {}).get("entries")]
-
-
-# --- the top --------------------------------------------------------------------------------------
-
-
-def _header(records: Sequence[Record], rates: Mapping[str, float]) -> str:
-    devices = "; ".join(_different(_devices(record) for record in records))
-    counts = _different(
+def _facts(records: Sequence[Record]) -> list[str]:
+    """Workers, dates and versions."""
+    workers = _different(
         f"{_count(r['workers'], 'worker')}, {_count(r['threads'], 'thread')}"
         for r in records
         if "workers" in r and "threads" in r
     )
     dates = sorted(_different(record.get("date") for record in records))
-    when = dict.fromkeys(date.replace("T", " ").replace("+00:00", " UTC") for date in dates)
-    ends = list(when)[:1] + list(when)[1:][-1:]
-    versions: dict[str, dict[str, None]] = {}
+    when = _different(date.replace("T", " ").replace("+00:00", " UTC") for date in dates)
+    versions: dict[str, list[str]] = {}
     for record in records:
         for name, version in (record.get("versions") or {}).items():
             if version:
-                versions.setdefault(name, {})[str(version)] = None
-    told = ", ".join(f"{name} {' and '.join(found)}" for name, found in versions.items())
-    lines = ["; ".join(counts), f"measured {' to '.join(ends)}" if ends else "", told]
-    title = f"hpcdask bench: {devices}" if devices else "hpcdask bench"
-    cards = "".join(
-        f"<div class='rate'><b>{escape(value)}</b><span>{escape(what)}</span></div>"
-        for what, value in (_rate(name, rate) for name, rate in rates.items())
-    )
-    note = "What the hardware allows, in total, measured on all workers at once."
-    return "\n".join(
-        [
-            f"<h1>{escape(title)}</h1>",
-            *(f"<div class='meta'>{escape(line)}</div>" for line in lines if line),
-            f"<div class='rates'>{cards}</div><div class='meta'>{note}</div>" if cards else "",
-        ]
-    )
+                versions[name] = _different([*versions.get(name, ()), version])
+    return [
+        "; ".join(workers),
+        f"measured {' to '.join([*when[:1], *when[1:][-1:]])}" if when else "",
+        ", ".join(f"{name} {' and '.join(found)}" for name, found in versions.items()),
+    ]
 
 
 def _rate(name: str, rate: float) -> tuple[str, str]:
@@ -161,43 +150,37 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _different(values: Any) -> list[str]:
+def _different(values: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(str(value) for value in values if value))
-
-
-def _devices(record: Record) -> str:
-    return ", ".join(f"{n} x {name}" for name, n in (record.get("devices") or {}).items())
 
 
 def _size(record: Record) -> str:
     return decimal_bytes(int(record["bytes"])) if record.get("bytes") else ""
 
 
-def _alarm(records: Sequence[Record], labels: Sequence[str]) -> str:
-    lines = [
-        f"<li><b>{escape(label)}</b>: {escape(_complaint(check))}</li>"
-        for record, label in zip(records, labels, strict=True)
-        for check in failed(record)
+# --- tables ---------------------------------------------------------------------------------------
+
+#: Head of each column; "#" is for numbers.
+_TIMES = ("", "devices", "array", "#size", "#median", "#least to greatest", "#GB/s", "#limit")
+_TIMES += ("of the limit", "#Dask tasks", "checks")
+_PUBLISHED = ("", "published", "#time", "at this size", "#here", "#times faster")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> dict[str, Any] | None:
+    """Return what the template shows, without the columns that have no text in any row."""
+    cells = [
+        [
+            Cell(one, number=head.startswith("#")) if isinstance(one, str) else one
+            for head, one in zip(heads, row, strict=True)
+        ]
+        for row in rows
     ]
-    if not lines:
-        return ""
-    title = "A result is wrong" if len(lines) == 1 else f"{len(lines)} checks failed"
-    return f"<div class='alarm'><h2>{title}</h2><ul>{''.join(lines)}</ul></div>"
+    shown = [i for i in range(len(heads)) if any(row[i].text for row in cells)]
+    titles = [Cell(heads[i].removeprefix("#"), number=heads[i].startswith("#")) for i in shown]
+    return {"heads": titles, "rows": [[row[i] for i in shown] for row in cells]} if rows else None
 
 
-def _complaint(check: Mapping[str, Any]) -> str:
-    return (
-        f"{check['name']} is {check['value']}, "
-        f"expected {check['expected']} within {check['tolerance']}"
-    )
-
-
-# --- times ----------------------------------------------------------------------------------------
-
-
-def _times(records: Sequence[Record], labels: Sequence[str], drawn: Mapping[str, str]) -> str:
-    if "times" not in drawn:
-        return ""
+def _times_note(records: Sequence[Record]) -> str:
     note = "From the call that computes a graph to the result in the client."
     if any(record["workload"] == "startup" for record in records):
         note += " Start-up counts from the launch to the last worker."
@@ -206,18 +189,10 @@ def _times(records: Sequence[Record], labels: Sequence[str], drawn: Mapping[str,
             " The limit is the time of the largest of its parts (memory, random numbers, matrix "
             "products, exchange) at the rate that these workers reach when they do nothing else."
         )
-    several = len(_different(_devices(record) for record in records)) > 1
-    rows = [
-        _row(record, label, several)
-        for record, label in zip(records, labels, strict=True)
-        if record.get("seconds_median")
-    ]
-    heads = ("", "devices", "array", "size", "median", "least to greatest", "GB/s", "limit")
-    more = ("of the limit", "Dask tasks", "checks")
-    return page.section("Times", note, drawn["times"], page.table([*heads, *more], rows))
+    return note
 
 
-def _row(record: Record, label: str, several: bool) -> list[Cell]:
+def _times_row(label: str, record: Record, several: bool) -> list[str | Cell]:
     limit, checks, wrong = record.get("limit"), record.get("checks") or (), failed(record)
     shape = " x ".join(f"{n:,}" for n in record.get("shape") or ())
     runs = len(record.get("seconds") or ())
@@ -225,69 +200,52 @@ def _row(record: Record, label: str, several: bool) -> list[Cell]:
     told = f"{len(wrong)} of {len(checks)} failed" if wrong else f"{len(checks)} passed"
     return [
         Cell(label, bad=bool(wrong)),
-        Cell(_devices(record) if several else ""),
-        Cell(f"{shape} {record.get('dtype') or ''}".strip()),
-        Cell(_size(record), number=True),
-        Cell(duration(record["seconds_median"]), number=True),
-        Cell(f"{spread} ({runs})" if runs else spread, number=True),
-        Cell(number(record["GB/s"]) if record.get("GB/s") else "", number=True),
-        Cell(duration(limit["seconds"]) if limit else "", number=True),
+        counts(record) if several else "",
+        f"{shape} {record.get('dtype') or ''}".strip(),
+        _size(record),
+        duration(record["seconds_median"]),
+        f"{spread} ({runs})" if runs else spread,
+        number(record["GB/s"]) if record.get("GB/s") else "",
+        duration(limit["seconds"]) if limit else "",
         Cell(reached(record), fraction=limit["fraction"] if limit else None),
-        Cell(f"{record['dask_tasks']:,}" if "dask_tasks" in record else "", number=True),
+        f"{record['dask_tasks']:,}" if "dask_tasks" in record else "",
         Cell(told if checks else "none", bad=bool(wrong)),
     ]
 
 
-def _published(records: Sequence[Record], labels: Sequence[str]) -> str:
-    rows = [
+def _published_rows(timed: Named) -> list[list[str]]:
+    return [
         [
-            Cell(label),
-            Cell(one["what"]),
-            Cell(duration(one["seconds"]), number=True),
-            Cell(f"{duration(one['here'])}, {one['scaled']}" if one["scaled"] else "the same"),
-            Cell(duration(record["seconds_median"]), number=True),
-            Cell(number(one["here"] / record["seconds_median"]), number=True),
+            label,
+            one["what"],
+            duration(one["seconds"]),
+            f"{duration(one['here'])}, {one['scaled']}" if one["scaled"] else "the same",
+            duration(record["seconds_median"]),
+            number(one["here"] / record["seconds_median"]),
         ]
-        for record, label in zip(records, labels, strict=True)
-        if record.get("seconds_median")
+        for label, record in timed
         for one in published(record)
     ]
-    if not rows:
-        return ""
-    note = "On other hardware. Where sizes differ, the published time is scaled by the bytes."
-    heads = ("", "published", "time", "at this size", "here", "times faster")
-    return page.section("Published figures", note, page.table(heads, rows))
 
 
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _exchange(records: Sequence[Record], labels: Sequence[str]) -> str:
-    parts = []
-    for record, label in zip(records, labels, strict=True):
-        result = record.get("result") or {}
-        if record["workload"] == "exchange" and "transport" in result:
-            warnings = "".join(f"<li>{escape(one['text'])}</li>" for one in result["slow"])
-            parts.append(
-                f"<h3>{escape(label)}</h3><div class='wide'>{heat_map(dict(record))}</div>"
-            )
-            parts.append(f"<ul>{warnings}</ul>" if warnings else "<p>No worker is slow.</p>")
-    note = "Rows send, columns receive; what is below half of what is usual is marked."
-    return page.section("Exchange between workers", note, *parts) if parts else ""
+def _exchanges(shown: Named) -> list[tuple[str, str, list[str]]]:
+    return [
+        (label, heat_map(record), [one["text"] for one in record["result"]["slow"]])
+        for label, record in shown
+        if record["workload"] == "exchange" and "transport" in (record.get("result") or {})
+    ]
 
 
-def _phases(drawn: Mapping[str, str]) -> str:
-    if "phases" not in drawn:
-        return ""
-    return page.section("Where the time goes", "One phase after the other.", drawn["phases"])
-
-
-def _timeline(record: Record, label: str, chart: str) -> str:
-    entries, left_out = record["timeline"]["entries"], record["timeline"].get("left_out", 0)
+def _timeline_note(told: Mapping[str, Any]) -> str:
     note = (
         "What each worker thread did during one more run, which is not timed. Point at something "
         "to see its name; zoom with the tools at the right."
     )
-    if left_out:
-        note += f" The {len(entries):,} longest are shown, {left_out:,} shorter ones left out."
-    return page.section(f"Timeline of {label}", note, chart)
+    if left_out := told.get("left_out", 0):
+        note += (
+            f" The {len(told['entries']):,} longest are shown, {left_out:,} shorter ones left out."
+        )
+    return note

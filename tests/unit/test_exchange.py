@@ -220,7 +220,7 @@ def test_heat_map_is_xml_with_names_and_numbers(per_node):
     svg = heatmap.svg(matrix, names, hosts, title="a & b", unit="GB/s", slow=[(0, 1), (1,)])
     found = texts(svg)
     n = len(names)
-    numbers = sum(heatmap._short(v) in found for row in matrix for v in row if v is not None)
+    numbers = sum(exchange_report.short(v) in found for row in matrix for v in row if v is not None)
     assert (numbers == n * (n - 1)) == (n <= 16)
     assert found.count("<&>") == (2 if n <= 32 else 0)
     assert {"a & b", "GB/s", "sends", "receives"} <= set(found)
