@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import dask.array as da
@@ -13,15 +12,16 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.timing import Timed
 from hpcdask.bench.workload import Workload, run
-from hpcdask.workloads import Check, Device, Form, WorkloadError, patterns, to_host
+from hpcdask.workloads import Check, Device, Form, WorkloadError, to_host
 from hpcdask.workloads import array as array_workload
+from hpcdask.workloads.array_blocks import ITEM_NBYTES
 
 __all__ = ["OPERATIONS", "PUBLISHED_NBYTES", "published", "run_array"]
 
 SUM = "sum"
 #: The tuned forms of the others make a chunk, reduce it and drop it.
 KEPT = ("matmul", "stencil")
-OPERATIONS = (SUM, *patterns.NAMES)
+OPERATIONS = (SUM, *array_workload.NAMES)
 
 #: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
 PUBLISHED_NBYTES = 2 * 10**12
@@ -55,47 +55,48 @@ def run_array(
     chunk_nbytes: int | None = None,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure the array workload: the reference ``"sum"``, or one of `patterns.NAMES`.
+    """Measure the array workload: the reference ``"sum"``, or one of `array.NAMES`.
 
     ``nbytes`` of float64 are streamed, so they need not fit in memory; ``chunk_nbytes`` bounds a
     chunk of the tuned form.
     """
-    make = _sum if operation == SUM else partial(_pattern, operation=operation)
-    return run(make(cluster, nbytes, form, repeats, chunk_nbytes), cluster, repeats, timeline)
+    n_slots = cluster.n_slots
+    if operation == SUM:
+        workload = _sum(cluster.device, nbytes, form, n_slots, repeats, chunk_nbytes)
+    else:
+        _check_room(cluster, nbytes, operation, form)
+        workload = _pattern(cluster, nbytes, form, operation, chunk_nbytes)
+    return run(workload, cluster, repeats, timeline)
 
 
 def _sum(
-    cluster: Cluster, nbytes: int, form: Form, repeats: int, chunk_nbytes: int | None
+    device: Device, nbytes: int, form: Form, n_slots: int, repeats: int, chunk_nbytes: int | None
 ) -> Workload:
-    device, n = cluster.device, array_workload.side(nbytes)
+    n = array_workload.side(nbytes)
     if form == "tuned":
-        rows = array_workload.chunk_rows(
-            n, device=device, n_slots=cluster.n_slots, max_nbytes=chunk_nbytes
-        )
+        rows = array_workload.chunk_rows(n, device=device, n_slots=n_slots, max_nbytes=chunk_nbytes)
         case = Case("array", form, (n, n), "float64", len(rows), (max(rows), n))
-        few = rows[: 2 * cluster.n_slots]
-
-        def build(_: Any, index: int) -> list[Any]:
-            return [array_workload.tuned(rows, n, device=device, seed=index)]
-
-        def warm_up(index: int) -> list[Any]:
-            return [array_workload.tuned(few, n, device=device, seed=repeats + index)]
     else:
-        edge = min(n, array_workload.STOCK_CHUNK)
+        edge = min(n, array_workload.STOCK_SUM_CHUNK)
         case = Case("array", form, (n, n), "float64", math.ceil(n / edge) ** 2, (edge, edge))
-        few_side = min(n, edge * (1 + int((2 * cluster.n_slots) ** 0.5)))
+        few_side = min(n, edge * (1 + int((2 * n_slots) ** 0.5)))
 
-        def build(_: Any, index: int) -> list[Any]:
-            return [array_workload.stock(n, device=device)]
+    def build(_: Any, index: int) -> list[Any]:
+        if form == "stock":
+            return [array_workload.stock_sum(n, device=device)]
+        return [array_workload.tuned_sum(rows, n, device=device, seed=index)]
 
-        def warm_up(index: int) -> list[Any]:
-            return [array_workload.stock(few_side, device=device)]
+    def warm_up(index: int) -> list[Any]:
+        if form == "stock":
+            return [array_workload.stock_sum(few_side, device=device)]
+        few = rows[: 2 * n_slots]
+        return [array_workload.tuned_sum(few, n, device=device, seed=repeats + index)]
 
     def finish(_: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         (result,) = timed.results
         total, count = result if form == "tuned" else (result, (n // 2) ** 2)
         found = {"operation": SUM, "sum": float(total), "count": int(count)}
-        return found, array_workload.check(float(total), int(count), case.shape)
+        return found, array_workload.check_sum(float(total), int(count), case.shape)
 
     # each number is written, and a quarter of them is read
     work = Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes)
@@ -103,34 +104,29 @@ def _sum(
 
 
 def _pattern(
-    cluster: Cluster,
-    nbytes: int,
-    form: Form,
-    repeats: int,
-    chunk_nbytes: int | None,
-    *,
-    operation: str,
+    cluster: Cluster, nbytes: int, form: Form, operation: str, chunk_nbytes: int | None
 ) -> Workload:
-    _check_room(cluster, nbytes, operation, form)
-    device, slots = cluster.device, cluster.n_slots
-    n = math.isqrt(nbytes // array_workload.ITEM_NBYTES)
+    device, n_slots, n_workers = cluster.device, cluster.n_slots, sum(cluster.devices.values())
+    n = math.isqrt(nbytes // ITEM_NBYTES)
 
     def build(_: Any, index: int) -> list[Any]:
         how = {"max_nbytes": chunk_nbytes}
-        return [patterns.build(operation, n, device, form, slots, index, **how)]
+        return [array_workload.build(operation, n, device, form, n_slots, index, **how)]
 
-    work = Work(**patterns.work(operation, n, sum(cluster.devices.values())))
+    work = Work(**array_workload.work(operation, n, n_workers))
     if form == "stock":
-        sizes = da.core.normalize_chunks(patterns.STOCK_CHUNKS[device], (n, n), dtype="float64")
+        sizes = da.core.normalize_chunks(
+            array_workload.STOCK_CHUNKS[device], (n, n), dtype="float64"
+        )
     elif operation == "transpose":
-        sizes = (patterns.grid(n, device, slots, chunk_nbytes),) * 2
+        sizes = (array_workload.grid(n, device, n_slots, chunk_nbytes),) * 2
     else:
-        sizes = (patterns.slabs(n, device, slots, chunk_nbytes), (n,))
+        sizes = (array_workload.slabs(n, device, n_slots, chunk_nbytes), (n,))
     n_chunks, largest = len(sizes[0]) * len(sizes[1]), (max(sizes[0]), max(sizes[1]))
 
     def finish(_: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         (result,) = timed.results
-        return {"operation": operation}, patterns.check(operation, to_host(result), n)
+        return {"operation": operation}, array_workload.check(operation, to_host(result), n)
 
     case = Case("array", form, (n, n), "float64", n_chunks, largest, operation)
     return Workload(case, build, finish, work=work)

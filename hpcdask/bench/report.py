@@ -78,7 +78,7 @@ def html(records: Sequence[Record]) -> str:
         if found:
             charts[name] = draw([record for _, record in found], [label for label, _ in found])
     charts |= {name: timeline(told["entries"]) for name, _, told in timelines}
-    script, places = "", {}
+    script, places = "", dict[str, Any]()
     if charts:
         script, places = components({name: chart.figure for name, chart in charts.items()})
         script = Resources(mode="inline", components=["bokeh"]).render() + script
@@ -161,8 +161,10 @@ def _size(record: Record) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 #: Head of each column; "#" is for numbers.
-_TIMES = ("", "devices", "array", "#size", "#median", "#least to greatest", "#GB/s", "#limit")
-_TIMES += ("of the limit", "#Dask tasks", "checks")
+_TIMES = (
+    *("", "devices", "array", "#size", "#median", "#least to greatest", "#GB/s", "#limit"),
+    *("of the limit", "#Dask tasks", "checks"),
+)
 _PUBLISHED = ("", "published", "#time", "at this size", "#here", "#times faster")
 
 

@@ -11,7 +11,6 @@ which is not counted.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -23,6 +22,7 @@ from dask.delayed import Delayed, delayed
 from distributed import get_worker
 
 from hpcdask.workloads import Check, Device, WorkloadError, array_module, run_bench, to_host
+from hpcdask.workloads.graphs import cut
 
 __all__ = [
     "Received",
@@ -190,8 +190,7 @@ def grid(nbytes: int, n_workers: int, device: Device) -> tuple[int, ...]:
     if n < parts:
         least = ITEM_NBYTES * parts**2
         raise WorkloadError(f"x of {nbytes} B is too small: the least is {least} B")
-    bounds = [i * n // parts for i in range(parts + 1)]
-    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+    return cut(n, parts)
 
 
 def owners(parts: int, n_workers: int) -> dict[tuple[int, int], int]:

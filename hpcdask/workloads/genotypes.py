@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpcdask.workloads import Device, WorkloadError, array_module, check_device
+from hpcdask.workloads.graphs import sum_of_chunks
 from hpcdask.workloads.svd import svd_rows
-from hpcdask.workloads.zarr import SPLIT_EVERY, find, n_missing_chunks, open_rows
+from hpcdask.workloads.zarr import find, n_missing_chunks, open_rows
 from hpcdask.workloads.zarr_reading import StoredArray
 
 __all__ = ["MISSING", "Structure", "count_variants", "normalise", "population_structure"]
@@ -167,17 +168,8 @@ def count_variants(
     """
     _check_thresholds(max_missing, min_maf)
     check_device(device)
-    partial = da.map_blocks(
-        _count,
-        x,
-        max_missing=max_missing,
-        min_maf=min_maf,
-        device=device,
-        chunks=((1,) * x.numblocks[0], (3,)),
-        dtype=np.int64,
-        meta=np.empty((0, 0), np.int64),
-    )
-    return cast("da.Array", partial.sum(axis=0, split_every=SPLIT_EVERY))
+    how = {"max_missing": max_missing, "min_maf": min_maf, "device": device}
+    return sum_of_chunks(_count, x, n_chunks=x.numblocks[0], width=3, dtype=np.int64, **how)
 
 
 def _count(block: Any, *, max_missing: float, min_maf: float, device: Device) -> NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import dask.array as da
 import numpy as np
@@ -11,10 +12,31 @@ from dask._task_spec import Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-__all__ = ["Graph"]
+__all__ = ["SPLIT_EVERY", "Graph", "cut", "sum_of_chunks"]
 
 # 64 partial results of a few bytes are one message per worker.
 SPLIT_EVERY = 64
+
+
+def cut(n: int, parts: int) -> tuple[int, ...]:
+    """Cut a length into parts of nearly the same length."""
+    return tuple(b - a for a, b in itertools.pairwise(i * n // parts for i in range(parts + 1)))
+
+
+def sum_of_chunks(
+    function: Callable[..., Any], *x: da.Array, n_chunks: int, width: int, dtype: Any, **how: Any
+) -> da.Array:
+    """Add up what a function makes of each chunk of rows, (1, width) in NumPy, in a tree.
+
+    The result has shape (width,), or () if the width is 1. One Dask task per chunk, and those of a
+    tree of 64 branches.
+    """
+    meta = np.empty((0, 0), dtype)
+    chunks = ((1,) * n_chunks, (width,))
+    partial = da.map_blocks(function, *x, chunks=chunks, dtype=dtype, meta=meta, **how)
+    if width == 1:
+        return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=dtype))
+    return cast("da.Array", partial.sum(axis=0, split_every=SPLIT_EVERY, dtype=dtype))
 
 
 class Graph:

@@ -1,4 +1,4 @@
-"""Products of small integers on a GPU: launches :mod:`hpcdask.workloads.integer_kernels`.
+"""Products of small integers on a GPU: launches ``integer_kernels.cu``.
 
 For workers only. A matrix is of uint8, or of 2-bit values packed four to the byte. Floats made of
 it would take four to eight times the memory, once more to write and once to read.
@@ -15,12 +15,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
 from hpcdask.workloads import array_module
-from hpcdask.workloads.integer_kernels import INTRINSICS, KERNELS
 
 __all__ = ["can_multiply", "multiply", "multiply_transposed"]
 
@@ -206,5 +206,6 @@ class _Digits:
 @functools.cache
 def _kernel(name: str, tiles: int, aligned: bool, per_byte: int) -> Any:
     # CuPy compiles the source once for each set of options and keeps the result on disk.
+    source = files("hpcdask.workloads").joinpath("integer_kernels.cu").read_text(encoding="utf-8")
     options = (f"-DTILES={tiles}", f"-DALIGNED={int(aligned)}", f"-DPER_BYTE={per_byte}")
-    return array_module("cuda").RawKernel(INTRINSICS + KERNELS, name, options)
+    return array_module("cuda").RawKernel(source, name, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Literal, cast
+from typing import Literal
 
 import dask.array as da
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from hpcdask.workloads import WorkloadError, check_whole, slab_rows
 from hpcdask.workloads.genotypes import MISSING
-from hpcdask.workloads.zarr import SPLIT_EVERY, find
+from hpcdask.workloads.graphs import sum_of_chunks
+from hpcdask.workloads.zarr import find
 from hpcdask.workloads.zarr_reading import StoredArray, zarr_module
 from hpcdask.workloads.zarr_threads import in_reading_thread, run_inline
 
@@ -64,17 +65,8 @@ def write_genotypes(
     _create(os.path.abspath(path), shape, chunks, zarr_format, codec, overwrite)
     stored = find(path)
     rows = slab_rows(*shape, n_slots=n_slots, max_nbytes=WRITE_NBYTES, multiple=stored.chunk[0])
-    partial = da.map_blocks(
-        _write,
-        stored=stored,
-        rows=rows,
-        n_populations=n_populations,
-        seed=seed,
-        chunks=((1,) * len(rows), (1,)),
-        dtype=np.uint64,
-        meta=np.empty((0, 0), np.uint64),
-    )
-    return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=np.uint64))
+    how = {"stored": stored, "rows": rows, "n_populations": n_populations, "seed": seed}
+    return sum_of_chunks(_write, n_chunks=len(rows), width=1, dtype=np.uint64, **how)
 
 
 def _create(

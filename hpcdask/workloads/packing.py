@@ -7,7 +7,7 @@ quarter of the memory is held, moved and read, and a randomised SVD needs no mor
 the two products here.
 
 On a CPU the products unpack a tile at a time and leave the rest to BLAS. On a GPU they run on the
-integer tensor cores, see :mod:`hpcdask.workloads.integer_kernels`.
+integer tensor cores, see ``integer_kernels.cu``.
 
 Blocks are NumPy or CuPy arrays, and what comes back is of the same library.
 """

@@ -28,12 +28,12 @@ import dask.array as da
 import numpy as np
 
 from hpcdask.workloads import Device, WorkloadError, check_device, run_bench, slab_rows
+from hpcdask.workloads.graphs import sum_of_chunks
 from hpcdask.workloads.zarr_reading import StoredArray, StoredRows, zarr_module
 
 __all__ = ["find", "n_missing_chunks", "open_rows", "read_all"]
 
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-SPLIT_EVERY = 64
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 21}
 
 
@@ -203,19 +203,11 @@ def read_all(x: da.Array, *, device: Device = "cuda") -> da.Array:
     """Read every chunk and do no more than add up its elements: what loading takes by itself.
 
     The sum is NumPy, in float64, or in int64 or uint64, which wrap. One Dask task per chunk and a
-    tree of ``SPLIT_EVERY`` branches.
+    tree.
     """
     total = {"f": "float64", "i": "int64"}.get(x.dtype.kind, "uint64")
-    partial = da.map_blocks(
-        _sum_of_chunk,
-        x,
-        device=device,
-        total=total,
-        chunks=((1,) * x.numblocks[0], (1,)),
-        dtype=total,
-        meta=np.empty((0, 0), total),
-    )
-    return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=total))
+    how = {"device": device, "total": total}
+    return sum_of_chunks(_sum_of_chunk, x, n_chunks=x.numblocks[0], width=1, dtype=total, **how)
 
 
 def _sum_of_chunk(block: Any, *, device: Device, total: str) -> Any:

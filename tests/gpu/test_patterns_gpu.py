@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from hpcdask.gpu.devices import Gpu
-from hpcdask.workloads import pattern_blocks as blocks
-from hpcdask.workloads import patterns, to_host
+from hpcdask.workloads import array as patterns
+from hpcdask.workloads import array_blocks as blocks
+from hpcdask.workloads import to_host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

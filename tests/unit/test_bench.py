@@ -27,7 +27,7 @@ from hpcdask.bench.records import Case, record
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.workloads import WorkloadError, patterns
+from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import array as array_workload
 
 GPU = {
@@ -163,7 +163,7 @@ def test_a_wrong_result_is_exit_code_1(client, capsys, monkeypatch):
 
 
 def _wrong(cluster):
-    checks = array_workload.check(11.0 * 250_000, 250_000, (1000, 1000))
+    checks = array_workload.check_sum(11.0 * 250_000, 250_000, (1000, 1000))
     case = Case("array", "tuned", (1000, 1000), "float64", 1, (1000, 1000))
     return record(case, cluster, timing.Timed([1.0], None, 1), {}, checks)
 
@@ -354,7 +354,7 @@ def test_startup_of_workers_that_others_started(client, capsys):
     assert "start-up is measured of workers that hpcdask started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("operation", patterns.NAMES)
+@pytest.mark.parametrize("operation", array_workload.NAMES)
 def test_operations(client, capsys, operation):
     argv = ["array", "--size", "2MB", "--device", "cpu", "--operation", operation, "--repeats", "1"]
     assert command.main([*argv, "--form", "both"]) == 0

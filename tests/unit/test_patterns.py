@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdask.workloads import WorkloadError, count_tasks, patterns
-from hpcdask.workloads.pattern_blocks import CPU_TILE_NBYTES, merge, slab
+from hpcdask.workloads import WorkloadError, count_tasks
+from hpcdask.workloads import array as patterns
+from hpcdask.workloads.array_blocks import CPU_TILE_NBYTES, merge, slab
 
 FEW = settings(max_examples=20, deadline=None)
 
@@ -82,7 +83,7 @@ def test_tuned_equals_numpy(name, n, n_slots, n_rows, seed):
 
 @each
 def test_tiles_of_large_chunks_line_up(name, monkeypatch):
-    monkeypatch.setattr("hpcdask.workloads.pattern_blocks.CPU_TILE_NBYTES", 7 * 300 * 8)
+    monkeypatch.setattr("hpcdask.workloads.array_blocks.CPU_TILE_NBYTES", 7 * 300 * 8)
     assert CPU_TILE_NBYTES > 7 * 300 * 8
     result = patterns.build(name, 300, "cpu", "tuned", 1, 5).compute()
     np.testing.assert_allclose(result, by_numpy(name, array(name, 300, 1, 5, None)), rtol=1e-10)
@@ -221,7 +222,7 @@ def test_symmetric_products_are_computed_once():
 
 def test_a_chunk_of_cpu_numbers_does_not_depend_on_tiles(monkeypatch):
     whole = slab(50, 3, n=40, seed=1, device="cpu")
-    monkeypatch.setattr("hpcdask.workloads.pattern_blocks.CPU_TILE_NBYTES", 1)
+    monkeypatch.setattr("hpcdask.workloads.array_blocks.CPU_TILE_NBYTES", 1)
     assert np.array_equal(slab(50, 3, n=40, seed=1, device="cpu"), whole)
 
 
@@ -275,7 +276,8 @@ class NoCuPy:
             raise ImportError("no cupy")
 sys.meta_path.insert(0, NoCuPy())
 
-from hpcdask.workloads import WorkloadError, count_tasks, patterns
+from hpcdask.workloads import WorkloadError, count_tasks
+from hpcdask.workloads import array as patterns
 for name in patterns.NAMES:
     assert count_tasks(patterns.build(name, 100_000, "cuda", "tuned", 8)) > 30
     try:

@@ -22,7 +22,6 @@ from hpcdask.workloads import (
     client_cupy,
     count_tasks,
     packing,
-    patterns,
     planted,
     slab_rows,
     tall,
@@ -117,21 +116,21 @@ def test_array_equals_the_same_numbers_summed_by_numpy(pairs, odd, n_columns, se
         ]
     )
     selected = (x + 10 + 1)[::2, ::2]
-    total, count = array_workload.tuned(rows, n_columns, device="cpu", seed=seed).compute()
+    total, count = array_workload.tuned_sum(rows, n_columns, device="cpu", seed=seed).compute()
     assert count == selected.size
     assert total == pytest.approx(selected.sum(), rel=1e-12)
 
 
 def test_array_tiles_of_a_large_chunk_line_up():
     rows, n_columns = (1000, 501), 2001
-    total, count = array_workload.tuned(rows, n_columns, device="cpu", seed=5).compute()
-    assert all(c.ok for c in array_workload.check(total, int(count), (1501, n_columns)))
+    total, count = array_workload.tuned_sum(rows, n_columns, device="cpu", seed=5).compute()
+    assert all(c.ok for c in array_workload.check_sum(total, int(count), (1501, n_columns)))
     assert count == 751 * 1001
 
 
 def test_array_is_reproducible_and_seeds_differ():
     first, again, other = (
-        array_workload.tuned((100, 100), 50, device="cpu", seed=seed).compute()[0]
+        array_workload.tuned_sum((100, 100), 50, device="cpu", seed=seed).compute()[0]
         for seed in (1, 1, 2)
     )
     assert first == again != other
@@ -139,16 +138,25 @@ def test_array_is_reproducible_and_seeds_differ():
 
 @pytest.mark.parametrize("n_chunks", [1, 2, 63, 64, 65, 504])
 def test_array_has_one_task_for_each_chunk_and_a_shallow_tree(n_chunks):
-    x = array_workload.tuned((2,) * n_chunks, 4, device="cuda")
+    x = array_workload.tuned_sum((2,) * n_chunks, 4, device="cuda")
     assert x.shape == (2,)
     # The last one: dask gives the root of the tree the key that was asked for.
     assert count_tasks(x) == n_chunks + tree(n_chunks, 64) + 1
 
 
 def test_array_check_finds_a_wrong_sum_and_a_wrong_count():
-    assert [c.ok for c in array_workload.check(11 * 25e4, 250_000, (1000, 1000))] == [True, True]
-    assert [c.ok for c in array_workload.check(11.1 * 25e4, 250_000, (1000, 1000))] == [True, False]
-    assert [c.ok for c in array_workload.check(11 * 25e4, 249_999, (1000, 1000))] == [False, True]
+    assert [c.ok for c in array_workload.check_sum(11 * 25e4, 250_000, (1000, 1000))] == [
+        True,
+        True,
+    ]
+    assert [c.ok for c in array_workload.check_sum(11.1 * 25e4, 250_000, (1000, 1000))] == [
+        True,
+        False,
+    ]
+    assert [c.ok for c in array_workload.check_sum(11 * 25e4, 249_999, (1000, 1000))] == [
+        False,
+        True,
+    ]
     assert not Check("nan", math.nan, 0, 1).ok
 
 
@@ -156,14 +164,14 @@ def test_array_errors():
     with pytest.raises(WorkloadError, match="too small: the least is 32 B"):
         array_workload.side(31)
     with pytest.raises(WorkloadError, match="even number of rows"):
-        array_workload.tuned((3, 4), 4)
+        array_workload.tuned_sum((3, 4), 4)
     with pytest.raises(WorkloadError, match="no elements"):
-        array_workload.tuned((), 4)
+        array_workload.tuned_sum((), 4)
 
 
 def test_array_stock_has_the_known_mean():
-    total = float(array_workload.stock(1000, device="cpu").compute())
-    assert all(c.ok for c in array_workload.check(total, 250_000, (1000, 1000)))
+    total = float(array_workload.stock_sum(1000, device="cpu").compute())
+    assert all(c.ok for c in array_workload.check_sum(total, 250_000, (1000, 1000)))
 
 
 # --- svd ------------------------------------------------------------------------------------------
@@ -401,8 +409,8 @@ def test_masked_arrays_are_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda seed: array_workload.tuned((10,), 4, device="cpu", seed=seed),
-        lambda seed: patterns.build("mean", 64, device="cpu", n_slots=1, seed=seed),
+        lambda seed: array_workload.tuned_sum((10,), 4, device="cpu", seed=seed),
+        lambda seed: array_workload.build("mean", 64, device="cpu", n_slots=1, seed=seed),
         lambda seed: write_genotypes("/never/there", (8, 8), chunks=(4, 8), n_slots=1, seed=seed),
     ],
 )
@@ -633,9 +641,9 @@ X = da.ones((9, 4), chunks=(3, 4), dtype="uint8")
         lambda device: svd_workload.svd_rows(X, 2, device=device),
         lambda device: svd_workload.svd_exact(X, device=device),
         lambda device: svd_workload.stock(X, 2, device=device),
-        lambda device: array_workload.tuned((2, 2), 4, device=device),
-        lambda device: array_workload.stock(4, device=device),
-        lambda device: patterns.build("mean", 64, device),
+        lambda device: array_workload.tuned_sum((2, 2), 4, device=device),
+        lambda device: array_workload.stock_sum(4, device=device),
+        lambda device: array_workload.build("mean", 64, device),
         lambda device: open_rows("/not/there", device=device, n_slots=1),
         lambda device: count_variants(X, device=device).compute(),
     ],
@@ -809,7 +817,7 @@ def test_svd_stock_agrees():
 
 BUILD_ALL = """
 from hpcdask.workloads import array, count_tasks, planted, svd
-x = array.tuned((4,) * 100, 8, device="cuda")
+x = array.tuned_sum((4,) * 100, 8, device="cuda")
 assert count_tasks(x) > 100
 m, s = planted.matrix((10_000_000, 20_000), 10, chunks=((100_000,) * 100, (20_000,)), device="cuda")
 for q in 0, 1:
@@ -861,7 +869,7 @@ def test_missing_cupy_names_the_extra(monkeypatch):
     with pytest.raises(WorkloadError, match="use the tuned form"):
         client_cupy()
     with pytest.raises(WorkloadError, match="hpcdask"):
-        array_workload.tuned((2,), 2, device="cuda").compute()
+        array_workload.tuned_sum((2,), 2, device="cuda").compute()
 
 
 # --- what a scheduler is sent ---------------------------------------------------------------------
@@ -901,7 +909,7 @@ def test_the_count_is_what_the_scheduler_runs(cluster, what, expected):
             self.n += start == "processing" and finish == "memory"
 
     if what == "array":
-        collections = [array_workload.tuned((2,) * 100, 10, device="cpu")]
+        collections = [array_workload.tuned_sum((2,) * 100, 10, device="cpu")]
     else:
         x, _ = planted.matrix((2000, 60), 10, chunks=((100,) * 20, (60,)), device="cpu")
         x = x.persist(scheduler=cluster)

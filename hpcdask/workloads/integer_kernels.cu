@@ -1,34 +1,29 @@
-"""CUDA source of products of small integers; :mod:`hpcdask.workloads.integer_gpu` runs it.
+// CUDA source of products of small integers; integer_gpu.py runs it.
+//
+// The products read values of 8 bits, or of 2 bits four to the byte and keep the unpacked ones in
+// registers. They run on the integer tensor cores, which multiply 8-bit integers and add into 32 bits
+// without any rounding: each column of the factor becomes a fixed-point number of signed digits to the
+// base 256, every digit is multiplied on its own (split, multiply), and the digits are put
+// together again at the end (combine). Integer sums are exact, so the result is the same for any
+// order of the blocks.
+//
+// A sum over k does not care for the order of k, so the digits are stored in the order in which a
+// lane has the values: of packed ones, a shift and a mask of a 32-bit word make a register of four.
+//
+// The splitting into exact slices is that of Ozaki, Ogita, Oishi and Rump, Numerical Algorithms 59
+// (2012), 95-118; on integer tensor cores it is used by Ootomo, Ozaki and Yokota, International
+// Journal of High Performance Computing Applications 38 (2024), 297-313. The left operand, 0 to 255,
+// is one slice by itself. Which lane holds what is from the PTX manual, "Matrix Fragments for
+// mma.m16n8k32".
+//
+// PER_BYTE (values of a byte, 4 or 1), TILES (eight columns of digits each, that a block
+// multiplies at once, 1 to 8) and ALIGNED (whether rows begin and end at multiples of 8 bytes) are
+// set when the source is compiled. Four tiles of 16 rows by eight tiles of 8 columns are 128 of the
+// 255 registers that a thread can have; two blocks of four warps fill a multiprocessor's registers,
+// and while one waits the other computes.
 
-The products read values of 8 bits, or of 2 bits four to the byte and keep the unpacked ones in
-registers. They run on the integer tensor cores, which multiply 8-bit integers and add into 32 bits
-without any rounding: each column of the factor becomes a fixed-point number of signed digits to the
-base 256, every digit is multiplied on its own (``split``, ``multiply``), and the digits are put
-together again at the end (``combine``). Integer sums are exact, so the result is the same for any
-order of the blocks.
-
-A sum over k does not care for the order of k, so the digits are stored in the order in which a
-lane has the values: of packed ones, a shift and a mask of a 32-bit word make a register of four.
-
-Notes
------
-The splitting into exact slices is that of Ozaki, Ogita, Oishi and Rump, Numerical Algorithms 59
-(2012), 95-118; on integer tensor cores it is used by Ootomo, Ozaki and Yokota, International
-Journal of High Performance Computing Applications 38 (2024), 297-313. The left operand, 0 to 255,
-is one slice by itself. Which lane holds what is from the PTX manual, "Matrix Fragments for
-mma.m16n8k32".
-
-``PER_BYTE`` (values of a byte, 4 or 1), ``TILES`` (eight columns of digits each, that a block
-multiplies at once, 1 to 8) and ``ALIGNED`` (whether rows begin and end at multiples of 8 bytes) are
-set when the source is compiled. Four tiles of 16 rows by eight tiles of 8 columns are 128 of the
-255 registers that a thread can have; two blocks of four warps fill a multiprocessor's registers,
-and while one waits the other computes.
-"""
-
-__all__ = ["INTRINSICS", "KERNELS"]
-
-# What only a GPU has; a test replaces it.
-INTRINSICS = r"""
+// What only a GPU has; a test replaces it.
+#ifndef EMULATED
 typedef unsigned int u32;
 
 // c (16 x 8) += a (16 x 32) b (32 x 8): 8 bits without sign, 8 bits with a sign, 32-bit sums
@@ -48,9 +43,7 @@ static __device__ __forceinline__ void copy_16_bytes(void* to_shared, const void
 static __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
-"""
-
-KERNELS = r"""
+#endif
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned char u8;
@@ -336,4 +329,3 @@ multiply_transposed(const u8* x, i64 stride, i64 n_rows, i64 row_bytes, i64 n_co
         }
     }
 }
-"""
