@@ -1,4 +1,4 @@
-"""The charts of the report that show what happened when, and what all its charts share.
+"""The charts of the report: how long each workload took, what happened when in it.
 
 Legends are no part of the figures: the page writes them above, where they have room.
 """
@@ -8,14 +8,33 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
 from bokeh.plotting import figure
 
-__all__ = ["Chart", "Mark", "phases", "timeline"]
+from hpcdask.bench.records import decimal_bytes, duration, failed, number
+
+__all__ = ["Chart", "Mark", "phases", "published", "reached", "timeline", "times"]
+
+Record = Mapping[str, Any]
+
+#: Name of a rate to what a workload has to wait for.
+LIMIT_NAMES = {
+    "memory": "memory speed",
+    "random": "generator speed",
+    "matrix_float64": "float64 matrix speed",
+    "matrix_float32": "float32 matrix speed",
+    "link": "exchange speed",
+}
+#: The part of the chart's width that the text beside a median may take.
+TEXT_PART = 0.3
+#: Sizes within one percent are the same.
+SAME_SIZE = 1.01
+#: Beyond this ratio of sizes, times are not in proportion: what is small waits for other things.
+SCALABLE = 100.0
 
 #: Okabe and Ito's colours, which colour-blind people tell apart ("Color universal design", 2008).
 BLUE, GREEN, SKY, ORANGE, PURPLE = "#0072b2", "#009e73", "#56b4e9", "#e69f00", "#cc79a7"
@@ -52,16 +71,165 @@ class Chart:
     legend: list[Mark]
 
 
+# --- times ----------------------------------------------------------------------------------------
+
+
+def reached(record: Record) -> str:
+    """Return what part of its limit a record reached, and what that limit is; "" without one."""
+    if not (limit := record.get("limit")):
+        return ""
+    percent = 100 * limit["fraction"]
+    return f"{percent:.{0 if percent >= 1 else 1}f} % of {_limit_name(limit['by'])}"
+
+
+def _limit_name(name: str) -> str:
+    return LIMIT_NAMES.get(name, str(name))
+
+
+def published(record: Record) -> list[dict[str, Any]]:
+    """Return the published figures of a record, and the time that its own size would take.
+
+    To ``what`` and ``seconds`` come ``here``, the seconds times the ratio of the sizes, and
+    ``scaled``, from what size; ``""`` where the sizes are the same or one is not known. Figures of
+    more than a hundred times the size, or less than a hundredth, are left out.
+    """
+    found = []
+    for one in record.get("published") or ():
+        known = bool(one.get("bytes")) and bool(record.get("bytes"))
+        ratio = record["bytes"] / one["bytes"] if known else 1.0
+        if not 1 / SCALABLE <= ratio <= SCALABLE:
+            continue
+        is_scaled = not 1 / SAME_SIZE <= ratio <= SAME_SIZE
+        here = one["seconds"] * (ratio if is_scaled else 1)
+        scaled = f"scaled from {decimal_bytes(int(one['bytes']))}" if is_scaled else ""
+        found.append(
+            {"what": str(one["what"]), "seconds": one["seconds"], "here": here, "scaled": scaled}
+        )
+    return found
+
+
+def times(records: Sequence[Record], labels: Sequence[str]) -> Chart:
+    """Draw the time of each record, its limit and what was published, on a logarithmic axis."""
+    plot = _rows_figure(labels, x_axis_type="log", x_range=_log_range(records))
+    _name_ticks(plot)
+    legend = [Mark(BLUE, "dot", "median; line: least to greatest; small dots: single runs")]
+    if limits := [(y, record) for y, record in enumerate(records) if record.get("limit")]:
+        _draw_limits(plot, limits)
+        legend.append(Mark(INK, "tick", "limit of the hardware, measured on the same workers"))
+    _draw_runs(plot, records)
+    if any(map(failed, records)):
+        legend.append(Mark(RED, "dot", "a check failed: the result is wrong"))
+    found = [{"y": y, **one} for y, record in enumerate(records) for one in published(record)]
+    for fill, shape, meaning, some in (
+        (ORANGE, "diamond", "published", [one for one in found if not one["scaled"]]),
+        ("white", "hollow", "published, scaled to this size", [f for f in found if f["scaled"]]),
+    ):
+        if some:
+            _draw_published(plot, some, fill=fill)
+            legend.append(Mark(ORANGE, shape, meaning))
+    return Chart(plot, legend)
+
+
+def _draw_limits(plot: Any, limits: Sequence[tuple[int, Record]]) -> None:
+    data = _source(
+        {
+            "y": y,
+            "x": record["limit"]["seconds"],
+            "median": record["seconds_median"],
+            "time": duration(record["limit"]["seconds"]),
+            "by": _limit_name(record["limit"]["by"]),
+        }
+        for y, record in limits
+    )
+    plot.segment("x", "y", "median", "y", source=data, color=FAINT, line_width=2)
+    how = {"marker": "dash", "angle": math.pi / 2, "size": 20, "color": INK, "line_width": 4}
+    marks = plot.scatter("x", "y", source=data, **how)
+    _hover(plot, marks, [("limit", "@time"), ("by", "@by")])
+
+
+def _draw_runs(plot: Any, records: Sequence[Record]) -> None:
+    data = _source(
+        {
+            "y": y,
+            "median": record["seconds_median"],
+            "least": record["seconds_min"],
+            "greatest": record["seconds_max"],
+            "colour": RED if failed(record) else BLUE,
+            "time": duration(record["seconds_median"]),
+            "spread": f"{duration(record['seconds_min'])} to {duration(record['seconds_max'])}",
+            "text": _beside(record),
+        }
+        for y, record in enumerate(records)
+    )
+    plot.segment("least", "y", "greatest", "y", source=data, color="colour", line_width=4)
+    runs = [
+        {"x": seconds, "y": y, "colour": RED if failed(record) else BLUE}
+        for y, record in enumerate(records)
+        for seconds in record.get("seconds") or ()
+    ]
+    how = {"fill_color": "colour", "line_color": "white"}
+    if runs:
+        plot.scatter("x", "y", source=_source(runs), size=7, **how)
+    marks = plot.scatter("median", "y", source=data, size=13, **how)
+    _hover(plot, marks, [("median", "@time"), ("runs", "@spread")])
+    above = {"x_offset": -4, "y_offset": -11, "text_baseline": "bottom", "text_color": "colour"}
+    plot.text("median", "y", "text", source=data, **above, **TEXT)
+
+
+def _draw_published(plot: Any, found: Sequence[Record], *, fill: str) -> None:
+    data = _source(
+        {
+            "y": one["y"],
+            "x": one["here"],
+            "what": one["what"],
+            "here": duration(one["here"]),
+            "told": ", ".join(filter(None, (duration(one["seconds"]), one["scaled"]))),
+        }
+        for one in found
+    )
+    how = {"marker": "diamond", "size": 15, "line_color": ORANGE, "line_width": 2}
+    marks = plot.scatter("x", "y", source=data, fill_color=fill, **how)
+    _hover(plot, marks, [("", "@what"), ("here", "@here"), ("published", "@told")])
+
+
+def _beside(record: Record) -> str:
+    beside = "check failed" if failed(record) else reached(record)
+    return plain(", ".join(filter(None, (duration(record["seconds_median"]), beside))))
+
+
+def _log_range(records: Sequence[Record]) -> Any:
+    """Leave room for all marks and the text beside the medians; a factor of ten at least."""
+    marks = [record[name] for record in records for name in ("seconds_min", "seconds_max")]
+    marks += [record["limit"]["seconds"] for record in records if record.get("limit")]
+    marks += [one["here"] for record in records for one in published(record)]
+    low, high = math.log10(min(marks)) - 0.15, math.log10(max(marks)) + 0.15
+    if high - low < 1:
+        low, high = (low + high - 1) / 2, (low + high + 1) / 2
+    last = max(math.log10(record["seconds_median"]) for record in records)
+    high = max(high, low + (last - low) / (1 - TEXT_PART))
+    return Range1d(start=10**low, end=10**high)
+
+
+def _name_ticks(plot: Any) -> None:
+    # Bokeh's own ticks are those of a linear axis where a logarithmic one is short.
+    low, high = math.log10(plot.x_range.start), math.log10(plot.x_range.end)
+    mantissas = [1] if high - low > 4 else [1, 3] if high - low > 2.5 else [1, 2, 5]
+    powers = range(math.floor(low), math.ceil(high))
+    ticks = [m * 10.0**power for power in powers for m in mantissas]
+    plot.xaxis.ticker = FixedTicker(ticks=ticks)
+    plot.xaxis.major_label_overrides = {tick: f"{number(tick)} s" for tick in ticks}
+
+
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def phases(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Chart:
+def phases(records: Sequence[Record], labels: Sequence[str]) -> Chart:
     """Draw the phases of each record, one behind the other, as parts of a bar."""
     names = list(dict.fromkeys(str(p["name"]) for r in records for p in r["phases"]))
     fills = (*NAMES, RED, INK)
     colours = {name: fills[i] if i < len(fills) else REST for i, name in enumerate(names)}
     total = max(sum(p["seconds"] for p in r["phases"]) for r in records) or 1.0
-    plot = rows_figure(labels, x_range=Range1d(start=0, end=1.12 * total))
+    plot = _rows_figure(labels, x_range=Range1d(start=0, end=1.12 * total))
     plot.xaxis.axis_label = "seconds"
     parts = []
     for y, record in enumerate(records):
@@ -84,30 +252,28 @@ def phases(records: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Chart
                 }
             )
             left = right
-        plot.text(
-            left, y, [duration(left)], x_offset=8, text_baseline="middle", text_color=INK, **TEXT
-        )
-    data = source(parts)
-    bars = plot.hbar(
-        "y", 0.55, "right", "left", source=data, fill_color="colour", line_color="white"
-    )
-    hover(plot, bars, [("", "@name"), ("time", "@time"), ("over workers", "@spread")])
-    how = {"text_align": "center", "text_baseline": "middle", "text_color": "ink", **TEXT}
-    plot.text("middle", "y", "text", source=data, **how)
+        how = {"x_offset": 8, "text_baseline": "middle", "text_color": INK}
+        plot.text(left, y, [duration(left)], **how, **TEXT)
+    data = _source(parts)
+    how = {"fill_color": "colour", "line_color": "white"}
+    bars = plot.hbar("y", 0.55, "right", "left", source=data, **how)
+    _hover(plot, bars, [("", "@name"), ("time", "@time"), ("over workers", "@spread")])
+    inside = {"text_align": "center", "text_baseline": "middle", "text_color": "ink"}
+    plot.text("middle", "y", "text", source=data, **inside, **TEXT)
     return Chart(plot, [Mark(colours[name], "bar", name) for name in names])
 
 
 # --- timeline -------------------------------------------------------------------------------------
 
 
-def timeline(entries: Sequence[Mapping[str, Any]]) -> Chart:
+def timeline(entries: Sequence[Record]) -> Chart:
     """Draw what each thread did when, of at least one entry of `hpcdask.bench.timeline.recorded`.
 
     A row for each thread, what came to it below what it computed.
     """
     threads = sorted({(str(e["worker"]), int(e["thread"])) for e in entries}, key=_natural)
     several = len({worker for worker, _ in threads}) < len(threads)
-    plot = rows_figure(
+    plot = _rows_figure(
         [f"{worker}, thread {thread}" if several else worker for worker, thread in threads],
         row=max(5, min(28, TIMELINE_HEIGHT // len(threads))),
         x_range=Range1d(start=0, end=1.01 * max(entry["stop"] for entry in entries)),
@@ -121,8 +287,8 @@ def timeline(entries: Sequence[Mapping[str, Any]]) -> Chart:
         {
             "left": entry["start"],
             "right": entry["stop"],
-            "top": place[str(entry["worker"]), int(entry["thread"])] + (0.12 if late else -0.42),
-            "bottom": place[str(entry["worker"]), int(entry["thread"])] + 0.42,
+            "top": y + (0.12 if late else -0.42),
+            "bottom": y + 0.42,
             "colour": colours[str(entry["action"]), str(entry["name"])],
             "name": str(entry["name"]),
             "action": str(entry["action"]),
@@ -132,24 +298,17 @@ def timeline(entries: Sequence[Mapping[str, Any]]) -> Chart:
         for late in (False, True)
         for entry in entries
         if (entry["action"] != "compute") == late
+        for y in [place[str(entry["worker"]), int(entry["thread"])]]
     ]
-    bars = plot.quad(
-        "left",
-        "right",
-        "top",
-        "bottom",
-        source=source(parts),
-        fill_color="colour",
-        line_color="white",
-        line_width=0.4,
-    )
+    how = {"fill_color": "colour", "line_color": "white", "line_width": 0.4}
+    bars = plot.quad("left", "right", "top", "bottom", source=_source(parts), **how)
     tips = [("", "@name"), ("", "@action"), ("time", "@time"), ("from", "@left{0.000} s")]
-    hover(plot, bars, [*tips, ("worker", "@where")])
+    _hover(plot, bars, [*tips, ("worker", "@where")])
     return Chart(plot, legend)
 
 
 def _timeline_colours(
-    entries: Sequence[Mapping[str, Any]],
+    entries: Sequence[Record],
 ) -> tuple[dict[tuple[str, str], str], list[Mark]]:
     """Choose colours for actions and names; of names those that took longest have their own."""
     busy: Counter[str] = Counter()
@@ -179,7 +338,7 @@ def _natural(thread: tuple[str, int]) -> tuple[Any, ...]:
 # --- common ---------------------------------------------------------------------------------------
 
 
-def rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", **how: Any) -> Any:
+def _rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", **how: Any) -> Any:
     """Make an empty figure with a row of so many pixels for each label, the first at the top.
 
     Too long labels are cut, and some left out where rows are narrow. The rest is for Bokeh's
@@ -216,28 +375,15 @@ def rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", *
     return plot
 
 
-def hover(plot: Any, renderer: Any, tooltips: list[tuple[str, str]]) -> None:
+def _hover(plot: Any, renderer: Any, tooltips: list[tuple[str, str]]) -> None:
     """Show columns of what is below the pointer."""
     plot.add_tools(HoverTool(renderers=[renderer], tooltips=tooltips, visible=False))
 
 
-def source(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _source(rows: Iterable[Record]) -> Any:
     """Turn rows, of one at least, into columns for Bokeh."""
-    return ColumnDataSource({name: [row[name] for row in rows] for name in rows[0]})
-
-
-def number(value: float) -> str:
-    """Write a number with three digits, or all digits before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Write a time with the unit that suits it."""
-    if seconds >= 600:
-        return f"{number(seconds / 60)} min"
-    if seconds >= 0.1:
-        return f"{number(seconds)} s"
-    return f"{number(1e3 * seconds)} ms" if seconds >= 1e-4 else f"{number(1e6 * seconds)} µs"
+    found = list(rows)
+    return ColumnDataSource({name: [row[name] for row in found] for name in found[0]})
 
 
 def plain(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdask.bench.limits import LIMITS
-from hpcdask.bench.records import decimal_bytes
+from hpcdask.bench.records import counts, decimal_bytes, failed, name_of
 from hpcdask.errors import UsageError
 
 __all__ = ["Change", "compare", "compare_files", "exit_code", "load", "table"]
@@ -70,48 +70,42 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("workload"), str):
         raise UsageError(f"{where}: not a result, it names no workload; {written}")
     if found["workload"] == LIMITS:
-        rates = found.get("rates")
-        if not isinstance(rates, dict) or not all(map(_is_number, rates.values())):
+        if not _is_rates(found.get("rates")):
             raise UsageError(f"{where}: the limits have no rates; {written}")
         return found
-    for name in NUMBERS:
-        value = found.get(name)
-        if not _is_number(value):
-            raise UsageError(f"{where}: {name} is {value!r}, not a time in seconds; {written}")
     for name, (kind, is_right) in FORMS.items():
-        if found.get(name) is not None and not is_right(found[name]):
-            raise UsageError(f"{where}: {name} is {found[name]!r}, not {kind}; {written}")
+        value = found.get(name)
+        if not is_right(value) and (value is not None or name in NUMBERS):
+            raise UsageError(f"{where}: {name} is {value!r}, not {kind}; {written}")
     return found
 
 
 def _is_number(value: Any) -> bool:
     """Whether it is a positive number that a float can be."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < sys.float_info.max
+    return type(value) in (int, float) and 0 < value < sys.float_info.max
 
 
-def _is_check(value: Any) -> bool:
-    return isinstance(value, dict) and "ok" in value
+def _is_list(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
 
 
-#: What other fields have to be, where they are there.
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_rates(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+#: What fields have to be; only the numbers have to be there.
 FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(NUMBERS, ("a time in seconds", _is_number)),
     "bytes": ("a number", _is_number),
-    "seconds": (
-        "a list of times",
-        lambda value: isinstance(value, list) and all(map(_is_number, value)),
-    ),
-    "devices": ("counts by name", lambda value: isinstance(value, dict)),
-    "versions": ("versions by name", lambda value: isinstance(value, dict)),
-    "rates": (
-        "rates by name",
-        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-    ),
-    "checks": (
-        "a list of checks",
-        lambda value: isinstance(value, list) and all(map(_is_check, value)),
-    ),
+    "seconds": ("a list of times", _is_list(_is_number)),
+    "devices": ("counts by name", _is_dict),
+    "versions": ("versions by name", _is_dict),
+    "rates": ("rates by name", _is_rates),
+    "checks": ("a list of checks", _is_list(lambda check: _is_dict(check) and "ok" in check)),
 }
 
 
@@ -144,18 +138,16 @@ def _names(records: Mapping[str, Record]) -> str:
 
 
 def _name(record: Record) -> str:
-    name = record.get("label") or f"{record['workload']} {record.get('form', '')}".strip()
     size = f" {decimal_bytes(record['bytes'])}" if record.get("bytes") else ""
-    devices = (record.get("devices") or {}).items()
-    on = f" on {', '.join(f'{count} x {device}' for device, count in devices)}" if devices else ""
-    return f"{name}{size}{on}"
+    on = counts(record)
+    return f"{name_of(record)}{size}{on and f' on {on}'}"
 
 
 def _change(old: Record | None, new: Record | None) -> Change:
     name = _name(new or old or {})
     before, after = _times(old), _times(new)
     verdict = "same"
-    if any(not check["ok"] for check in (new or {}).get("checks", ())):
+    if failed(new or {}):
         verdict = "wrong"
     elif before is None or after is None:
         verdict = "only after" if before is None else "only before"
@@ -187,19 +179,16 @@ def exit_code(changes: Sequence[Change]) -> int:
 def table(changes: Sequence[Change]) -> str:
     """Write changes as lines of text, times in seconds; a ratio above 1 is slower."""
     rows = [("", "before", "(least to greatest)", "after", "(least to greatest)", "ratio", "")]
-    for change in changes:
-        ratio = "-" if change.ratio is None else f"{change.ratio:.3f}"
-        rows.append(
-            (change.name, *_cells(change.before), *_cells(change.after), ratio, change.verdict)
+    for one in changes:
+        ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
+        rows.append((one.name, *_cells(one.before), *_cells(one.after), ratio, one.verdict))
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append(
+            [cell.rjust(width) if i in (1, 3, 5) else cell.ljust(width) for cell in column]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i in (0, 2, 4, 6) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def _cells(times: tuple[float, float, float] | None) -> tuple[str, str]:

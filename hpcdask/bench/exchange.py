@@ -82,7 +82,7 @@ def run_exchange(
         "summary": exchange_report.summary(bandwidth, members.hosts),
         "all_to_all": all_to_all,
         "transpose": square,
-        "slow": [finding.as_dict() for finding in findings],
+        "slow": [finding._asdict() for finding in findings],
     }
     checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
     timed = Timed(square["seconds"], None, square["dask_tasks"])

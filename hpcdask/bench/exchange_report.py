@@ -6,9 +6,8 @@ Only numbers go in, so recorded cases are enough to test it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Finding", "Matrix", "hints", "judge", "short", "summary", "table"]
 
@@ -28,8 +27,7 @@ MAX_LINES = 10
 NETWORK = ("tcp", "tls")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Something that is slower than the others or than it should be, in GB/s.
 
     It names a node, an ordered pair of nodes, a worker or an ordered pair of workers, or is a hint
@@ -42,26 +40,37 @@ class Finding:
     value: float
     usual: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the finding as a dict ready for JSON."""
-        return asdict(self)
 
+class _Slow(NamedTuple):
+    """Members of a matrix that are slow, with their verb, its slow cells, and what is usual."""
 
-@dataclass(frozen=True)
-class _Slow:
-    """Slow members and cells of a matrix, and what is usual in it."""
-
-    senders: dict[int, float]
-    receivers: dict[int, float]
+    members: dict[int, tuple[float, str]]
     cells: dict[tuple[int, int], float]
     usual: float
+    explained: set[tuple[int, int]]
 
 
-Cells = Mapping[tuple[int, int], float]
+Cells = dict[tuple[int, int], float]
+
+
+def _cells_of(matrix: Matrix) -> Cells:
+    return {
+        (i, j): value
+        for i, row in enumerate(matrix)
+        for j, value in enumerate(row)
+        if value is not None
+    }
 
 
 def _median(values: Iterable[float]) -> float:
     return statistics.median(list(values) or [0.0])
+
+
+def _grouped(cells: Cells, key: Callable[[int, int], Any]) -> dict[Any, list[float]]:
+    groups: dict[Any, list[float]] = {}
+    for pair, value in cells.items():
+        groups.setdefault(key(*pair), []).append(value)
+    return groups
 
 
 def _slow_members(lines: Mapping[int, list[float]]) -> dict[int, float]:
@@ -73,20 +82,19 @@ def _slow_members(lines: Mapping[int, list[float]]) -> dict[int, float]:
 
 
 def _slow_parts(cells: Cells) -> _Slow:
-    rows: dict[int, list[float]] = {}
-    columns: dict[int, list[float]] = {}
-    for (source, destination), value in cells.items():
-        rows.setdefault(source, []).append(value)
-        columns.setdefault(destination, []).append(value)
-    senders, receivers = _slow_members(rows), _slow_members(columns)
+    senders = _slow_members(_grouped(cells, lambda i, _: i))
+    receivers = _slow_members(_grouped(cells, lambda _, j: j))
     rest = {
-        (source, destination): value
-        for (source, destination), value in cells.items()
-        if source not in senders and destination not in receivers
+        (i, j): value for (i, j), value in cells.items() if i not in senders and j not in receivers
     }
     usual = _median(rest.values())
     slow = {pair: value for pair, value in rest.items() if value < SLOW * usual}
-    return _Slow(senders, receivers, slow, usual)
+    members = {}
+    for member in sorted({*senders, *receivers}):
+        values = [side[member] for side in (senders, receivers) if member in side]
+        verb = "exchanges" if len(values) == 2 else "sends" if member in senders else "receives"
+        members[member] = min(values), verb
+    return _Slow(members, slow, usual, {pair for pair in cells if pair not in rest or pair in slow})
 
 
 def judge(
@@ -102,12 +110,7 @@ def judge(
     pair is below half of the median worker's or node's, that is if most of its pairs are slow. What
     a slow node explains is not said again of its workers, nor of their pairs.
     """
-    pairs = {
-        (i, j): value
-        for i, row in enumerate(bandwidth)
-        for j, value in enumerate(row)
-        if value is not None
-    }
+    pairs = _cells_of(bandwidth)
     inside = {pair: v for pair, v in pairs.items() if hosts[pair[0]] == hosts[pair[1]]}
     between = {pair: v for pair, v in pairs.items() if pair not in inside}
     found = [*_judge_inside(inside, hosts), *_judge_nodes(between, hosts)]
@@ -117,11 +120,9 @@ def judge(
     return sorted(found, key=lambda one: (order.index(one.kind), one.value / one.usual))
 
 
-def _judge_inside(inside: dict[tuple[int, int], float], hosts: Sequence[str]) -> list[Finding]:
+def _judge_inside(inside: Cells, hosts: Sequence[str]) -> list[Finding]:
     """Find nodes within which exchange is slow, and take their pairs away."""
-    nodes: dict[str, list[float]] = {}
-    for (i, _), value in inside.items():
-        nodes.setdefault(hosts[i], []).append(value)
+    nodes = _grouped(inside, lambda i, _: hosts[i])
     medians = {host: _median(values) for host, values in nodes.items()}
     usual = _median(medians.values())
     found = []
@@ -137,40 +138,25 @@ def _judge_inside(inside: dict[tuple[int, int], float], hosts: Sequence[str]) ->
     return found
 
 
-def _judge_nodes(between: dict[tuple[int, int], float], hosts: Sequence[str]) -> list[Finding]:
+def _judge_nodes(between: Cells, hosts: Sequence[str]) -> list[Finding]:
     """Find nodes that exchange slowly with others, and take their pairs away."""
     nodes = list(dict.fromkeys(hosts))
     if len(nodes) == len(hosts):
         return []  # one worker per node: as well said of the worker
     number = [nodes.index(host) for host in hosts]
-    values: dict[tuple[int, int], list[float]] = {}
-    for (i, j), value in between.items():
-        values.setdefault((number[i], number[j]), []).append(value)
+    values = _grouped(between, lambda i, j: (number[i], number[j]))
     slow = _slow_parts({pair: _median(several) for pair, several in values.items()})
-    found = []
-    for node, value, verb in _members(slow):
-        text = (
-            f"node {nodes[node]} {verb} slowly: {value:.3g} GB/s with other nodes, "
-            f"{slow.usual:.3g} is usual"
-        )
+    usual, found = f"{slow.usual:.3g} is usual", []
+    for node, (value, verb) in slow.members.items():
+        text = f"node {nodes[node]} {verb} slowly: {value:.3g} GB/s with other nodes, {usual}"
         found.append(Finding("node", (nodes[node],), text, value, slow.usual))
     for (a, b), value in slow.cells.items():
-        text = f"node {nodes[a]} -> node {nodes[b]}: {value:.3g} GB/s, {slow.usual:.3g} is usual"
+        text = f"node {nodes[a]} -> node {nodes[b]}: {value:.3g} GB/s, {usual}"
         found.append(Finding("nodes", (nodes[a], nodes[b]), text, value, slow.usual))
     for i, j in list(between):
-        a, b = number[i], number[j]
-        if a in slow.senders or b in slow.receivers or (a, b) in slow.cells:
+        if (number[i], number[j]) in slow.explained:
             del between[i, j]
     return found
-
-
-def _members(slow: _Slow) -> list[tuple[int, float, str]]:
-    members = []
-    for member in sorted({*slow.senders, *slow.receivers}):
-        values = [side[member] for side in (slow.senders, slow.receivers) if member in side]
-        verb = "exchanges" if len(values) == 2 else "sends"
-        members.append((member, min(values), verb if member in slow.senders else "receives"))
-    return members
 
 
 def _judge_workers(
@@ -181,19 +167,17 @@ def _judge_workers(
     transport: Sequence[Sequence[str | None]],
 ) -> list[Finding]:
     slow = _slow_parts(cells)
-    found = []
-    for member, value, verb in _members(slow):
+    usual, found = f"{slow.usual:.3g} is usual", []
+    for member, (value, verb) in slow.members.items():
         text = (
             f"worker {names[member]} on {hosts[member]} {verb} slowly: {value:.3g} GB/s with "
-            f"workers {where}, {slow.usual:.3g} is usual"
+            f"workers {where}, {usual}"
         )
         found.append(Finding("worker", (names[member],), text, value, slow.usual))
     for (i, j), value in slow.cells.items():
         there = hosts[i] if hosts[i] == hosts[j] else f"{hosts[i]} -> {hosts[j]}"
-        text = (
-            f"pair {names[i]} -> {names[j]} on {there}: {value:.3g} GB/s over {transport[i][j]}, "
-            f"{slow.usual:.3g} is usual"
-        )
+        over = f"{value:.3g} GB/s over {transport[i][j]}"
+        text = f"pair {names[i]} -> {names[j]} on {there}: {over}, {usual}"
         found.append(Finding("pair", (names[i], names[j]), text, value, slow.usual))
     return found
 
@@ -231,20 +215,16 @@ def hints(
 
 def summary(bandwidth: Matrix, hosts: Sequence[str]) -> dict[str, dict[str, float]]:
     """Give the median, least and greatest of the pairs within nodes and of those between."""
-    groups: dict[str, list[float]] = {"same node": [], "different nodes": []}
-    for i, row in enumerate(bandwidth):
-        for j, value in enumerate(row):
-            if value is not None:
-                groups["same node" if hosts[i] == hosts[j] else "different nodes"].append(value)
+    groups = _grouped(_cells_of(bandwidth), lambda i, j: hosts[i] == hosts[j])
     return {
         name: {
-            "pairs": len(values),
-            "median": statistics.median(values),
-            "min": min(values),
-            "max": max(values),
+            "pairs": len(groups[same]),
+            "median": statistics.median(groups[same]),
+            "min": min(groups[same]),
+            "max": max(groups[same]),
         }
-        for name, values in groups.items()
-        if values
+        for name, same in (("same node", True), ("different nodes", False))
+        if same in groups
     }
 
 
@@ -269,27 +249,22 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _between_nodes(matrix: Matrix, hosts: Sequence[str]) -> tuple[list[str], Matrix]:
     nodes = list(dict.fromkeys(hosts))
-    values: dict[tuple[str, str], list[float]] = {}
-    for i, row in enumerate(matrix):
-        for j, value in enumerate(row):
-            if value is not None:
-                values.setdefault((hosts[i], hosts[j]), []).append(value)
+    values = _grouped(_cells_of(matrix), lambda i, j: (hosts[i], hosts[j]))
     return nodes, [
         [_median(values[a, b]) if (a, b) in values else None for b in nodes] for a in nodes
     ]
 
 
 def _grid(matrix: Matrix, labels: Sequence[str], title: str) -> str:
-    numbers = [[short(value) for value in row] for row in matrix]
     # Columns have numbers rather than names, which are long.
-    heads = [f"{i}" for i in range(len(labels))]
-    width = max(len(text) for row in [*numbers, heads] for text in row) + 2
-    names = [f"{i} {label}" for i, label in enumerate(labels)]
-    left = max(map(len, names))
-    lines = [title, " " * left + "".join(head.rjust(width) for head in heads)]
-    for name, row in zip(names, numbers, strict=True):
-        lines.append(name.ljust(left) + "".join(text.rjust(width) for text in row))
-    return "\n".join(lines)
+    rows = [[str(i) for i in range(len(labels))], *([short(v) for v in row] for row in matrix)]
+    names = ["", *(f"{i} {label}" for i, label in enumerate(labels))]
+    width, left = max(len(text) for row in rows for text in row) + 2, max(map(len, names))
+    lines = [
+        name.ljust(left) + "".join(text.rjust(width) for text in row)
+        for name, row in zip(names, rows, strict=True)
+    ]
+    return "\n".join([title, *lines])
 
 
 def short(value: float | None) -> str:

@@ -29,8 +29,10 @@ __all__ = [
     "counts",
     "decimal_bytes",
     "describe",
+    "duration",
     "failed",
     "name_of",
+    "number",
     "record",
     "say",
     "tell",
@@ -108,6 +110,20 @@ def decimal_bytes(nbytes: int) -> str:
         if nbytes >= 10**power:
             return f"{nbytes / 10**power:.1f} {unit}"
     return f"{nbytes} B"
+
+
+def number(value: float) -> str:
+    """Write a number with three digits, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with the unit that suits it."""
+    if seconds >= 600:
+        return f"{number(seconds / 60)} min"
+    if seconds >= 0.1:
+        return f"{number(seconds)} s"
+    return f"{number(1e3 * seconds)} ms" if seconds >= 1e-4 else f"{number(1e6 * seconds)} µs"
 
 
 def record(

@@ -13,12 +13,19 @@ from typing import Any, NamedTuple
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from hpcdask.bench.chart_times import published, reached, times
-from hpcdask.bench.charts import Chart, duration, number, phases, timeline
+from hpcdask.bench.charts import Chart, phases, published, reached, timeline, times
 from hpcdask.bench.exchange import heat_map
 from hpcdask.bench.heatmap import TEMPLATES
 from hpcdask.bench.limits import LIMITS
-from hpcdask.bench.records import complaint, counts, decimal_bytes, failed, name_of
+from hpcdask.bench.records import (
+    complaint,
+    counts,
+    decimal_bytes,
+    duration,
+    failed,
+    name_of,
+    number,
+)
 from hpcdask.errors import UsageError
 
 __all__ = ["html", "write"]

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 import browser
-from hpcdask.bench import chart_times, charts, report
+from hpcdask.bench import charts, report
 from hpcdask.errors import UsageError
 
 SECTIONS = ("Times", "Published figures", "Exchange between workers", "Where the time goes")
@@ -296,15 +296,15 @@ def test_durations(seconds, text):
 
 
 def test_published_figures_are_scaled_by_size():
-    same, scaled = chart_times.published(record(published=PUBLISHED))
+    same, scaled = charts.published(record(published=PUBLISHED))
     assert (same["here"], same["scaled"]) == (19.0, "")
     assert (scaled["here"], scaled["scaled"]) == (10.0, "scaled from 1.0 TB")
-    (unknown,) = chart_times.published(record(published=[{"what": "a", "seconds": 3}]))
+    (unknown,) = charts.published(record(published=[{"what": "a", "seconds": 3}]))
     assert (unknown["here"], unknown["scaled"]) == (3, "")
-    assert chart_times.published(record()) == []
+    assert charts.published(record()) == []
     # A small array waits for other things than a large one.
-    assert len(chart_times.published(record(published=PUBLISHED, bytes=2 * 10**10))) == 2
-    assert chart_times.published(record(published=PUBLISHED, bytes=10**9)) == []
+    assert len(charts.published(record(published=PUBLISHED, bytes=2 * 10**10))) == 2
+    assert charts.published(record(published=PUBLISHED, bytes=10**9)) == []
 
 
 @pytest.mark.parametrize("n", [1, 12])
@@ -314,7 +314,7 @@ def test_all_marks_are_in_the_chart(n, median):
         record(median=median * 1.5**i, limit=limit(median / 2, 0.5), published=PUBLISHED)
         for i in range(n)
     ]
-    plot = chart_times.times(records, [f"r{i}" for i in range(n)]).figure
+    plot = charts.times(records, [f"r{i}" for i in range(n)]).figure
     low, high = plot.x_range.start, plot.x_range.end
     assert high >= 9.99 * low
     assert low < median / 2 < median * 1.5 ** (n - 1) * 1.2 < high
