@@ -16,22 +16,14 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from hpcdask.bench import exchange_report, table
+from hpcdask.bench import table
 from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.execution import Measurement, check_outputs, execute, reported
-from hpcdask.bench.options import (
-    OutputFile,
-    Size,
-    common_options,
-    form_options,
-    json_option,
-    repeats_option,
-    report_option,
-)
-from hpcdask.bench.records import decimal_bytes, say, tell
+from hpcdask.bench.options import COMMON, FORMS, OUTPUTS, OutputFile, Size, options, repeats_option
+from hpcdask.bench.records import say, tell
 from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
@@ -137,20 +129,18 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
     show_default=True,
     help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog.",
 )
-@form_options
-@common_options
-def array_command(
-    size: int | None,
-    operation: str,
-    forms: list[Form],
-    repeats: int,
-    chunk_nbytes: int | None,
-    **options: Any,
-) -> None:
+@options(*COMMON, *FORMS)
+def array_command(size: int | None, operation: str, forms: list[Form], **more: Any) -> None:
     """Time computations on a square array of normal(10, 1) float64."""
-    how: dict[str, Any] = {"operation": operation, "repeats": repeats, "chunk_nbytes": chunk_nbytes}
+    how, rest = _split(more, "repeats", "chunk_nbytes")
     name = "array" if operation == "sum" else "operation"
-    execute([_sized(name, run_array, size, form=form, **how) for form in forms], **options)
+    run = partial(run_array, operation=operation, **how)
+    execute([_sized(name, run, size, form=form) for form in forms], **rest)
+
+
+def _split(options: dict[str, Any], *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take the options of a measurement from those of `execute`."""
+    return {name: options.pop(name) for name in names}, options
 
 
 def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -> Measurement:
@@ -174,32 +164,20 @@ def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -
 @click.option("--packed", is_flag=True, help="Four values from 0 to 3 in a byte.")
 @click.option("--stream", is_flag=True, help="Make the matrix whenever it is read.")
 @click.option("--exact", is_flag=True, help="All singular values of 20 columns of float64.")
-@form_options
-@common_options
-def svd_command(
-    size: int | None,
-    k: int,
-    passes: str,
-    packed: bool,
-    stream: bool,
-    exact: bool,
-    forms: list[Form],
-    repeats: int,
-    chunk_nbytes: int | None,
-    **options: Any,
-) -> None:
+@options(*COMMON, *FORMS)
+def svd_command(size: int | None, passes: str, exact: bool, forms: list[Form], **more: Any) -> None:
     """Time the singular value decomposition of a tall matrix held by the workers."""
-    how: dict[str, Any] = {"repeats": repeats, "chunk_nbytes": chunk_nbytes}
+    how, rest = _split(more, "repeats", "chunk_nbytes")
+    kind, rest = _split(rest, "k", "packed", "stream")
     if exact:
         _refuse_beside_exact("k", "passes", "packed", "stream")
         run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, **how)
     else:
         for form in forms:
-            check_form(form, packed=packed, stream=stream)
-        how |= {"nbytes": size or SVD_NBYTES, "k": k, "passes": int(passes)}
-        how |= {"packed": packed, "stream": stream}
-        run = partial(run_svd, **how)
-    execute([partial(run, form=form) for form in forms], **options)
+            check_form(form, packed=kind["packed"], stream=kind["stream"])
+        kind["passes"] = int(passes)
+        run = partial(run_svd, nbytes=size or SVD_NBYTES, **kind, **how)
+    execute([partial(run, form=form) for form in forms], **rest)
 
 
 def _refuse_beside_exact(*names: str) -> None:
@@ -222,18 +200,15 @@ def _refuse_beside_exact(*names: str) -> None:
     help="A store of yours, or where to make one. Default: a temporary one.",
 )
 @click.option("--component", metavar="NAME", help="The array, in a store of several.")
-@repeats_option
-@common_options
-def zarr_command(
-    size: int, path: Path | None, component: str | None, repeats: int, **options: Any
-) -> None:
+@options(*COMMON, repeats_option)
+def zarr_command(size: int, **more: Any) -> None:
     """Time the way from a Zarr store of genotypes to its population structure."""
-    where: dict[str, Any] = {"path": path, "component": component}
-    execute([partial(run_zarr, nbytes=size, repeats=repeats, **where)], **options)
+    how, rest = _split(more, "path", "component", "repeats")
+    execute([partial(run_zarr, nbytes=size, **how)], **rest)
 
 
 @bench.command("startup")
-@common_options
+@options(*COMMON)
 def startup_command(**options: Any) -> None:
     """Tell what the time from launch to workers went into."""
     execute([run_startup], **options)
@@ -244,9 +219,7 @@ def startup_command(**options: Any) -> None:
 @click.option(
     "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
 )
-@repeats_option
-@json_option
-@report_option
+@options(*OUTPUTS, repeats_option)
 def table_command(
     size: int | None, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
 ) -> None:
@@ -270,8 +243,7 @@ def table_command(
 
 
 @bench.command("all")
-@repeats_option
-@common_options
+@options(*COMMON, repeats_option)
 def all_command(repeats: int, **options: Any) -> None:
     """Measure all workloads, at sizes that suit the cluster.
 
@@ -281,7 +253,7 @@ def all_command(repeats: int, **options: Any) -> None:
     forms = get_args(Form)
     operations = [name for name in OPERATIONS if name != "sum"]
     how: dict[str, Any] = {"repeats": repeats}
-    measurements = [
+    measurements: list[Measurement] = [
         run_startup,
         *(_sized("array", run_array, form=form, **how) for form in forms),
         *(_sized("operation", run_array, operation=name, **how) for name in operations),
@@ -289,7 +261,7 @@ def all_command(repeats: int, **options: Any) -> None:
         _sized("svd", run_svd, packed=True, **how),
         *(_sized("exact", run_svd_exact, form=form, **how) for form in forms),
         _sized("zarr", run_zarr, **how),
-        _exchange(None, None, repeats=repeats, alone=False),
+        partial(run_exchange, **how),
     ]
     execute(measurements, leave_out=True, **options)
 
@@ -313,47 +285,18 @@ def all_command(repeats: int, **options: Any) -> None:
     metavar="FILE.svg",
     help="Draw the bandwidths as a heat map.",
 )
-@repeats_option
-@common_options
-def exchange_command(
-    size: int | None,
-    transpose_size: int | None,
-    alone: bool,
-    picture: Path | None,
-    repeats: int,
-    **options: Any,
-) -> None:
+@options(*COMMON, repeats_option)
+def exchange_command(picture: Path | None, **more: Any) -> None:
     """Time what workers exchange: pair by pair, all to all, and x + x.T; name who is slow."""
 
     def draw(line: dict[str, Any]) -> None:
         if picture is not None:
             picture.write_text(heat_map(line), encoding="utf-8")
 
-    run = _exchange(size, transpose_size, repeats=repeats, alone=alone)
-    execute([run], finish=draw, **options)
-
-
-def _exchange(
-    nbytes: int | None, square_nbytes: int | None, *, repeats: int, alone: bool
-) -> Measurement:
-    def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
-        line = run_exchange(cluster, nbytes, square_nbytes, repeats=repeats, alone=alone)
-        _tell_exchange(line["result"])
-        return line
-
-    return measure
-
-
-def _tell_exchange(result: dict[str, Any]) -> None:
-    click.echo(exchange_report.table(result), err=True)
-    for finding in result["slow"][: exchange_report.MAX_LINES]:
-        say(f"warning: {finding['text']}")
-    if len(result["slow"]) > exchange_report.MAX_LINES:
-        say(f"warning: {len(result['slow']) - exchange_report.MAX_LINES} more are in the JSON line")
-    every, square = result["all_to_all"], result["transpose"]
-    block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
-    say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
-    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
+    how, rest = _split(more, "size", "transpose_size", "repeats", "alone")
+    nbytes, square_nbytes = how.pop("size"), how.pop("transpose_size")
+    run = partial(run_exchange, nbytes=nbytes, square_nbytes=square_nbytes, **how)
+    execute([run], finish=draw, **rest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

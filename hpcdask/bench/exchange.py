@@ -12,8 +12,10 @@ import statistics
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import click
 import dask.array as da
 import distributed
 import numpy as np
@@ -44,12 +46,13 @@ def run_exchange(
     *,
     repeats: int = 3,
     alone: bool = False,
+    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure all pairs of workers, all to all, and ``x + x.T``.
 
     ``nbytes`` is the size of a block, ``square_nbytes`` that of x. ``alone`` measures one pair at a
     time, instead of as many at once as there are workers for. Times and GB/s at the record's top
-    are those of ``x + x.T``; rows of the matrices in ``result`` are sources.
+    are those of ``x + x.T``; rows of the matrices in ``result`` are sources. No timeline is made.
     """
     client, members = cluster.client, _members(cluster.client, cluster.device)
     nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)
@@ -87,7 +90,20 @@ def run_exchange(
     checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
     timed = Timed(square["seconds"], None, square["dask_tasks"])
     line = record(case, cluster, timed, result, checks)
+    _tell(result)
     return {**line, "GB/s": square["GB/s"]}
+
+
+def _tell(result: dict[str, Any]) -> None:
+    click.echo(exchange_report.table(result), err=True)
+    for finding in result["slow"][: exchange_report.MAX_LINES]:
+        say(f"warning: {finding['text']}")
+    if len(result["slow"]) > exchange_report.MAX_LINES:
+        say(f"warning: {len(result['slow']) - exchange_report.MAX_LINES} more are in the JSON line")
+    every, square = result["all_to_all"], result["transpose"]
+    block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
+    say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
+    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
 
 
 def heat_map(line: Mapping[str, Any]) -> str:
@@ -120,23 +136,11 @@ def _members(client: distributed.Client, device: str) -> Members:
     if len(workers) < 2:
         raise UsageError(f"an exchange needs two workers at least; this cluster has {len(workers)}")
     found = client.run(_describe, device, workers=list(workers))
-    names = {address: workers[address]["name"] for address in found}
-    order = sorted(found, key=lambda a: (found[a]["host"], len(names[a]), names[a], a))
-    # Names are what findings are told by, so they have to differ.
-    unique = len(set(names.values())) == len(names)
-    uuids = [found[address]["uuid"] for address in order]
+    members = Members.of({a: {**one, "name": workers[a]["name"]} for a, one in found.items()})
+    uuids = [found[address]["uuid"] for address in members.addresses]
     joined = {frozenset(pair) for answer in found.values() for pair in answer["nvlink"]}
-    return Members(
-        order,
-        [names[address] if unique else address for address in order],
-        [found[address]["host"] for address in order],
-        [
-            (i, j)
-            for i, first in enumerate(uuids)
-            for j, second in enumerate(uuids[:i])
-            if first and second and frozenset((first, second)) in joined
-        ],
-    )
+    pairs = [(i, j) for i in range(len(uuids)) for j in range(i)]
+    return replace(members, nvlink=[(i, j) for i, j in pairs if {uuids[i], uuids[j]} in joined])
 
 
 def _describe(device: str) -> dict[str, Any]:
@@ -165,15 +169,12 @@ def _own_gpu() -> str:
 
 def _transports(client: distributed.Client, members: Members) -> list[list[str | None]]:
     told = client.run(workload.transports, workers=members.addresses)
-    return [
-        [
-            None
-            if source == destination
-            else told[destination]["peers"].get(source, told[destination]["scheme"])
-            for destination in members.addresses
-        ]
-        for source in members.addresses
-    ]
+
+    def way(source: str, destination: str) -> str | None:
+        one = told[destination]
+        return None if source == destination else one["peers"].get(source, one["scheme"])
+
+    return [[way(a, b) for b in members.addresses] for a in members.addresses]
 
 
 def _sizes(

@@ -5,15 +5,15 @@ The receiving worker holds the clock, so nothing but the transfer is measured.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import distributed
-from dask.delayed import delayed
 
 from hpcdask.bench.cluster import workers_of
 from hpcdask.errors import ClusterError
@@ -38,6 +38,20 @@ class Members:
     hosts: list[str]
     nvlink: list[tuple[int, int]]
 
+    @classmethod
+    def of(cls, found: Mapping[str, Mapping[str, Any]]) -> Members:
+        """Put workers, by address with ``name`` and ``host``, in order."""
+
+        def place(address: str) -> tuple[Any, ...]:
+            name = found[address]["name"]
+            return found[address]["host"], len(name), name, address
+
+        order = sorted(found, key=place)
+        names = [found[address]["name"] for address in order]
+        unique = len(set(names)) == len(names)
+        hosts = [found[address]["host"] for address in order]
+        return cls(order, names if unique else order, hosts, [])
+
     def __len__(self) -> int:
         return len(self.addresses)
 
@@ -53,12 +67,11 @@ class Pairs:
     ) -> None:
         self.client, self.members, self.n_items = client, members, n_items
         self.n_wrong = 0
-        buffers = []
-        for number, address in enumerate(members.addresses):
-            with workload.pinned(address):
-                buffers.append(
-                    delayed(workload.fill, pure=False)(number, len(members), n_items, device)
-                )
+        n = len(members)
+        buffers = [
+            workload.on(address, workload.fill, number, n, n_items, device)
+            for number, address in enumerate(members.addresses)
+        ]
         self.buffers = list(client.persist(buffers, optimize_graph=False))
         wait(client, self.buffers, members, "the buffers", 0)
 
@@ -92,36 +105,27 @@ class Pairs:
         seconds, busiest, total = [], [], 0
         for _ in range(1 + repeats):
             run = uuid.uuid4().hex
-            blocks = {}
-            for i, address in enumerate(addresses):
-                with workload.pinned(address):
-                    for j in range(n):
-                        if i != j:
-                            key = workload.block_key(f"{run}-{i}-{j}")
-                            blocks[i, j] = delayed(workload.view, pure=False)(
-                                self.buffers[i], j, n_items, dask_key_name=key
-                            )
-            held = dict(
-                zip(
-                    blocks,
-                    self.client.persist(list(blocks.values()), optimize_graph=False),
-                    strict=True,
+            blocks = {
+                (i, j): workload.on(
+                    addresses[i],
+                    workload.view,
+                    *(self.buffers[i], j, n_items),
+                    key=workload.block_key(f"{run}-{i}-{j}"),
                 )
-            )
-            wait(self.client, list(held.values()), self.members, "blocks for all to all", 0)
+                for i, j in itertools.permutations(range(n), 2)
+            }
+            views = self.client.persist(list(blocks.values()), optimize_graph=False)
+            held = dict(zip(blocks, views, strict=True))
+            wait(self.client, views, self.members, "blocks for all to all", 0)
             sinks = []
             for j, address in enumerate(addresses):
                 sources = [i for i in range(n) if i != j]
-                with workload.pinned(address):
-                    sinks.append(
-                        delayed(workload.sink, pure=False)(
-                            [held[i, j] for i in sources],
-                            [f"{run}-{i}-{j}" for i in sources],
-                            [workload.first_item(i, j, n) for i in sources],
-                            n_items,
-                            None,
-                        )
-                    )
+                what = (
+                    [held[i, j] for i in sources],
+                    [f"{run}-{i}-{j}" for i in sources],
+                    [workload.first_item(i, j, n) for i in sources],
+                )
+                sinks.append(workload.on(address, workload.sink, *what, n_items, None))
             start = time.perf_counter()
             told = self._gather(sinks, "all to all")
             seconds.append(time.perf_counter() - start)

@@ -105,7 +105,7 @@ def measure(cluster: Cluster) -> dict[str, float]:
     one or two seconds in all. Every thread of a worker computes, or its GPU. Clusters with
     something else to do give lower rates.
     """
-    members = _in_order(cluster.client)
+    members = Members.of(workers_of(cluster.client))
     rates = {kind: _together(cluster, members, kind) for kind in _OPERATIONS}
     if len(members) > 1:
         rates["link"] = _ring(cluster, members)
@@ -255,14 +255,6 @@ _OPERATIONS: dict[str, Callable[[Device, int, int], tuple[Operation, float]]] = 
 
 
 # --- between workers ------------------------------------------------------------------------------
-
-
-def _in_order(client: distributed.Client) -> Members:
-    found = workers_of(client)
-    order = sorted(
-        found, key=lambda a: (found[a]["host"], len(found[a]["name"]), found[a]["name"], a)
-    )
-    return Members(order, [found[a]["name"] for a in order], [found[a]["host"] for a in order], [])
 
 
 def _ring(cluster: Cluster, members: Members) -> float:

@@ -11,15 +11,7 @@ from typing import Any
 import click
 from dask.utils import parse_bytes
 
-__all__ = [
-    "OutputFile",
-    "Size",
-    "common_options",
-    "form_options",
-    "json_option",
-    "repeats_option",
-    "report_option",
-]
+__all__ = ["COMMON", "FORMS", "OUTPUTS", "OutputFile", "Size", "options", "repeats_option"]
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -63,26 +55,27 @@ def _can_be_written(path: Path) -> bool:
     return os.access(path.parent, os.W_OK | os.X_OK)
 
 
-report_option = click.option(
-    "--report",
-    "report_file",
-    type=OutputFile(".html"),
-    metavar="FILE.html",
-    help="Write a page with charts.",
-)
-json_option = click.option(
-    "--json",
-    "json_file",
-    type=OutputFile(),
-    metavar="FILE",
-    help="Append the JSON lines to this file.",
-)
 repeats_option = click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Timed runs."
 )
+OUTPUTS = (
+    click.option(
+        "--report",
+        "report_file",
+        type=OutputFile(".html"),
+        metavar="FILE.html",
+        help="Write a page with charts.",
+    ),
+    click.option(
+        "--json",
+        "json_file",
+        type=OutputFile(),
+        metavar="FILE",
+        help="Append the JSON lines to this file.",
+    ),
+)
 COMMON = (
-    report_option,
-    json_option,
+    *OUTPUTS,
     click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
     click.option(
         "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
@@ -105,15 +98,12 @@ FORMS = (
 )
 
 
-def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all workloads have."""
-    for option in COMMON:
-        command = option(command)
-    return command
+def options(*some: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add options to a command, the last one first in its help."""
 
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in some:
+            command = option(command)
+        return command
 
-def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of workloads that have two forms."""
-    for option in FORMS:
-        command = option(command)
-    return command
+    return add

@@ -32,6 +32,7 @@ __all__ = [
     "array_module",
     "check_dask",
     "check_device",
+    "check_sizes",
     "check_unmasked",
     "check_whole",
     "client_cupy",
@@ -95,6 +96,12 @@ def check_dask(x: object) -> None:
             f"x is {type(x).__name__}, not a dask array: "
             "x = da.from_array(x, chunks=(rows_of_a_chunk, -1))"
         )
+
+
+def check_sizes(x: da.Array) -> None:
+    """Refuse an array whose chunks nobody knows the size of."""
+    if any(math.isnan(size) for sizes in x.chunks for size in sizes):
+        raise WorkloadError("x has chunks of unknown size; call x.compute_chunk_sizes() first")
 
 
 def check_unmasked(block: Any) -> None:

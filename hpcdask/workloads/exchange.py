@@ -12,7 +12,7 @@ which is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import dask
@@ -30,8 +30,8 @@ __all__ = [
     "check_sum",
     "fill",
     "grid",
+    "on",
     "owners",
-    "pinned",
     "sink",
     "square_block",
     "to_cross",
@@ -79,9 +79,10 @@ class Received(NamedTuple):
     n_wrong: int
 
 
-def pinned(address: str) -> Any:
-    """Return a context in which `delayed` makes Dask tasks for this worker alone."""
-    return dask.annotate(workers=[address], allow_other_workers=False)
+def on(address: str, function: Callable[..., Any], *args: Any, key: str | None = None) -> Delayed:
+    """Make a Dask task for this worker alone."""
+    with dask.annotate(workers=[address], allow_other_workers=False):
+        return cast("Delayed", delayed(function, pure=False)(*args, dask_key_name=key))
 
 
 def first_item(source: int, destination: int, n_workers: int) -> int:
@@ -125,21 +126,9 @@ def chain(
     received: list[Delayed] = []
     for number, n_items in enumerate(sizes):
         name = f"{run}-{source}-{destination}-{number}"
-        with pinned(addresses[source]):
-            block = delayed(view, pure=False)(
-                buffer, destination, n_items, dask_key_name=block_key(name)
-            )
-        with pinned(addresses[destination]):
-            received.append(
-                delayed(sink, pure=False)(
-                    [block],
-                    [name],
-                    [first],
-                    n_items,
-                    received[-1] if received else None,
-                    dask_key_name=f"received-{name}",
-                )
-            )
+        block = on(addresses[source], view, buffer, destination, n_items, key=block_key(name))
+        what = [block], [name], [first], n_items, received[-1] if received else None
+        received.append(on(addresses[destination], sink, *what, key=f"received-{name}"))
     return received
 
 
@@ -232,15 +221,8 @@ def verify(y: da.Array, seed: int, device: Device) -> da.Array:
     largest deviation, as NumPy.
     """
     parts = y.numblocks[0]
-    found = da.map_blocks(
-        _deviation,
-        y,
-        seed=seed,
-        device=device,
-        chunks=((1,) * parts, (2,) * parts),
-        dtype=np.float64,
-        meta=np.empty((0, 0)),
-    )
+    kept: dict[str, Any] = {"chunks": ((1,) * parts, (2,) * parts), "meta": np.empty((0, 0))}
+    found = da.map_blocks(_deviation, y, seed=seed, device=device, dtype=np.float64, **kept)
     return cast("da.Array", found)
 
 

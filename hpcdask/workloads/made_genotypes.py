@@ -18,8 +18,12 @@ from hpcdask.workloads import WorkloadError, check_whole, slab_rows
 from hpcdask.workloads.genotypes import MISSING
 from hpcdask.workloads.graphs import sum_of_chunks
 from hpcdask.workloads.zarr import find
-from hpcdask.workloads.zarr_reading import StoredArray, zarr_module
-from hpcdask.workloads.zarr_threads import in_reading_thread, run_inline
+from hpcdask.workloads.zarr_reading import (
+    StoredArray,
+    in_reading_thread,
+    run_inline,
+    zarr_module,
+)
 
 __all__ = ["populations", "write_genotypes"]
 

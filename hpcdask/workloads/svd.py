@@ -43,6 +43,7 @@ from hpcdask.workloads import (
     WorkloadError,
     check_dask,
     check_device,
+    check_sizes,
     check_whole,
     client_cupy,
     run_bench,
@@ -239,8 +240,7 @@ def _check_matrix(x: da.Array, axis: int = 1) -> int:
     check_dask(x)
     if x.ndim != 2:
         raise WorkloadError(f"x has {x.ndim} dimensions; an SVD wants a matrix")
-    if any(math.isnan(size) for sizes in x.chunks for size in sizes):
-        raise WorkloadError("x has chunks of unknown size; call x.compute_chunk_sizes() first")
+    check_sizes(x)
     if x.dtype.kind not in "buif":
         raise WorkloadError(f"x is {x.dtype}; integers, booleans and real floats are accepted")
     if min(x.shape) < 1:

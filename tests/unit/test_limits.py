@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import limits, timeline
-from hpcdask.bench.cluster import inspect
+from hpcdask.bench.cluster import inspect, workers_of
 from hpcdask.bench.limits import Work, against, bound
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import WorkloadError
@@ -96,9 +96,9 @@ def test_rates_of_a_cluster(client, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_one_worker_is_enough(client, monkeypatch):
-    two = limits._in_order(client)
+    two = limits.Members.of(workers_of(client))
     one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1], [])
-    monkeypatch.setattr(limits, "_in_order", lambda client: one)
+    monkeypatch.setattr(limits.Members, "of", lambda found: one)
     assert "link" not in limits.measure(inspect(client, "cpu"))
 
 
@@ -135,7 +135,7 @@ def test_busy_workers_are_an_error(client, monkeypatch):
     monkeypatch.setattr(limits, "DEADLINE_S", 0.2)
     cluster = inspect(client, "cpu")
     go = Event("go", client=client)
-    address = limits._in_order(client).addresses[0]
+    address = limits.Members.of(workers_of(client)).addresses[0]
     busy = [
         client.submit(_until_set, i, workers=[address], allow_other_workers=False) for i in range(2)
     ]
@@ -155,7 +155,7 @@ def test_blocks_that_arrive_wrong_are_an_error(client, monkeypatch):
     monkeypatch.setattr(exchange_workload, "is_right", lambda *_: False)
     cluster = inspect(client, "cpu")
     with pytest.raises(ClusterError, match=r"8 of 8 blocks between workers arrived wrong"):
-        limits._ring(cluster, limits._in_order(client))
+        limits._ring(cluster, limits.Members.of(workers_of(client)))
 
 
 # --- who did what when ----------------------------------------------------------------------------

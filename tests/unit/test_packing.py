@@ -20,7 +20,6 @@ from hpcdask.workloads import (
     count_tasks,
     integer_gpu,
     packing,
-    packing_cpu,
 )
 from hpcdask.workloads.packing import (
     multiply,
@@ -81,7 +80,7 @@ def test_packing_and_unpacking_is_the_identity(others, n, dtype, out):
     np.testing.assert_array_equal(again, values.astype(out))
 
 
-@pytest.mark.parametrize("shape", [(3, packing_cpu.TILE + 5), (70_001,), (2, 500, 333)])
+@pytest.mark.parametrize("shape", [(3, packing.TILE + 5), (70_001,), (2, 500, 333)])
 def test_arrays_larger_than_a_tile(shape):
     values = genotypes(shape)
     np.testing.assert_array_equal(unpack(pack(values), shape[-1]), values)

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
 
-from hpcdask.workloads import WorkloadError, count_tasks, zarr_reading, zarr_threads
+from hpcdask.workloads import WorkloadError, count_tasks, zarr_reading
 from hpcdask.workloads.genotypes import (
     MISSING,
     count_variants,
@@ -197,7 +197,7 @@ def test_a_store_written_anew_has_other_keys(tmp_path):
 
 def test_the_next_rows_are_read_while_the_first_are_computed_with(tmp_path, monkeypatch):
     monkeypatch.setitem(zarr_reading.BAND_NBYTES, "cpu", 100)
-    monkeypatch.setattr(zarr_threads, "n_readers", lambda _: 1)
+    monkeypatch.setattr(zarr_reading, "n_readers", lambda _: 1)
     path = store(tmp_path / "x", bytes_of((1000, 10)), (10, 10))
     x = rows_on_cpu(path, max_nbytes=10_000, prefetch=True)
     assert x.numblocks == (1, 1)
@@ -224,8 +224,8 @@ def test_the_next_rows_are_read_while_the_first_are_computed_with(tmp_path, monk
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_nothing_of_zarr_runs_in_threads_of_its_own(tmp_path, monkeypatch, zarr_format, n_threads):
     monkeypatch.setitem(zarr_reading.BAND_NBYTES, "cpu", 100)
-    monkeypatch.setattr(zarr_threads, "n_readers", lambda _: n_threads)
-    zarr_threads._pool.cache_clear()
+    monkeypatch.setattr(zarr_reading, "n_readers", lambda _: n_threads)
+    zarr_reading._pool.cache_clear()
     values = bytes_of((200, 100))
     path = store(
         tmp_path / "x", values, (10, 10), zarr_format=zarr_format, compressors=BLOSC[zarr_format]
@@ -258,7 +258,7 @@ def test_a_worker_reads_in_as_many_threads_as_it_computes(tmp_path):
         ) as local,
         Client(local) as client,
     ):
-        assert client.submit(zarr_threads.n_readers, "cpu").result() == 3
+        assert client.submit(zarr_reading.n_readers, "cpu").result() == 3
         way = client.submit(reading_way, find(path), "cpu").result()
         x = rows_on_cpu(path, max_nbytes=1000, prefetch=True)
         assert client.compute(read_all(x, device="cpu")).result() == values.sum()
@@ -267,7 +267,7 @@ def test_a_worker_reads_in_as_many_threads_as_it_computes(tmp_path):
         s, s_of_arrays = client.gather(client.compute([s, s_of_arrays]))
     assert way == "zarr-python into host memory, 3 threads"
     np.testing.assert_allclose(s, s_of_arrays)
-    assert 1 <= zarr_threads.n_readers("cuda") <= 8
+    assert 1 <= zarr_reading.n_readers("cuda") <= 8
 
 
 # --- devices --------------------------------------------------------------------------------------
