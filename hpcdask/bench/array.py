@@ -16,8 +16,6 @@ from hpcdask.workloads import Check, Device, Form, WorkloadError, to_host
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads.array_blocks import ITEM_NBYTES
 
-__all__ = ["OPERATIONS", "PUBLISHED_NBYTES", "published", "run_array"]
-
 SUM = "sum"
 #: The tuned forms of the others make a chunk, reduce it and drop it.
 KEPT = ("matmul", "stencil")
@@ -55,10 +53,9 @@ def run_array(
     chunk_nbytes: int | None = None,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure the array workload: the reference ``"sum"``, or one of `array.NAMES`.
+    """Measure the sum, or one of `array.NAMES`, of ``nbytes`` of float64, which are streamed.
 
-    ``nbytes`` of float64 are streamed, so they need not fit in memory; ``chunk_nbytes`` bounds a
-    chunk of the tuned form.
+    ``chunk_nbytes`` bounds a chunk of the tuned form.
     """
     n_slots = cluster.n_slots
     if operation == SUM:

@@ -17,8 +17,6 @@ from bokeh.plotting import figure
 
 from hpcdask.bench.records import decimal_bytes, duration, failed, number
 
-__all__ = ["Chart", "Mark", "phases", "published", "reached", "timeline", "times"]
-
 Record = Mapping[str, Any]
 
 #: Name of a rate to what a workload has to wait for.
@@ -89,9 +87,8 @@ def _limit_name(name: str) -> str:
 def published(record: Record) -> list[dict[str, Any]]:
     """Return the published figures of a record, and the time that its own size would take.
 
-    To ``what`` and ``seconds`` come ``here``, the seconds times the ratio of the sizes, and
-    ``scaled``, from what size; ``""`` where the sizes are the same or one is not known. Figures of
-    more than a hundred times the size, or less than a hundredth, are left out.
+    ``here`` are the seconds times the ratio of the sizes, and ``scaled`` says from what size, or is
+    ``""`` where that is the same or not known. Of sizes too far away there are none.
     """
     found = []
     for one in record.get("published") or ():
@@ -341,8 +338,7 @@ def _natural(thread: tuple[str, int]) -> tuple[Any, ...]:
 def _rows_figure(labels: Sequence[str], *, row: int = ROW, tools: str = "save", **how: Any) -> Any:
     """Make an empty figure with a row of so many pixels for each label, the first at the top.
 
-    Too long labels are cut, and some left out where rows are narrow. The rest is for Bokeh's
-    figure.
+    Too long labels are cut, and some left out where rows are narrow.
     """
     size = 12 if row >= 16 else 10
     plot = figure(

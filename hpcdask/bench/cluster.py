@@ -18,16 +18,6 @@ from hpcdask.errors import ClusterError, UsageError
 from hpcdask.gpu.devices import NONE_VISIBLE
 from hpcdask.workloads import CUPY_INSTALL, Device
 
-__all__ = [
-    "Cluster",
-    "choose_device",
-    "connect",
-    "inspect",
-    "probe",
-    "wait_until_warm",
-    "workers_of",
-]
-
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
 WARM_POLL_S = 0.05
@@ -37,9 +27,8 @@ WARM_POLL_S = 0.05
 class Cluster:
     """The workers of a cluster as a workload sees them.
 
-    ``devices`` maps names to numbers of workers, such as ``{"NVIDIA H200": 8}``; ``n_slots`` are
-    worker threads in all; ``memory_nbytes`` is that of all devices, or of all workers without a
-    GPU; ``cupy`` is the version there.
+    ``devices`` maps names to numbers of workers; ``n_slots`` are worker threads in all;
+    ``memory_nbytes`` is that of all devices, or of all workers without a GPU.
     """
 
     client: distributed.Client
@@ -132,8 +121,7 @@ def _is_warm(dask_worker: Any) -> bool:
 def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
     """Return address to ``name``, ``host``, ``nthreads`` and ``memory_limit`` of all workers.
 
-    The client's own copy of that, ``scheduler_info()``, has none at times: every two seconds it is
-    replaced by one without workers.
+    The client's own copy, ``scheduler_info()``, is replaced by one without workers at times.
     """
     found: dict[str, dict[str, Any]] = client.run_on_scheduler(_workers)
     return found

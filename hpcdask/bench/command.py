@@ -32,8 +32,6 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.devices import visible_gpus
 from hpcdask.workloads import Device, Form
 
-__all__ = ["bench", "main"]
-
 SVD_NBYTES = 200 * 10**9
 EXACT_NBYTES = 16 * 10**8
 TABLE_NBYTES = 2 * 10**12

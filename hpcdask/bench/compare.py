@@ -13,8 +13,6 @@ from hpcdask.bench.limits import LIMITS
 from hpcdask.bench.records import counts, decimal_bytes, failed, name_of
 from hpcdask.errors import UsageError
 
-__all__ = ["Change", "compare", "compare_files", "exit_code", "load", "table"]
-
 Record = Mapping[str, Any]
 
 #: A median may be this many times the other without being called slower.
@@ -29,10 +27,7 @@ SAME_WORKLOAD = ("workload", "form", "shape", "dtype", "devices", "workers", "la
 class Change:
     """A workload in two runs: least, median and greatest seconds of each; None where it is not.
 
-    The verdict is ``"slower"`` where the ratio of the medians is above 1.05 and the times do not
-    overlap; ``"faster"`` the other way round; ``"same"`` for neither; ``"one run"`` where one was
-    timed once, which tells nothing; ``"wrong"`` where a check failed after, whatever the times;
-    ``"only before"``, ``"only after"``.
+    ``verdict`` is one of those that docs/report.md explains.
     """
 
     name: str
@@ -110,11 +105,9 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
-    """Compare two runs, workload by workload, in the order of the first.
+    """Compare two runs, workload by workload, in the order of the first; of several lines the last.
 
-    Records are of the same workload if workload, form, shape, dtype, devices, workers and label are
-    the same. Of several, the last of a run counts. What is only after comes last; if nothing is in
-    both, that is a UsageError.
+    What is only after comes last; if nothing is in both, that is a UsageError.
     """
     old, new = _by_workload(before), _by_workload(after)
     if not old.keys() & new.keys():
@@ -201,8 +194,7 @@ def _cells(times: tuple[float, float, float] | None) -> tuple[str, str]:
 def compare_files(before: str | Path, after: str | Path) -> tuple[str, int]:
     """Compare two files of ``hpcdask bench --json``: the text and the exit code.
 
-    Below the table stand the versions that differ, and the limits that differ by more than 5 %. The
-    code is 1 if anything got slower or wrong.
+    Below the table stand the versions that differ, and the limits that differ by more than 5 %.
     """
     old, new = load(before), load(after)
     changes = compare(old, new)

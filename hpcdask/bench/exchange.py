@@ -29,8 +29,6 @@ from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, count_tasks
 from hpcdask.workloads import exchange as workload
 
-__all__ = ["heat_map", "run_exchange"]
-
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
 SQUARE_NBYTES = {"cuda": 8_000_000_000, "cpu": 512_000_000}
 #: The part of all memory that x may have: there are x, copies of its chunks, x + x.T and scratch.
@@ -48,11 +46,10 @@ def run_exchange(
     alone: bool = False,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure all pairs of workers, all to all, and ``x + x.T``.
+    """Measure all pairs of workers (``alone``: one at a time), all to all, and ``x + x.T``.
 
-    ``nbytes`` is the size of a block, ``square_nbytes`` that of x. ``alone`` measures one pair at a
-    time, instead of as many at once as there are workers for. Times and GB/s at the record's top
-    are those of ``x + x.T``; rows of the matrices in ``result`` are sources. No timeline is made.
+    Times and GB/s at the record's top are those of ``x + x.T``; rows of the matrices in ``result``
+    are sources. No timeline is made.
     """
     client, members = cluster.client, _members(cluster.client, cluster.device)
     nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)

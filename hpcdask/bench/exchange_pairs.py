@@ -20,8 +20,6 @@ from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device
 from hpcdask.workloads import exchange as workload
 
-__all__ = ["Members", "Pairs", "steps", "wait"]
-
 #: A step takes this long at most, and longer with much data.
 STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
 

@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Finding", "Matrix", "hints", "judge", "short", "summary", "table"]
-
 #: Rows send, columns receive; None where nothing was measured, as on the diagonal.
 Matrix = Sequence[Sequence[float | None]]
 Kind = Literal["node", "nodes", "worker", "pair", "hint"]
@@ -28,10 +26,9 @@ NETWORK = ("tcp", "tls")
 
 
 class Finding(NamedTuple):
-    """Something that is slower than the others or than it should be, in GB/s.
+    """Something slower than it should be, in GB/s: nodes, workers, a pair, or a hint at why.
 
-    It names a node, an ordered pair of nodes, a worker or an ordered pair of workers, or is a hint
-    at the cause; ``text`` is one line for the user.
+    ``text`` is one line for the user.
     """
 
     kind: Kind
@@ -105,10 +102,8 @@ def judge(
 ) -> list[Finding]:
     """Name the slow nodes, then workers, then pairs, each cause once, the slowest first.
 
-    Bandwidths are in GB/s. Pairs within a node are compared with such pairs, and those between
-    nodes with those. A pair is slow below half of their median; a worker or a node if its median
-    pair is below half of the median worker's or node's, that is if most of its pairs are slow. What
-    a slow node explains is not said again of its workers, nor of their pairs.
+    Pairs within a node are compared with such pairs, and those between nodes with those. Slow is
+    less than half of their median; a worker or a node is slow by the median of its pairs.
     """
     pairs = _cells_of(bandwidth)
     inside = {pair: v for pair, v in pairs.items() if hosts[pair[0]] == hosts[pair[1]]}

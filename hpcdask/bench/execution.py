@@ -26,8 +26,6 @@ from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.workloads import WorkloadError
 
-__all__ = ["Measurement", "check_outputs", "execute", "reported"]
-
 Measurement = Callable[..., dict[str, Any]]
 
 

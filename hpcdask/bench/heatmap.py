@@ -11,8 +11,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hpcdask.bench.exchange_report import short
 
-__all__ = ["TEMPLATES", "svg"]
-
 TEMPLATES = Environment(
     loader=PackageLoader("hpcdask.bench"),
     autoescape=True,
@@ -44,8 +42,7 @@ def svg(
 ) -> str:
     """Draw a matrix between workers: rows send, columns receive, None where nothing was measured.
 
-    Workers of one host stand together. ``slow`` says what to mark: the row and column of a cell, or
-    the one number of a worker.
+    ``slow`` says what to mark: the row and column of a cell, or the one number of a worker.
     """
     n, several = len(names), len(set(hosts)) > 1
     cell = 56 if n <= 8 else 44 if n <= MAX_NUMBERED else 20 if n <= MAX_NAMED else 12

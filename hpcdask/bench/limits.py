@@ -30,8 +30,6 @@ from hpcdask.workloads import Device, WorkloadError, array_module
 from hpcdask.workloads import exchange as exchange_workload
 from hpcdask.workloads.array_blocks import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES
 
-__all__ = ["LIMITS", "Work", "against", "bound", "measure"]
-
 #: What a record of these rates has for a workload: ``{"workload": LIMITS, "rates": {...}}``.
 LIMITS = "limits"
 DEADLINE_S = 60.0
@@ -94,16 +92,11 @@ def against(limit: Mapping[str, Any], median_s: float) -> dict[str, Any]:
 
 
 def measure(cluster: Cluster) -> dict[str, float]:
-    """Measure the rates that a cluster reaches, all its workers at once, as totals per second.
+    """Measure the rates of `Work` that a cluster reaches with all workers at once, per second.
 
-    ``memory`` are bytes read and written in a copy; ``random`` float64 normals of the array
-    workload's generators; ``matrix_float64`` and ``matrix_float32`` floating-point operations of a
-    square matrix product; ``link`` bytes received when each worker fetches a block from its
-    neighbour, absent with one worker.
-
-    Each is the best of three rounds of 0.05 s, after one that does not count; without GPUs it takes
-    one or two seconds in all. Every thread of a worker computes, or its GPU. Clusters with
-    something else to do give lower rates.
+    Each is the best of three rounds of 0.05 s, after one that does not count; ``link`` is of blocks
+    that each worker fetches from its neighbour. Clusters with something else to do give lower
+    rates.
     """
     members = Members.of(workers_of(cluster.client))
     rates = {kind: _together(cluster, members, kind) for kind in _OPERATIONS}

@@ -11,8 +11,6 @@ from typing import Any
 import click
 from dask.utils import parse_bytes
 
-__all__ = ["COMMON", "FORMS", "OUTPUTS", "OutputFile", "Size", "options", "repeats_option"]
-
 
 class Size(click.ParamType):  # type: ignore[type-arg]
     """A number of bytes with a unit."""

@@ -22,22 +22,6 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.timing import Timed
 from hpcdask.workloads import Check, Form
 
-__all__ = [
-    "Case",
-    "announce",
-    "complaint",
-    "counts",
-    "decimal_bytes",
-    "describe",
-    "duration",
-    "failed",
-    "name_of",
-    "number",
-    "record",
-    "say",
-    "tell",
-]
-
 #: Phases that are shorter would be told as 0.00 s.
 LEAST_TOLD_S = 0.005
 
@@ -136,11 +120,7 @@ def record(
     work: Work | None = None,
     published: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds.
-
-    ``work`` is the least that the hardware has to do; ``published`` are times of others, with
-    ``what``, ``seconds`` and ``bytes``.
-    """
+    """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds."""
     seconds = timed.seconds
     median = statistics.median(seconds)
     return {

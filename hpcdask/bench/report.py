@@ -28,8 +28,6 @@ from hpcdask.bench.records import (
 )
 from hpcdask.errors import UsageError
 
-__all__ = ["html", "write"]
-
 Record = Mapping[str, Any]
 Named = Sequence[tuple[str, Record]]
 
@@ -64,9 +62,8 @@ def write(records: Sequence[Record], path: str | Path) -> None:
 def html(records: Sequence[Record]) -> str:
     """Return the report as HTML: one page, which loads nothing from anywhere.
 
-    Records are what the bench writes as JSON. Some have ``label``, ``limit`` (of `limits.against`),
-    ``published``, ``phases``, ``timeline`` or, if the workload is ``"limits"``, ``rates`` (of
-    `limits.measure`); what has no data has no section. No records are a UsageError.
+    Records are what the bench writes as JSON; what has no data has no section. None is a
+    UsageError.
     """
     if not records:
         raise UsageError("a report needs one result at least, and there is none")

@@ -14,8 +14,6 @@ from hpcdask.bench.records import describe
 from hpcdask.process import STARTED, marks, process_start
 from hpcdask.workloads import Check, WorkloadError
 
-__all__ = ["AHEAD", "age", "phases", "run_startup"]
-
 #: Processes whose start is that of the launch, or of the job's script.
 LAUNCHERS = {
     *("mpirun", "prterun", "orterun", "prted", "orted", "mpiexec", "mpiexec.hydra"),
@@ -43,9 +41,8 @@ Marks = Sequence[tuple[float, str]]
 def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
     """Measure the start of a cluster, after the fact, of workers that hpcdask started.
 
-    ``seconds`` is the time from the start of the launcher's process on the worker's node, or else
-    of the worker's rank, to its registration, for the slowest worker; ``phases`` are medians over
-    the workers, and ``spread`` the least and greatest of each.
+    ``seconds`` is from the start of the launcher's process, or else of the rank, to the
+    registration of the slowest worker; ``phases`` are medians over the workers.
     """
     found = cluster.client.run(_marks)
     if strange := [worker for worker, marks in found.items() if not _has_started(marks)]:

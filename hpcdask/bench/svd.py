@@ -18,8 +18,6 @@ from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
 
-__all__ = ["check_form", "run_svd", "run_svd_exact"]
-
 # Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
 # Python too, and Dask pauses them at 0.8 of their memory.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
@@ -52,10 +50,9 @@ def run_svd(
     chunk_nbytes: int | None = None,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure singular values and right vectors of a planted uint8 matrix held by the workers.
+    """Measure singular values and right vectors of a planted uint8 matrix of rank ``k``.
 
-    ``k`` is also the rank of the matrix. ``packed``: values 0 to 3, four in a byte. ``stream``:
-    made whenever it is read, instead of held. Both are for the tuned form, as is ``chunk_nbytes``.
+    ``packed``: values 0 to 3, four in a byte; ``stream``: made whenever it is read.
     """
     check_form(form, packed=packed, stream=stream)
     device, shape = cluster.device, svd_workload.shape_for(nbytes)

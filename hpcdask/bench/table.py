@@ -23,8 +23,6 @@ from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device
 
-__all__ = ["Row", "rows", "run_row", "show"]
-
 #: Seconds that one cluster may take, from its start to its end.
 DEADLINE_S = 3600.0
 #: Columns of a table that goes to a file or pipe.

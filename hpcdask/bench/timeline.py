@@ -12,8 +12,6 @@ from dask.utils import key_split
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.metrics import time
 
-__all__ = ["MAX_ENTRIES", "recorded"]
-
 #: More than this a picture does not show, and a JSON line should not hold.
 MAX_ENTRIES = 4_000
 #: Dask tasks that the scheduler keeps; one has about three entries.
@@ -26,15 +24,9 @@ NAME = "hpcdask-timeline"
 def recorded(client: distributed.Client) -> Iterator[dict[str, Any]]:
     """Record what the workers do while the block runs; meant for a run that is not timed.
 
-    The scheduler keeps what its workers tell of each Dask task anyway, and sends it once, at the
-    end. Its clock counts: distributed corrects the workers' clocks to it.
-
-    The yielded dict is filled when the block ends, and ready for JSON. ``entries`` are the
-    `MAX_ENTRIES` longest, in the order of their starts, with ``worker``, its name; ``thread``, from
-    0 for each worker; ``start`` and ``stop`` in seconds of the block; ``name``, the prefix of the
-    key; ``action``, ``"compute"``, ``"transfer"`` (before the Dask task, beside what the thread
-    computes), ``"deserialize"``, ``"disk-read"`` or ``"disk-write"``. ``left_out`` counts the
-    others.
+    The yielded dict is filled when the block ends: ``entries`` are the `MAX_ENTRIES` longest, in
+    the order of their starts, in seconds of the scheduler's clock; ``left_out`` counts the others.
+    A ``"transfer"`` is before the Dask task it is for, beside what the thread computes.
     """
     found: dict[str, Any] = {"entries": [], "left_out": 0}
     began = client.run_on_scheduler(_start)

@@ -15,8 +15,6 @@ import distributed
 from hpcdask.bench.timeline import recorded
 from hpcdask.workloads import count_tasks
 
-__all__ = ["Timed", "hold", "measure", "progress"]
-
 PROGRESS_INTERVAL_S = 0.5
 
 
@@ -79,8 +77,7 @@ def hold(client: distributed.Client, x: Any) -> Any:
 def progress(client: distributed.Client, title: str, n_tasks: int) -> Iterator[None]:
     """Show a bar of finished Dask tasks while the block runs, if stderr is a terminal.
 
-    A thread asks the scheduler for its counters twice a second; the computation does not know of
-    it.
+    A thread asks the scheduler for its counters; the computation does not know of it.
     """
     if not sys.stderr.isatty():
         yield

@@ -17,17 +17,14 @@ from hpcdask.bench.records import Case, announce, record
 from hpcdask.bench.timing import Timed, hold, measure
 from hpcdask.workloads import Check
 
-__all__ = ["Workload", "run"]
-
 
 @dataclass(frozen=True)
 class Workload:
     """A computation with a known answer, for a cluster.
 
-    ``build`` makes the collections of one repeat from the input and the repeat's number; ``finish``
-    makes the record's result and the checks from the input and the times. The input may be
-    ``held`` in the memory of the workers. ``warm_up``, where it is given, makes less than a whole
-    run of its number; ``work`` is the least that the hardware has to do.
+    ``build`` makes the collections of a repeat from the input, which may be ``held`` by the
+    workers, and its number; ``finish`` the result and the checks. ``warm_up`` makes less than a
+    whole run.
     """
 
     case: Case

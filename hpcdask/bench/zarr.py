@@ -24,8 +24,6 @@ from hpcdask.workloads.svd import svd_rows
 from hpcdask.workloads.zarr import find, open_rows, read_all
 from hpcdask.workloads.zarr_reading import reading_way
 
-__all__ = ["run_zarr"]
-
 SAMPLES = 2000
 LEAST_VARIANTS = 1000
 N_POPULATIONS = 4
@@ -45,12 +43,10 @@ def run_zarr(
     repeats: int = 3,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure "load, filter, normalise, decompose", and its parts alone.
+    """Measure "load, filter, normalise, decompose", and its parts alone, which overlap in it.
 
-    What is at ``path``, which all workers see, is read; otherwise a store of ``nbytes`` is made
-    there and stays. None is a temporary one, if all workers are on this host. ``seconds`` of the
-    record are of the whole way; ``phases`` are loading alone and computing alone, from memory,
-    which overlap in the whole. There is no limit: what a file system can do is not measured.
+    What is at ``path`` is read; otherwise a store of ``nbytes`` is made there and stays. None is a
+    temporary one. There is no limit: what a file system can do is not measured.
     """
     with _store(cluster, nbytes, path) as (where, written):
         stored = find(where, component)

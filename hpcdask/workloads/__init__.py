@@ -23,25 +23,6 @@ from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, Task, convert_legacy_graph
 from dask.base import collections_to_expr
 
-__all__ = [
-    "CUPY_INSTALL",
-    "Check",
-    "Device",
-    "Form",
-    "WorkloadError",
-    "array_module",
-    "check_dask",
-    "check_device",
-    "check_sizes",
-    "check_unmasked",
-    "check_whole",
-    "client_cupy",
-    "count_tasks",
-    "run_bench",
-    "slab_rows",
-    "to_host",
-]
-
 Device = Literal["cuda", "cpu"]
 Form = Literal["tuned", "stock"]
 
@@ -159,10 +140,9 @@ def slab_rows(
 ) -> tuple[int, ...]:
     """Cut rows into slabs of full width: few, even, and enough for every worker thread.
 
-    The number of slabs is the smallest that keeps each within ``max_nbytes`` and gives every slot
-    ``per_slot`` of them, as long as they stay above 1 MiB; it is then raised to a multiple of the
-    slots so that all finish together. Every slab but the last has a multiple of ``multiple`` rows,
-    and that is the least, whatever the bound. More than `MAX_SLABS` are a WorkloadError.
+    The least number within ``max_nbytes`` that gives every slot ``per_slot`` slabs above 1 MiB, as
+    a multiple of the slots. All but the last have a multiple of ``multiple`` rows, which is the
+    least.
     """
     if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
         raise WorkloadError("rows, slots and slab size must be positive")
@@ -186,8 +166,7 @@ def slab_rows(
 def count_tasks(*collections: Any) -> int:
     """Count the Dask tasks that ``client.compute([*collections])`` makes the scheduler run.
 
-    Aliases count, because the scheduler sends them to workers too, and so does the last step that
-    puts the chunks of a result together; data and results that are on the workers already do not.
+    Aliases and the last step, which puts chunks together, count; what is on the workers does not.
     """
     # What Client.compute() does; dask.optimize() takes the collections one by one and repeats
     # tasks.

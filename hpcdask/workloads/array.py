@@ -58,9 +58,6 @@ from hpcdask.workloads import array_blocks as blocks
 from hpcdask.workloads.array_blocks import ITEM_NBYTES, LOC, STEP
 from hpcdask.workloads.graphs import Graph, cut, sum_of_chunks
 
-__all__ = ["LEAST_SIDE", "NAMES", "build", "check", "check_sum", "chunk_rows", "grid", "side"]
-__all__ += ["slabs", "stock_sum", "tuned_sum", "work"]
-
 #: Of patterns; the sum, which streams any size and is the reference, has functions of its own.
 NAMES = ("mean", "std", "transpose", "matmul", "fft", "stencil")
 #: Chunks of the blog for the sum, and what is the most of the tuned one's.
@@ -98,12 +95,11 @@ def chunk_rows(
 def tuned_sum(
     rows: tuple[int, ...], n_columns: int, *, device: Device = "cuda", seed: int = 0
 ) -> da.Array:
-    """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, one Dask task per chunk and a tree.
+    """Sum and count ``(normal(10, 1) + 1)[::2, ::2]``, as float64 of shape (2,).
 
-    The result has shape (2,), float64, NumPy; building it needs no GPU and no CuPy. Chunks have
-    full width, and all but the last an even number of rows, so that ``[::2]`` picks the same rows
-    as on the whole. cuRAND takes 32 bits of a chunk's seeds, so 500 chunks contain a repeated
-    stream with probability 3e-5.
+    Chunks have an even number of rows but for the last, so that ``[::2]`` picks the same rows as on
+    the whole. cuRAND takes 32 bits of their seeds: 500 contain a repeated stream with probability
+    3e-5.
     """
     check_device(device)
     check_whole("seed", seed)
@@ -151,10 +147,8 @@ def build(
 ) -> da.Array:
     """Build one of ``NAMES`` for an array of side n, at least ``LEAST_SIDE``, as a float64 array.
 
-    Its shape is (n // 2 + 1,) for ``"fft"``, else (). The tuned form's result is NumPy, and
-    building it needs no GPU; stock on ``"cuda"`` needs one on the client. ``max_nbytes`` bounds a
-    tuned chunk, instead of 2 GB on GPUs and 128 MB on CPUs. Tuned chunk ``i`` draws from
-    ``SeedSequence(seed, spawn_key=(i,))``, block ``(i, j)`` of ``transpose`` from ``spawn_key=(i,
+    Its shape is (n // 2 + 1,) for ``"fft"``, else (). ``max_nbytes`` bounds a tuned chunk. Chunk
+    ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``, a block of ``transpose`` from ``(i,
     j)``.
     """
     _validate(name, n)
@@ -237,12 +231,10 @@ def check(name: str, result: Any, n: int) -> list[Check]:
 
 
 def work(name: str, n: int, n_workers: int = 1) -> dict[str, float]:
-    """Return the least that hardware has to do, however the computation is laid out.
+    """Return the least that hardware has to do, in the units of `hpcdask.bench.limits.Work`.
 
-    ``"random"``: normals drawn. ``"memory"``: bytes of the array, written once and read once. For
-    ``"matmul"`` also ``"matrix_float64"``: FLOP of one triangle of the product, and ``"link"``:
-    bytes between workers. One that computes 1/W of the triangle needs n/√W rows at least and holds
-    n/W of them; that counts products of whole rows, which is what a worker computes here.
+    Of ``matmul``, one of W workers computes 1/W of a triangle in products of whole rows, which
+    needs n/√W rows at least, and holds n/W of them.
     """
     _validate(name, n)
     least = {"memory": 2.0 * ITEM_NBYTES * n**2, "random": float(n**2)}

@@ -32,8 +32,6 @@ from numpy.typing import NDArray
 
 from hpcdask.workloads import WorkloadError, check_dask, check_unmasked, to_host
 
-__all__ = ["CompressedBlock", "compress", "compress_array", "decompress", "decompress_array"]
-
 # The blog's, two levels higher. After a transposition of bits, LZ4 makes genotypes half as
 # large as after one of bytes, at about 1 GB/s and core both ways. Zstandard makes them up to 1.8
 # times smaller still and takes two to four times as long.
@@ -91,8 +89,8 @@ def decompress(block: CompressedBlock) -> NDArray[Any]:
 def compress_array(x: da.Array) -> da.Array:
     """Compress an array chunk by chunk on the workers, in one Dask task each.
 
-    Shape, dtype and chunks are those of ``x``, but every chunk is a `CompressedBlock`: for
-    ``persist()`` and `decompress_array`, not for arithmetic.
+    Every chunk is a `CompressedBlock`: for ``persist()`` and `decompress_array`, not for
+    arithmetic.
     """
     check_dask(x)
     largest = math.prod(max(sizes) for sizes in x.chunks) * x.dtype.itemsize

@@ -24,23 +24,6 @@ from distributed import get_worker
 from hpcdask.workloads import Check, Device, WorkloadError, array_module, run_bench, to_host
 from hpcdask.workloads.graphs import cut
 
-__all__ = [
-    "Received",
-    "chain",
-    "check_sum",
-    "fill",
-    "grid",
-    "on",
-    "owners",
-    "sink",
-    "square_block",
-    "to_cross",
-    "tournament",
-    "transports",
-    "verify",
-    "view",
-]
-
 ITEM_NBYTES = 8
 #: Blocks of one buffer start this many items apart: 512 bytes, so that copies stay aligned.
 STRIDE_ITEMS = 64
@@ -118,8 +101,8 @@ def chain(
 ) -> list[Delayed]:
     """Build transfers from one worker to another, each of which begins when the last is over.
 
-    ``sizes`` are items of each transfer; no two chains of a pair have the same ``run``, a part of
-    the keys. Two Dask tasks each: the first makes a view, the second is a `Received`.
+    ``sizes`` are their items; ``run`` is a part of the keys. Two Dask tasks each: a view, a
+    `Received`.
     """
     source, destination = pair
     first = first_item(source, destination, len(addresses))
@@ -160,8 +143,7 @@ def sink(
 def transports(dask_worker: Any) -> dict[str, Any]:
     """Tell how this worker talks to others; runs on workers, with ``client.run``.
 
-    ``peers`` maps addresses to ``"ucx"``, ``"tcp"`` or the like, where that is another transport
-    than the one the worker is known by, which is ``scheme``.
+    ``peers`` maps addresses to transports other than ``scheme``, which the worker is known by.
     """
     peers = dict(getattr(dask_worker, "peer_transports", None) or {})
     return {"peers": peers, "scheme": dask_worker.address.partition("://")[0]}
@@ -204,8 +186,7 @@ def square_block(
 def to_cross(where: Mapping[tuple[int, int], str], rows: Sequence[int]) -> int:
     """Return the bytes that have to go from one worker to another for ``x + x.T``.
 
-    ``where`` maps places of chunks to workers. Of a chunk and its mirror image on different
-    workers, one at least has to move.
+    Of a chunk and its mirror image on different workers, by ``where``, one at least has to move.
     """
     return sum(
         ITEM_NBYTES * rows[i] * rows[j]
@@ -217,8 +198,7 @@ def to_cross(where: Mapping[tuple[int, int], str], rows: Sequence[int]) -> int:
 def verify(y: da.Array, seed: int, device: Device) -> da.Array:
     """Compare every element of ``x + x.T`` with what it should be, where it lies.
 
-    The result has shape (p, 2 p) for p x p chunks: for each the sum of its elements and their
-    largest deviation, as NumPy.
+    Of each chunk, the result (p, 2 p) has the sum and the largest deviation.
     """
     parts = y.numblocks[0]
     kept: dict[str, Any] = {"chunks": ((1,) * parts, (2,) * parts), "meta": np.empty((0, 0))}

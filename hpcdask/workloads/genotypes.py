@@ -29,8 +29,6 @@ from hpcdask.workloads.svd import svd_rows
 from hpcdask.workloads.zarr import find, n_missing_chunks, open_rows
 from hpcdask.workloads.zarr_reading import StoredArray
 
-__all__ = ["MISSING", "Structure", "count_variants", "normalise", "population_structure"]
-
 MISSING = 3
 MAX_MISSING = 0.1
 MIN_MAF = 0.01

@@ -12,8 +12,6 @@ from dask._task_spec import Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-__all__ = ["SPLIT_EVERY", "Graph", "cut", "sum_of_chunks"]
-
 # 64 partial results of a few bytes are one message per worker.
 SPLIT_EVERY = 64
 
@@ -28,8 +26,7 @@ def sum_of_chunks(
 ) -> da.Array:
     """Add up what a function makes of each chunk of rows, (1, width) in NumPy, in a tree.
 
-    The result has shape (width,), or () if the width is 1. One Dask task per chunk, and those of a
-    tree of 64 branches.
+    The result has shape (width,), or () if the width is 1.
     """
     meta = np.empty((0, 0), dtype)
     chunks = ((1,) * n_chunks, (width,))
@@ -63,10 +60,9 @@ class Graph:
         after: Sequence[Any],
         **kwargs: Any,
     ) -> da.Array:
-        """Return what a last Dask task makes of its arguments, which may be no array, as one block.
+        """Return what a last Dask task makes of its arguments, as one block.
 
-        The block passes for an array of ``ndim`` dimensions of length 1; ``after`` are arrays whose
-        blocks the graph refers to.
+        ``after`` are arrays whose blocks the graph refers to.
         """
         key = (self.name, *[0] * ndim)
         self.tasks[key] = Task(key, function, *args, **kwargs)

@@ -22,8 +22,6 @@ import numpy as np
 
 from hpcdask.workloads import array_module
 
-__all__ = ["can_multiply", "multiply", "multiply_transposed"]
-
 # Digits to the base 256: 24 bits and 53 bits need so many.
 N_DIGITS = {"float32": 3, "float64": 7}
 # Products of the largest value by -128 that a 32-bit sum holds, in whole chunks.

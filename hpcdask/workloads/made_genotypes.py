@@ -25,8 +25,6 @@ from hpcdask.workloads.zarr_reading import (
     zarr_module,
 )
 
-__all__ = ["populations", "write_genotypes"]
-
 WRITE_NBYTES = 128_000_000
 TILE_ROWS = 256
 FST = 0.1
@@ -52,14 +50,10 @@ def write_genotypes(
 ) -> da.Array:
     """Write made-up genotypes (variants, samples) to a Zarr store from the workers; sum them.
 
-    The store and its metadata are made at once, on a file system that client and workers share, its
-    chunks when the result, uint64 of shape (), is computed: whole ones in each Dask task, at most
-    128 MB if they are not larger. Allele frequencies are up to 0.5, populations differ by an FST of
-    0.1, and 3 % of the genotypes are missing, of some variants many more.
-
-    Row i of chunks draws from ``SeedSequence(seed, spawn_key=(i,))``. Same seed, shape and chunk
-    height: same genotypes, on any cluster. The codec is Blosc's, with bits shuffled, which makes
-    files three to four times smaller; lz4 is read faster than zstd.
+    The store is made at once, its chunks when the result, uint64 of shape (), is computed. Allele
+    frequencies are up to 0.5, populations differ by an FST of 0.1, and 3 % are missing. Row i of
+    chunks draws from ``SeedSequence(seed, spawn_key=(i,))``: the same on any cluster. lz4 is read
+    faster than zstd.
     """
     check_whole("seed", seed)
     if min(*shape, *chunks) < 1:

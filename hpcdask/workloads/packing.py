@@ -29,8 +29,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpcdask.workloads import WorkloadError, array_module, check_dask, check_sizes, check_unmasked
 
-__all__ = ["multiply", "multiply_transposed", "pack", "pack_array", "unpack", "unpack_array"]
-
 PER_BYTE = 4
 LARGEST = 3
 # So many values are packed or unpacked at a time: few enough that the passes over them stay in
@@ -81,8 +79,7 @@ def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) ->
 def multiply(packed: Any, right: Any, n: int) -> Any:
     """Multiply an unpacked matrix (m x n) and ``right`` (n x l), float32 or float64, as the result.
 
-    On a CPU it is what BLAS makes of it. On a GPU with integer tensor cores, it is as exact as
-    `hpcdask.workloads.integer_gpu.multiply`.
+    On integer tensor cores, it is as exact as `hpcdask.workloads.integer_gpu.multiply`.
     """
     _validate_product(packed, right, n, n_rows=n)
     if _on_gpu(packed) and 0 not in (*packed.shape, *right.shape) and _gpu().can_multiply():

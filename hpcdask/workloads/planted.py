@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from hpcdask.workloads import Check, Device, WorkloadError, array_module, client_cupy
 from hpcdask.workloads.packing import pack
 
-__all__ = ["check", "matrix", "uniform"]
-
 # Of each check; what is computed in float32 passes too.
 TOLERANCE = 1e-3
 
@@ -30,13 +28,9 @@ def matrix(
 ) -> tuple[da.Array, Floats]:
     """Make a uint8 matrix of known singular values, chunk by chunk on the workers; return both.
 
-    The matrix is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C. Its
-    singular values are those of diag(√rows) C diag(√columns), with the sizes of the groups of rows
-    and columns, and exactly ``rank`` of them, 1 to min(m, n, 64), are not zero.
-
-    ``packed``: values from 0 to 3, four in a byte as `packing.pack` makes them, of undivided
-    columns. ``cupy_meta`` says in the graph that chunks are CuPy arrays, as ``svd.stock`` needs;
-    that takes a GPU on the client.
+    It is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C, so the
+    singular values are those of diag(√rows) C diag(√columns). ``packed``: 0 to 3, four in a byte.
+    ``cupy_meta`` says in the graph that chunks are CuPy arrays, which takes a GPU on the client.
     """
     if not 1 <= rank <= min(*shape, 64):
         raise WorkloadError(

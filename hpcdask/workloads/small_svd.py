@@ -13,8 +13,6 @@ import numpy as np
 from hpcdask.workloads import WorkloadError, to_host
 from hpcdask.workloads.tall import Basis, Floats, Rows, basis_of, only
 
-__all__ = ["Solution", "orthonormal", "precondition", "solve"]
-
 
 class Solution(NamedTuple):
     """Singular values (k,), right vectors (k, n), and what makes left vectors of a chunk.

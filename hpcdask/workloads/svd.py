@@ -52,8 +52,6 @@ from hpcdask.workloads import (
 from hpcdask.workloads.svd_graph import decompose
 from hpcdask.workloads.tall import Prepare, Rows
 
-__all__ = ["chunk_rows", "exact_shape_for", "shape_for", "stock", "svd_exact", "svd_rows"]
-
 ASPECT = 500  # rows per column of the reference matrix
 ALIGNED_COLUMNS = 32
 EXACT_COLUMNS = 20
@@ -66,8 +64,7 @@ CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 def shape_for(nbytes: int) -> tuple[int, int]:
     """Return the shape of a uint8 matrix within ``nbytes`` bytes, some 500 times taller than wide.
 
-    Rows of more than 32 columns are a multiple of that, as those of the reference are: packed or
-    not, each begins where a GPU likes to read.
+    Wide rows are a multiple of 32, so that each begins where a GPU likes to read.
     """
     n = math.isqrt(max(nbytes, 0) // ASPECT)
     if n < 1:
@@ -267,8 +264,7 @@ def _check_packed(x: da.Array, n: int) -> int:
 def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:
     """Return ``dask.array.linalg.svd_compressed(x, k)``, as in the blog.
 
-    Chunks are 20,000 x 5,000 there. ``"cuda"`` needs a GPU on the client as well, and returns CuPy
-    arrays.
+    ``"cuda"`` needs a GPU on the client as well, and returns CuPy arrays.
     """
     check_device(device)
     check_dask(x)

@@ -14,8 +14,6 @@ from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.small_svd import orthonormal, precondition, solve
 from hpcdask.workloads.tall import Rows, combine, end, left, only, products
 
-__all__ = ["decompose"]
-
 # Partial sums are (n + l) x l float64, 3.2 MB at the reference size. So many are added in one Dask
 # task if they are small, or smaller than a chunk; else two, so that few have to be kept.
 SPLIT_EVERY = 8
@@ -83,8 +81,7 @@ def _ended(
 ) -> da.Array:
     """Add the sums of all chunks and hand them to a function, as one block.
 
-    The last of the tree's Dask tasks is the function's: each level takes the scheduler and the
-    workers some milliseconds.
+    The tree's last Dask task is the function's: each level takes some milliseconds.
     """
     graph = Graph(function.__name__, sums.name, [b.name for b in basis], how)
     parts: list[Any] = [TaskRef(key) for key in flatten(sums.__dask_keys__())]

@@ -32,8 +32,6 @@ from hpcdask.workloads import (
 from hpcdask.workloads.compressed import CompressedBlock, decompress
 from hpcdask.workloads.packing import multiply, multiply_transposed, unpack
 
-__all__ = ["Basis", "Prepare", "Rows", "basis_of", "combine", "end", "left", "only", "products"]
-
 # Integers are cast to floats tile by tile: this bounds the scratch memory, and keeps the CPU in
 # its cache.
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 22}
@@ -255,8 +253,7 @@ SLAB_ROWS = 16_384
 def _qr(y: Any, xp: Any) -> tuple[Any, Any]:
     """QR of a tall chunk.
 
-    NumPy's takes twice the memory of what it decomposes, since version 2.5 four times, so it gets a
-    slab at a time, and then the slabs' R.
+    NumPy's takes up to four times the memory of what it decomposes, so it gets a slab at a time.
     """
     rows, columns = y.shape
     count = rows // max(SLAB_ROWS, 4 * columns)

@@ -31,8 +31,6 @@ from hpcdask.workloads import Device, WorkloadError, check_device, run_bench, sl
 from hpcdask.workloads.graphs import sum_of_chunks
 from hpcdask.workloads.zarr_reading import StoredArray, StoredRows, zarr_module
 
-__all__ = ["find", "n_missing_chunks", "open_rows", "read_all"]
-
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 21}
 

@@ -32,15 +32,6 @@ from numpy.typing import NDArray
 
 from hpcdask.workloads import Device, WorkloadError, array_module, to_host
 
-__all__ = [
-    "StoredArray",
-    "StoredRows",
-    "in_reading_thread",
-    "reading_way",
-    "run_inline",
-    "zarr_module",
-]
-
 ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
 #: Bytes read at once. A band is at least one chunk of the store high.
 BAND_NBYTES: dict[Device, int] = {"cuda": 1 << 26, "cpu": 1 << 24}
@@ -68,11 +59,9 @@ def zarr_module() -> Any:
 class StoredArray:
     """A matrix in a Zarr store, as the client found it, in the byte order of the machine.
 
-    ``component`` is ``""`` for the store itself; ``chunk`` is the rows and columns of what is one
-    file: a chunk, or a shard; elements of a chunk that is not there are ``fill_value``. ``plain``
-    says that files hold the elements as they are in memory: format 3, no compression, no shards,
-    little-endian. ``stamp`` is when its metadata were written, in ns: a store that is written anew
-    has other Dask keys.
+    ``chunk`` is the rows and columns of what is one file: a chunk, or a shard. ``plain`` says that
+    files hold the elements as they are in memory. ``stamp`` is when its metadata were written, in
+    ns: a store that is written anew has other Dask keys.
     """
 
     path: str
@@ -115,9 +104,8 @@ class StoredArray:
 class StoredRows:
     """Rows of a stored matrix, from ``start`` to before ``stop``, being read since this was made.
 
-    A chunk of `hpcdask.workloads.zarr.open_rows` with ``prefetch=True``. ``rows[a:b]`` waits for
-    those rows only and returns them as an array of the device; ``rows[:]`` is the whole. What
-    cannot be read, a slice raises as WorkloadError. Pickled, it is a note of where to read again.
+    ``rows[a:b]`` waits for those rows only. What cannot be read, a slice raises as WorkloadError.
+    Pickled, it is a note of where to read again.
     """
 
     ndim = 2
@@ -306,11 +294,7 @@ def _gds_store() -> Any:
 
 
 def n_readers(device: Device) -> int:
-    """Return how many threads of this process read.
-
-    On a CPU as many as the worker computes with; for a GPU the cores that this process may use, at
-    most eight.
-    """
+    """Return how many threads read: as many as compute; for a GPU its cores, up to 8."""
     if device == "cuda":
         return min(MAX_READERS, CPU_COUNT)
     try:
