@@ -128,13 +128,9 @@ def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
 
 
 def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:
+    names = ("host", "nthreads", "memory_limit")
     return {
-        address: {
-            "name": str(worker.name),
-            "host": worker.host,
-            "nthreads": worker.nthreads,
-            "memory_limit": worker.memory_limit,
-        }
+        address: {"name": str(worker.name), **{name: getattr(worker, name) for name in names}}
         for address, worker in dask_scheduler.workers.items()
     }
 

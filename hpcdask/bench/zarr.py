@@ -6,17 +6,17 @@ import contextlib
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpcdask.bench.cluster import Cluster, workers_of
-from hpcdask.bench.records import Case, announce, decimal_bytes, record, say
-from hpcdask.bench.timing import hold, measure
+from hpcdask.bench.records import Case, decimal_bytes, say
+from hpcdask.bench.timing import Timed, hold, measure
+from hpcdask.bench.workload import Workload, run
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, made_genotypes
 from hpcdask.workloads import genotypes as workload
@@ -48,6 +48,7 @@ def run_zarr(
     What is at ``path`` is read; otherwise a store of ``nbytes`` is made there and stays. None is a
     temporary one. There is no limit: what a file system can do is not measured.
     """
+    client = cluster.client
     with _store(cluster, nbytes, path) as (where, written):
         stored = find(where, component)
         x = open_rows(where, device=cluster.device, n_slots=cluster.n_slots, component=component)
@@ -55,33 +56,35 @@ def run_zarr(
         case = Case("zarr", "tuned", stored.shape, stored.dtype, x.numblocks[0], largest)
         k = min(N_POPULATIONS - 1, *stored.shape)
         how: dict[str, Any] = {"n_slots": cluster.n_slots, "device": cluster.device}
+        phases: list[dict[str, Any]] = []
 
-        def pipeline(_: int) -> list[Any]:
+        def pipeline(_x: Any, _index: int) -> list[Any]:
             return list(workload.population_structure(where, k, component=component, **how))
 
-        pipeline(0)
-        announce(case, cluster)
-        for line in sorted(set(cluster.client.run(reading_way, stored, cluster.device).values())):
-            say(line)
-        load = measure(
-            cluster.client, lambda _: [read_all(x, device=cluster.device)], repeats, n_warmup=1
-        )
-        timed = measure(cluster.client, pipeline, repeats, n_warmup=1, timeline=timeline)
-        s, v, variants = timed.results
-        phases = [{"name": "load alone", "seconds": float(np.median(load.seconds))}]
-        if case.nbytes <= USABLE_FRACTION * cluster.memory_nbytes:
-            phases.append({"name": "compute alone", "seconds": _compute(cluster, x, k, repeats)})
-    checks = [Check("variants", int(variants.sum()), stored.shape[0], 0)]
-    if written is not None:
-        checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
-        checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
-    result = {
-        "k": k,
-        "singular_values": s.tolist(),
-        "variants": dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True)),
-        "load_seconds": load.seconds,
-    }
-    return {**record(case, cluster, timed, result, checks), "phases": phases}
+        def finish(_x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
+            for line in sorted(set(client.run(reading_way, stored, cluster.device).values())):
+                say(line)
+            load = measure(
+                client, lambda _: [read_all(x, device=cluster.device)], repeats, n_warmup=1
+            )
+            phases.append({"name": "load alone", "seconds": statistics.median(load.seconds)})
+            if case.nbytes <= USABLE_FRACTION * cluster.memory_nbytes:
+                seconds = _compute(cluster, x, k, repeats)
+                phases.append({"name": "compute alone", "seconds": seconds})
+            s, v, variants = timed.results
+            checks = [Check("variants", int(variants.sum()), stored.shape[0], 0)]
+            if written is not None:
+                checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
+                checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
+            return {
+                "k": k,
+                "singular_values": s.tolist(),
+                "variants": dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True)),
+                "load_seconds": load.seconds,
+            }, checks
+
+        line = run(Workload(case, pipeline, finish), cluster, repeats, timeline)
+    return {**line, "phases": phases}
 
 
 def within(v: Any) -> float:
@@ -101,7 +104,7 @@ def _compute(cluster: Cluster, x: Any, k: int, repeats: int) -> float:
         return [*triplets[1:], workload.count_variants(held, device=cluster.device)]
 
     timed = measure(cluster.client, build, repeats, n_warmup=1)
-    return float(np.median(timed.seconds))
+    return statistics.median(timed.seconds)
 
 
 @contextlib.contextmanager

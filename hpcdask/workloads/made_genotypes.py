@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -87,27 +87,15 @@ def _create(
         blosc = importlib.import_module("zarr.codecs").BloscCodec
         compressor = blosc(cname=codec, clevel=5, shuffle="bitshuffle")
     try:
-        zarr.create_array(
-            path,
-            shape=shape,
-            chunks=chunks,
-            dtype="uint8",
-            fill_value=MISSING,
-            compressors=compressor,
-            zarr_format=zarr_format,
-            overwrite=overwrite,
-        )
+        how = {"compressors": compressor, "zarr_format": zarr_format, "overwrite": overwrite}
+        what = {"shape": shape, "chunks": chunks, "dtype": "uint8", "fill_value": MISSING}
+        zarr.create_array(path, **what, **how)
     except OSError as exc:
         raise WorkloadError(f"{path} cannot be made: {exc}") from exc
 
 
 def _write(
-    *,
-    stored: StoredArray,
-    rows: tuple[int, ...],
-    n_populations: int,
-    seed: int,
-    block_id: tuple[int, int],
+    *, stored: StoredArray, rows: tuple[int, ...], n_populations: int, seed: int, block_id: Any
 ) -> NDArray[np.uint64]:
     start = sum(rows[: block_id[0]])
     total = 0

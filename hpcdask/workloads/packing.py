@@ -140,18 +140,9 @@ def unpack_array(packed: da.Array, n: int, dtype: DTypeLike = np.uint8) -> da.Ar
     _validate_packed(packed, n)
     bounds = [0, *(min(PER_BYTE * stop, n) for stop in itertools.accumulate(packed.chunks[-1]))]
     sizes = tuple(stop - start for start, stop in itertools.pairwise(bounds))
-    return cast(
-        "da.Array",
-        da.map_blocks(
-            _unpack_block,
-            packed,
-            sizes=sizes,
-            out_dtype=np.dtype(dtype),
-            chunks=(*packed.chunks[:-1], sizes),
-            dtype=dtype,
-            meta=_meta(packed).astype(dtype),
-        ),
-    )
+    how: dict[str, Any] = {"sizes": sizes, "out_dtype": np.dtype(dtype), "dtype": dtype}
+    how |= {"chunks": (*packed.chunks[:-1], sizes), "meta": _meta(packed).astype(dtype)}
+    return cast("da.Array", da.map_blocks(_unpack_block, packed, **how))
 
 
 def _unpack_block(

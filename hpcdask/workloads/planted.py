@@ -37,17 +37,10 @@ def matrix(
             f"k={rank} is out of range: the test matrix of {shape[0]} x {shape[1]} "
             f"has 1 to {min(*shape, 64)} non-zero singular values"
         )
-    library = client_cupy() if cupy_meta else np
-    x = da.map_blocks(
-        _block,
-        shape=shape,
-        rank=rank,
-        device=device,
-        packed=packed,
-        chunks=(chunks[0], (-(-shape[1] // 4),)) if packed else chunks,
-        dtype=np.uint8,
-        meta=library.empty((0, 0), np.uint8),
-    )
+    meta = (client_cupy() if cupy_meta else np).empty((0, 0), np.uint8)
+    how = {"shape": shape, "rank": rank, "device": device, "packed": packed}
+    cut = (chunks[0], (-(-shape[1] // 4),)) if packed else chunks
+    x = da.map_blocks(_block, chunks=cut, dtype=np.uint8, meta=meta, **how)
     rows, columns = (np.diff(_group_bounds(size, rank)) for size in shape)
     small = np.sqrt(rows)[:, None] * _core(rank, packed) * np.sqrt(columns)
     return x, np.linalg.svd(small, compute_uv=False)
@@ -93,17 +86,10 @@ def uniform(
     cupy_meta: bool = False,
 ) -> da.Array:
     """Make a float64 matrix of numbers between 0 and 1, the same on any cluster, in row chunks."""
-    library = client_cupy() if cupy_meta else np
-    return cast(
-        "da.Array",
-        da.map_blocks(
-            _uniform_block,
-            device=device,
-            chunks=(rows, (shape[1],)),
-            dtype=np.float64,
-            meta=library.empty((0, 0)),
-        ),
-    )
+    meta = (client_cupy() if cupy_meta else np).empty((0, 0))
+    chunks = rows, (shape[1],)
+    x = da.map_blocks(_uniform_block, device=device, chunks=chunks, dtype="float64", meta=meta)
+    return cast("da.Array", x)
 
 
 def _uniform_block(*, device: Device, block_info: Any) -> Any:

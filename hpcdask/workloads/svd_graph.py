@@ -104,17 +104,8 @@ def _branches(x: da.Array, n: int, width: int) -> int:
 def _starts(x: da.Array, reader: str) -> da.Array:
     """First row of each chunk, for one reader: shared by two, it would be Dask tasks of its own."""
     starts = tuple(int(start) for start in np.cumsum([0, *x.chunks[0][:-1]]))
-    return cast(
-        "da.Array",
-        da.map_blocks(
-            _start,
-            starts=starts,
-            name=f"start-{reader}-{x.name}",
-            chunks=((1,) * len(starts),),
-            dtype=np.int64,
-            meta=np.empty(0, np.int64),
-        ),
-    )
+    how = {"starts": starts, "name": f"start-{reader}-{x.name}", "meta": np.empty(0, np.int64)}
+    return cast("da.Array", da.map_blocks(_start, chunks=((1,) * len(starts),), **how))
 
 
 def _start(*, starts: tuple[int, ...], block_id: tuple[int]) -> Any:
@@ -122,10 +113,8 @@ def _start(*, starts: tuple[int, ...], block_id: tuple[int]) -> Any:
 
 
 def _part(solution: da.Array, index: str, part: int, sizes: dict[str, int]) -> da.Array:
-    return cast(
-        "da.Array",
-        da.blockwise(_item, index, solution, "n", part=part, new_axes=sizes, **FREE_FORM),
-    )
+    found = da.blockwise(_item, index, solution, "n", part=part, new_axes=sizes, **FREE_FORM)
+    return cast("da.Array", found)
 
 
 def _item(solution: Any, *, part: int) -> Any:

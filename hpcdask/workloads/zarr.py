@@ -172,23 +172,11 @@ def open_rows(
     check_device(device)
     stored = find(path, component)
     limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
-    rows = slab_rows(
-        stored.shape[0],
-        stored.shape[1] * np.dtype(stored.dtype).itemsize,
-        n_slots=n_slots,
-        max_nbytes=limit,
-        multiple=stored.chunk[0],
-    )
-    x = da.map_blocks(
-        _chunk,
-        stored=stored,
-        device=device,
-        prefetch=prefetch,
-        chunks=(rows, (stored.shape[1],)),
-        dtype=stored.dtype,
-        meta=np.empty((0, 0), stored.dtype),
-    )
-    return cast("da.Array", x)
+    (n_rows, n_columns), meta = stored.shape, np.empty((0, 0), stored.dtype)
+    how: dict[str, Any] = {"max_nbytes": limit, "multiple": stored.chunk[0]}
+    rows = slab_rows(n_rows, n_columns * meta.itemsize, n_slots=n_slots, **how)
+    how = {"stored": stored, "device": device, "prefetch": prefetch}
+    return cast("da.Array", da.map_blocks(_chunk, chunks=(rows, (n_columns,)), meta=meta, **how))
 
 
 def _chunk(*, stored: StoredArray, device: Device, prefetch: bool, block_info: Any) -> Any:
