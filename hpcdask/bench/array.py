@@ -10,8 +10,7 @@ import dask.array as da
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
-from hpcdask.bench.timing import Timed
-from hpcdask.bench.workload import Workload, run
+from hpcdask.bench.workload import Timed, Workload, run
 from hpcdask.workloads import Check, Device, Form, WorkloadError, to_host
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads.array_blocks import ITEM_NBYTES

@@ -23,8 +23,8 @@ import numpy as np
 from hpcdask.bench import exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
-from hpcdask.bench.records import Case, decimal_bytes, record, say
-from hpcdask.bench.timing import Timed
+from hpcdask.bench.records import Case, decimal_bytes, say
+from hpcdask.bench.workload import Timed, record
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, count_tasks
 from hpcdask.workloads import exchange as workload

@@ -7,9 +7,8 @@ import importlib.metadata
 import json
 import math
 import platform
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ import click
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster
-from hpcdask.bench.limits import Work
-from hpcdask.bench.timing import Timed
-from hpcdask.workloads import Check, Form
+from hpcdask.workloads import Form
 
 #: Phases that are shorter would be told as 0.00 s.
 LEAST_TOLD_S = 0.005
@@ -108,42 +105,6 @@ def duration(seconds: float) -> str:
     if seconds >= 0.1:
         return f"{number(seconds)} s"
     return f"{number(1e3 * seconds)} ms" if seconds >= 1e-4 else f"{number(1e6 * seconds)} µs"
-
-
-def record(
-    case: Case,
-    cluster: Cluster,
-    timed: Timed,
-    result: dict[str, Any],
-    checks: list[Check],
-    *,
-    work: Work | None = None,
-    published: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
-    """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds."""
-    seconds = timed.seconds
-    median = statistics.median(seconds)
-    return {
-        "workload": case.workload,
-        "form": case.form,
-        "label": case.label,
-        "shape": list(case.shape),
-        "dtype": case.dtype,
-        "chunks": {"count": case.n_chunks, "largest": list(case.largest)},
-        "bytes": case.nbytes,
-        "seconds": seconds,
-        "seconds_median": median,
-        "seconds_min": min(seconds),
-        "seconds_max": max(seconds),
-        "GB/s": case.nbytes / median / 1e9,
-        "dask_tasks": timed.n_tasks,
-        "result": result,
-        "checks": [check.as_dict() for check in checks],
-        **({"work": asdict(work)} if work is not None else {}),
-        **({"published": list(published)} if published else {}),
-        **({"timeline": timed.timeline} if timed.timeline is not None else {}),
-        **describe(cluster),
-    }
 
 
 def describe(cluster: Cluster) -> dict[str, Any]:

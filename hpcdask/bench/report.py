@@ -95,11 +95,12 @@ def html(records: Sequence[Record]) -> str:
         facts=_facts(records),
         rates=[_rate(name, rate) for name, rate in _rates(records).items()],
         failures=[(label, complaint(check)) for label, one in shown for check in failed(one)],
-        times_note=_times_note([record for _, record in shown]),
+        has_startup=any(record["workload"] == "startup" for _, record in shown),
+        has_limits=any(record.get("limit") for _, record in shown),
         times=_table(_TIMES, [_times_row(label, record, several) for label, record in timed]),
         published=_table(_PUBLISHED, _published_rows(timed)),
         exchanges=_exchanges(shown),
-        timelines=[(name, label, _timeline_note(told)) for name, label, told in timelines],
+        timelines=timelines,
     )
 
 
@@ -186,18 +187,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> dict[s
     return {"heads": titles, "rows": [[row[i] for i in shown] for row in cells]} if rows else None
 
 
-def _times_note(records: Sequence[Record]) -> str:
-    note = "From the call that computes a graph to the result in the client."
-    if any(record["workload"] == "startup" for record in records):
-        note += " Start-up counts from the launch to the last worker."
-    if any(record.get("limit") for record in records):
-        note += (
-            " The limit is the time of the largest of its parts (memory, random numbers, matrix "
-            "products, exchange) at the rate that these workers reach when they do nothing else."
-        )
-    return note
-
-
 def _times_row(label: str, record: Record, several: bool) -> list[str | Cell]:
     limit, checks, wrong = record.get("limit"), record.get("checks") or (), failed(record)
     shape = " x ".join(f"{n:,}" for n in record.get("shape") or ())
@@ -243,15 +232,3 @@ def _exchanges(shown: Named) -> list[tuple[str, str, list[str]]]:
         for label, record in shown
         if record["workload"] == "exchange" and "transport" in (record.get("result") or {})
     ]
-
-
-def _timeline_note(told: Mapping[str, Any]) -> str:
-    note = (
-        "What each worker thread did during one more run, which is not timed. Point at something "
-        "to see its name; zoom with the tools at the right."
-    )
-    if left_out := told.get("left_out", 0):
-        note += (
-            f" The {len(told['entries']):,} longest are shown, {left_out:,} shorter ones left out."
-        )
-    return note

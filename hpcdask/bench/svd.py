@@ -12,8 +12,7 @@ import numpy as np
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
-from hpcdask.bench.timing import Timed
-from hpcdask.bench.workload import Workload, run
+from hpcdask.bench.workload import Timed, Workload, run
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload

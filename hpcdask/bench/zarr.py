@@ -15,8 +15,7 @@ from typing import Any
 
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.records import Case, decimal_bytes, say
-from hpcdask.bench.timing import Timed, hold, measure
-from hpcdask.bench.workload import Workload, run
+from hpcdask.bench.workload import Timed, Workload, hold, measure, run
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, made_genotypes
 from hpcdask.workloads import genotypes as workload

@@ -64,15 +64,21 @@ class Graph:
 
         ``after`` are arrays whose blocks the graph refers to.
         """
-        key = (self.name, *[0] * ndim)
-        self.tasks[key] = Task(key, function, *args, **kwargs)
-        return da.Array(
-            HighLevelGraph.from_collections(self.name, self.tasks, dependencies=after),
-            self.name,
-            chunks=((1,),) * ndim,
-            dtype=np.float64,
-            meta=np.empty((0,) * ndim),
-        )
+        return self._ended(((1,),) * ndim, after, function, *args, **kwargs)
+
+    def _ended(
+        self,
+        chunks: Any,
+        after: Sequence[Any],
+        function: Callable[..., Any],
+        *args: Any,
+        **how: Any,
+    ) -> da.Array:
+        key = (self.name, *[0] * len(chunks))
+        self.tasks[key] = Task(key, function, *args, **how)
+        graph = HighLevelGraph.from_collections(self.name, self.tasks, dependencies=after)
+        meta = np.empty((0,) * len(chunks))
+        return da.Array(graph, self.name, chunks=chunks, dtype=np.float64, meta=meta)
 
     def array(
         self,
@@ -90,12 +96,4 @@ class Graph:
                 self.task(merge, *parts[i : i + SPLIT_EVERY])
                 for i in range(0, len(parts), SPLIT_EVERY)
             ]
-        key = (self.name,) if size is None else (self.name, 0)
-        self.tasks[key] = Task(key, finish, *parts)
-        return da.Array(
-            HighLevelGraph.from_collections(self.name, self.tasks),
-            self.name,
-            chunks=() if size is None else ((size,),),
-            dtype=np.float64,
-            meta=np.empty(() if size is None else 0),
-        )
+        return self._ended(() if size is None else ((size,),), (), finish, *parts)

@@ -60,17 +60,17 @@ def multiply(matrix: Any, right: Any, per_byte: int = 1) -> Any:
     cupy = array_module("cuda")
     rows = _Matrix.of(matrix, per_byte)
     digits = _Digits.of(right, rows)
-    layout, kernel = digits.layout, digits.kernel("multiply")
-    out = cupy.zeros((rows.n_rows, layout.columns))
-    step = max(1, SCRATCH_NBYTES // (4 * layout.width))
+    kernel = digits.kernel("multiply")
+    out = cupy.zeros((rows.n_rows, right.shape[1]))
+    step = max(1, SCRATCH_NBYTES // (4 * digits.width))
     for left_end in range(0, len(right), MAX_TERMS[per_byte]):
         right_end = min(len(right), left_end + MAX_TERMS[per_byte])
         split, n_chunks = digits.split(left_end, right_end)
         for start in range(0, rows.n_rows, step):
             part = rows.part(start, start + step, left_end, right_end)
-            sums = cupy.empty((part.n_rows, layout.width), np.int32)
-            n_blocks = math.ceil(part.n_rows / BLOCK_ROWS) * layout.groups
-            args = *part.args, split, n_chunks, layout.groups, sums
+            sums = cupy.empty((part.n_rows, digits.width), np.int32)
+            n_blocks = math.ceil(part.n_rows / BLOCK_ROWS) * digits.groups
+            args = *part.args, split, n_chunks, digits.groups, sums
             kernel((n_blocks,), (BLOCK_THREADS,), args)
             digits.combine(sums, out[start : start + step])
     return out
@@ -84,21 +84,21 @@ def multiply_transposed(matrix: Any, left: Any, n: int, per_byte: int = 1) -> An
     cupy = array_module("cuda")
     rows = _Matrix.of(matrix, per_byte)
     digits = _Digits.of(left, rows)
-    layout, kernel = digits.layout, digits.kernel("multiply_transposed")
-    out = cupy.zeros((n, layout.columns))
-    n_column_blocks = math.ceil(n / BLOCK_ROWS) * layout.groups
+    kernel = digits.kernel("multiply_transposed")
+    out = cupy.zeros((n, left.shape[1]))
+    n_column_blocks = math.ceil(n / BLOCK_ROWS) * digits.groups
     n_slots = cupy.cuda.Device().attributes["MultiProcessorCount"] * BLOCKS_PER_SM
-    step = max(1, min(SCRATCH_NBYTES // layout.width, MAX_TERMS[per_byte]))
+    step = max(1, min(SCRATCH_NBYTES // digits.width, MAX_TERMS[per_byte]))
     for start in range(0, rows.n_rows, step):
         part = rows.part(start, start + step)
         split, n_chunks = digits.split(start, start + part.n_rows)
         n_cuts = min(n_chunks, math.ceil(N_ROUNDS * n_slots / n_column_blocks))
         chunks_per_block = math.ceil(n_chunks / n_cuts)
-        sums = cupy.zeros((n, layout.width), np.int32)
+        sums = cupy.zeros((n, digits.width), np.int32)
         kernel(
             (n_column_blocks, math.ceil(n_chunks / chunks_per_block)),
             (BLOCK_THREADS,),
-            (*part.args, n, split, n_chunks, chunks_per_block, layout.groups, sums),
+            (*part.args, n, split, n_chunks, chunks_per_block, digits.groups, sums),
         )
         digits.combine(sums, out)
     return out
@@ -133,62 +133,49 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How the digits of all columns are cut into tiles of eight, and those into groups."""
+class _Digits:
+    """A factor that is taken apart into digits, and the products of the digits put together.
 
-    columns: int
+    The digits of all columns are cut into tiles of eight, and those into ``groups`` of ``tiles``.
+    """
+
+    factor: Any  # float64
+    top: Any  # largest magnitude of each column
+    matrix: _Matrix  # that it is to be multiplied with
     n_digits: int
+    groups: int
+    tiles: int
 
-    @property
-    def n_tiles(self) -> int:
-        return math.ceil(self.columns * self.n_digits / TILE_COLUMNS)
-
-    @property
-    def groups(self) -> int:
-        return math.ceil(self.n_tiles / MAX_TILES)
-
-    @property
-    def tiles(self) -> int:
-        return math.ceil(self.n_tiles / self.groups)
+    @classmethod
+    def of(cls, factor: Any, matrix: _Matrix) -> _Digits:
+        cupy, columns = array_module("cuda"), factor.shape[1]
+        n_digits = N_DIGITS[factor.dtype.name]
+        n_tiles = math.ceil(columns * n_digits / TILE_COLUMNS)
+        groups = math.ceil(n_tiles / MAX_TILES)
+        factor = cupy.ascontiguousarray(factor, dtype=np.float64)
+        top = cupy.zeros(columns)
+        digits = cls(factor, top, matrix, n_digits, groups, math.ceil(n_tiles / groups))
+        n_blocks = max(64, math.ceil(columns / BLOCK_THREADS))
+        args = factor, *factor.shape, top
+        digits.kernel("column_max")((n_blocks,), (BLOCK_THREADS,), args)
+        return digits
 
     @property
     def width(self) -> int:
         return self.groups * self.tiles * TILE_COLUMNS
 
-
-@dataclass(frozen=True)
-class _Digits:
-    """A factor that is taken apart into digits, and the products of the digits put together."""
-
-    factor: Any  # float64
-    top: Any  # largest magnitude of each column
-    layout: _Layout
-    matrix: _Matrix  # that it is to be multiplied with
-
-    @classmethod
-    def of(cls, factor: Any, matrix: _Matrix) -> _Digits:
-        cupy = array_module("cuda")
-        layout = _Layout(factor.shape[1], N_DIGITS[factor.dtype.name])
-        factor = cupy.ascontiguousarray(factor, dtype=np.float64)
-        digits = cls(factor, cupy.zeros(layout.columns), layout, matrix)
-        n_blocks = max(64, math.ceil(layout.columns / BLOCK_THREADS))
-        args = factor, *factor.shape, digits.top
-        digits.kernel("column_max")((n_blocks,), (BLOCK_THREADS,), args)
-        return digits
-
     def kernel(self, name: str) -> Any:
-        return _kernel(name, self.layout.tiles, self.matrix.aligned, self.matrix.per_byte)
+        return _kernel(name, self.tiles, self.matrix.aligned, self.matrix.per_byte)
 
     def split(self, start: int, stop: int) -> tuple[Any, int]:
         """Return the digits of some rows, and how many chunks of terms they are."""
-        rows, layout = self.factor[start:stop], self.layout
-        chunk = CHUNK[self.matrix.per_byte]
+        rows, chunk = self.factor[start:stop], CHUNK[self.matrix.per_byte]
         n_chunks = math.ceil(len(rows) / chunk)
-        digits = array_module("cuda").zeros(n_chunks * chunk * layout.width, np.int8)
+        digits = array_module("cuda").zeros(n_chunks * chunk * self.width, np.int8)
         self.kernel("split")(
             (math.ceil(rows.size / BLOCK_THREADS),),
             (BLOCK_THREADS,),
-            (rows, *rows.shape, self.top, layout.n_digits, n_chunks, digits),
+            (rows, *rows.shape, self.top, self.n_digits, n_chunks, digits),
         )
         return digits, n_chunks
 
@@ -197,7 +184,7 @@ class _Digits:
         self.kernel("combine")(
             (math.ceil(out.size / BLOCK_THREADS),),
             (BLOCK_THREADS,),
-            (sums, sums.shape[1], self.top, *out.shape, self.layout.n_digits, out),
+            (sums, sums.shape[1], self.top, *out.shape, self.n_digits, out),
         )
 
 

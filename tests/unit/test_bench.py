@@ -20,10 +20,12 @@ from distributed import Client, KilledWorker, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, exchange, execution, limits, startup, table, timing, zarr
+from hpcdask.bench import command, exchange, execution, limits, startup, table, zarr
+from hpcdask.bench import workload as bench_workload
 from hpcdask.bench.array import run_array
 from hpcdask.bench.options import OutputFile
-from hpcdask.bench.records import Case, record
+from hpcdask.bench.records import Case
+from hpcdask.bench.workload import Timed, record
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError, UsageError
@@ -165,7 +167,7 @@ def test_a_wrong_result_is_exit_code_1(client, capsys, monkeypatch):
 def _wrong(cluster):
     checks = array_workload.check_sum(11.0 * 250_000, 250_000, (1000, 1000))
     case = Case("array", "tuned", (1000, 1000), "float64", 1, (1000, 1000))
-    return record(case, cluster, timing.Timed([1.0], None, 1), {}, checks)
+    return record(case, cluster, Timed([1.0], None, 1), {}, checks)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,14 @@ def test_bars_tell_the_warm_up(client, monkeypatch, form):
         titles.append(title)
         yield
 
-    monkeypatch.setattr(timing, "progress", progress)
+    monkeypatch.setattr(bench_workload, "progress", progress)
     run_array(bench_cluster.inspect(client, "cpu"), 8_000_000, repeats=2, form=form)
     assert titles == ["warm-up", "run 1 of 2", "run 2 of 2"]
 
 
 def test_progress_follows_the_scheduler(client, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(timing, "PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(bench_workload, "PROGRESS_INTERVAL_S", 0.01)
     cluster = bench_cluster.inspect(client, "cpu")
     assert run_array(cluster, 8_000_000, repeats=1)["checks"][0]["ok"]
 
