@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
+from typing import Any
 
 from bokeh.palettes import cividis
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -66,41 +67,47 @@ def svg(
     def place(value: float) -> float:
         return math.log(value / low) / math.log(high / low) if is_log else value / high
 
-    cells = []
-    for i, row in enumerate(matrix):
-        for j, value in enumerate(row):
-            at = 0.0 if value is None else place(value)
-            fill = MISSING if value is None else COLOURS[round(at * (len(COLOURS) - 1))]
-            number = short(value) if n <= MAX_NUMBERED and value is not None else ""
-            cells.append((i, j, fill, number, "#ffffff" if at < 0.5 else "#000000"))
+    cells = [
+        _cell(i, j, value, place(value or low), numbered=n <= MAX_NUMBERED)
+        for i, row in enumerate(matrix)
+        for j, value in enumerate(row)
+    ]
     blamed = {who[0] for who in slow if len(who) == 1}
     named = zip(labels, [width < cell for width in widths], range(n), strict=True)
-    nodes = []
-    for host, group in groupby(range(n if several else 0), key=lambda i: hosts[i]):
-        members = list(group)
-        fits = max(2, int(len(members) * cell / (CHARACTER * size)))
-        told = host if len(host) <= fits else f"{host[: fits - 1]}…"
-        nodes.append((told, members[0], members[-1]))
     quarters = [part / 4 for part in range(5)]
+    places = {"n": n, "cell": cell, "size": size, "left": left, "top": top}
+    words = {"title": title, "unit": unit, "is_log": is_log, "has_slow": bool(slow)}
     return TEMPLATES.get_template("heatmap.svg.j2").render(
         **PAINT,
-        n=n,
-        cell=cell,
-        size=size,
-        left=left,
-        top=top,
+        **places,
+        **words,
         bracket_x=left - room - 6,
         bracket_y=top - slanted - 6,
         width=max(right + 106, CHARACTER * 16 * len(title) + 48, right + room + 12),
         height=max(bottom, top + 120) + (48 if slow else 28),
-        title=title,
-        unit=unit,
         cells=cells,
         labels=[(label, flat, i in blamed) for label, flat, i in named] if n <= MAX_NAMED else [],
-        nodes=nodes,
+        nodes=_nodes(hosts, cell / (CHARACTER * size)) if several else [],
         slow_cells=[who for who in slow if len(who) == 2],
-        has_slow=bool(slow),
-        is_log=is_log,
         scale=[COLOURS[round((1 - (i + 0.5) / STEPS) * 255)] for i in range(STEPS)],
         ticks=[short(low * (high / low) ** q if is_log else q * high) for q in quarters],
     )
+
+
+def _cell(i: int, j: int, value: float | None, place: float, *, numbered: bool) -> tuple[Any, ...]:
+    """Return row, column, colour, number and the number's colour."""
+    if value is None:
+        return i, j, MISSING, "", ""
+    fill = COLOURS[round(place * (len(COLOURS) - 1))]
+    return i, j, fill, short(value) if numbered else "", "#ffffff" if place < 0.5 else "#000000"
+
+
+def _nodes(hosts: Sequence[str], characters: float) -> list[tuple[str, int, int]]:
+    """Return nodes, their first and last worker; each has room for so many characters a worker."""
+    nodes = []
+    for host, group in groupby(range(len(hosts)), key=lambda i: hosts[i]):
+        members = list(group)
+        fits = max(2, int(len(members) * characters))
+        told = host if len(host) <= fits else f"{host[: fits - 1]}…"
+        nodes.append((told, members[0], members[-1]))
+    return nodes
