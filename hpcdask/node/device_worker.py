@@ -15,10 +15,11 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
 from hpcdask.client.batching import BATCH_INTERVAL_S
-from hpcdask.comm.peers import UCX, PeerWorker, load
+from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, make_context
+from hpcdask.gpu.first_use import FirstUse
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.logs import say, set_log_level
 from hpcdask.process import mark, marks
@@ -64,11 +65,19 @@ class DeviceWorker(PeerWorker):
             mark("device memory set up")
         self.device_memory = device_memory
         self._context_lost = False
+        self._first_use = FirstUse()
         super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
         self.batched_stream.interval = BATCH_INTERVAL_S
 
+    async def _warm(self) -> None:
+        """Exchange with peers first, which shows how fast they are, then load what tasks need."""
+        await super()._warm()
+        if self.on_device and self.status in WORKING:
+            self._first_use.start()
+
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
+        self._first_use.stop()
         event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)
         if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
@@ -104,6 +113,7 @@ class DeviceWorker(PeerWorker):
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
+        self._first_use.stop()
         set_log_level("CRITICAL")
         try:
             return await super().close(*args, **kwargs)
