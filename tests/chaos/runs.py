@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -113,6 +114,7 @@ class Run:
         self.run = self._start()
         self.player = Player(self.printed, self.over, self.fire)
         self._roles: set[str] = set()
+        self._away = float("-inf"), float("-inf")  # since when the network was lost, and until when
 
     def _start(self) -> Running:
         arguments = ["--layout", self.options["layout"], "--preload", str(PROGRAMS / "pids.py")]
@@ -144,7 +146,7 @@ class Run:
         if event.fault == "network":
             assert self.hosts is not None
             # a launcher that cannot reach its hosts does not try again
-            passes = event.lasts <= 5 and event.mark != "start"
+            passes = self._away_for(event.lasts) <= 6 and event.mark != "start"
             self._roles.add("blip" if passes else "network")
             if not passes and self.options["workers_min"]:
                 (self.site.folder / "fewer").touch()
@@ -173,6 +175,13 @@ class Run:
         return f"{event.fault} of {role} {process.pid} at {event.mark}", strike(
             process, event.fault
         )
+
+    def _away_for(self, lasts: float) -> float:
+        """Seconds from the first to the end of losses that may look like one: few probes pass."""
+        now = time.monotonic()
+        start, end = self._away
+        self._away = start if now < end + 10 else now, max(end, now + lasts)
+        return self._away[1] - self._away[0]
 
     def _fill_disk(self) -> Undo:
         path = self.site.tmp / "ballast"

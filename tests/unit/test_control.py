@@ -1,0 +1,75 @@
+"""The line between the ranks, over a network that comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from chaos.hosts import Hosts, missing
+from launching import wait_for
+
+LEADER = """
+import asyncio, sys
+from hpcdask.runner.control import ControlServer
+
+async def main():
+    over = asyncio.Event()
+    async def arrived(report, channel):
+        print("arrived", flush=True)
+        while (message := await channel.receive()) is not None:
+            print(message["text"], flush=True)
+        print("gone", flush=True)
+        over.set()
+    print(await ControlServer("nonce", arrived).listen(sys.argv[1], None), flush=True)
+    await over.wait()
+
+asyncio.run(main())
+"""
+RANK = """
+import asyncio, sys
+from hpcdask.runner.control import connect_to_leader
+
+async def main():
+    channel = await connect_to_leader(sys.argv[1], int(sys.argv[2]), None, "nonce")
+    channel.send(rank=1)
+    await asyncio.to_thread(sys.stdin.readline)
+    channel.send(text="still there")
+    await channel.receive()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there are network namespaces")
+def test_a_network_that_is_lost_for_six_seconds_ends_no_line(tmp_path: Path):
+    """Both sides probe an idle line: with few probes, a loss of four seconds could look like ten."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def start(host: str, program: str, *words: str) -> subprocess.Popen:
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", program, *words]
+        return stack.enter_context(subprocess.Popen(command, **pipes))
+
+    def wait_until(moment: float) -> None:
+        wait_for(lambda: time.monotonic() > moment, 60)
+
+    with Hosts(tmp_path) as hosts, contextlib.ExitStack() as stack:
+        (here, there), (address, _) = hosts.names, hosts.addresses
+        leader = start(here, LEADER, address)
+        rank = start(there, RANK, address, leader.stdout.readline().strip())
+        assert leader.stdout.readline() == "arrived\n"
+        start_of_silence = time.monotonic()
+        wait_until(start_of_silence + 3)
+        hosts.join(up=False)
+        wait_until(start_of_silence + 9)
+        hosts.join(up=True)
+        wait_until(start_of_silence + 12)
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert leader.stdout.readline() == "still there\n"
+        rank.kill()
+        assert leader.stdout.readline() == "gone\n"
