@@ -47,7 +47,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "there are network namespaces")
 def test_a_network_that_is_lost_for_six_seconds_ends_no_line(tmp_path: Path):
-    """Both sides probe an idle line: with few probes, a loss of four seconds could look like ten."""
+    """Both sides probe an idle line: with few probes, a loss of four seconds looked like ten."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
     def start(host: str, program: str, *words: str) -> subprocess.Popen:
