@@ -20,6 +20,7 @@ from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import scratch
 from hpcdask.queues import local_processes
+from hpcdask.runner.rendezvous import FileRendezvous
 from hpcdask.security import private
 from hpcdask.security.credentials import (
     check_configuration,
@@ -189,6 +190,81 @@ def test_a_link_is_removed_and_not_followed(tmp_path):
     private.remove(str(tmp_path / "keys"))
     assert os.listdir(tmp_path) == ["thesis"]
     assert os.listdir(tmp_path / "thesis") == ["ca.pem"]
+
+
+@root_only
+def test_what_is_swapped_while_it_is_removed_stays(open_folder, monkeypatch):
+    keys, thesis = open_folder / "keys", open_folder / "thesis"
+    thesis.mkdir()
+    (thesis / "ca.pem").write_text("precious")
+    save_credentials(create_credentials(), str(keys))
+    real = os.listdir
+
+    def swapped(folder: int) -> list[str]:
+        found = real(folder)
+        monkeypatch.undo()
+        as_stranger(lambda: swap(keys, thesis))
+        return found
+
+    monkeypatch.setattr(os, "listdir", swapped)
+    private.remove(str(keys))
+    assert (keys / "ca.pem").read_text() == "precious"
+    assert os.listdir(open_folder / "away") == []
+
+
+@root_only
+def test_a_link_that_comes_while_a_folder_is_removed_is_not_followed(open_folder, monkeypatch):
+    keys, thesis = open_folder / "keys", open_folder.parent / "thesis"
+    thesis.mkdir()
+    (thesis / "ca.pem").write_text("precious")
+    save_credentials(create_credentials(), str(keys))
+    real = os.stat
+
+    def swapped(path: str, **options: object) -> os.stat_result:
+        found = real(path, **options)
+        if path == "keys":
+            monkeypatch.undo()
+            keys.rename(open_folder / "away")
+            as_stranger(lambda: keys.symlink_to(thesis))
+        return found
+
+    monkeypatch.setattr(os, "stat", swapped)
+    private.remove(str(keys))
+    assert (thesis / "ca.pem").read_text() == "precious"
+
+
+@root_only
+@pytest.mark.parametrize("what", ["keys", "note"])
+def test_nothing_secret_is_written_into_a_folder_that_was_swapped(open_folder, monkeypatch, what):
+    monkeypatch.setenv("TMPDIR", str(open_folder))
+    meeting = FileRendezvous("launch", shared=False)
+    folder = open_folder / "keys" if what == "keys" else Path(meeting.folders[0])
+    theirs = open_folder / "theirs"
+    as_stranger(theirs.mkdir)
+    real = private.make_folder
+
+    def swapped(path: str) -> int:
+        found = real(path)
+        as_stranger(lambda: swap(folder, theirs))
+        return found
+
+    monkeypatch.setattr(private, "make_folder", swapped)
+    if what == "keys":
+        save_credentials(create_credentials(), str(folder))
+    else:
+        meeting.publish({"credentials": create_credentials()})
+    assert os.listdir(folder) == []
+    assert os.listdir(open_folder / "away")
+
+
+def test_a_link_in_a_folder_of_ones_own_is_no_file_of_it(tmp_path):
+    (tmp_path / "elsewhere").write_text("text")
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "ca.pem").symlink_to("../elsewhere")
+    folder = private.open_folder(str(tmp_path / "keys"))
+    with pytest.raises(OSError, match="symbolic links"):
+        private.read("ca.pem", dir_fd=folder)
+    os.close(folder)
 
 
 @root_only
@@ -387,3 +463,18 @@ def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, 
         [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
     )
     assert (f"{str(tmp_path)!r}]\n" in done.stdout) is there, done
+
+
+@pytest.mark.parametrize(("bits", "first"), [(0o755, True), (0o1777, False)])
+def test_a_module_that_is_run_does_not_bring_a_folder_that_is_open_to_all(tmp_path, bits, first):
+    """Such as ``python -m hpcdask.run -m program`` in /tmp."""
+    tmp_path.chmod(bits)
+    lines = "from hpcdask.runner.program import Program; Program('yaml', [], True).set_path()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{lines}; import sys; print(sys.path)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(f"['{tmp_path}'") is first, done
+    assert str(tmp_path) in done.stdout

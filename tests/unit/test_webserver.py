@@ -12,12 +12,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import dask
+import psutil
 import pytest
 from distributed import Scheduler
 from distributed.dashboard.scheduler import applications
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest, HTTPResponse
 from tornado.httputil import HTTPHeaders
-from tornado.websocket import websocket_connect
+from tornado.websocket import WebSocketClosedError, websocket_connect
 
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.security import webserver
@@ -181,6 +182,23 @@ def test_a_large_body_is_refused_and_not_kept():
     asyncio.run(run())
 
 
+def test_a_large_message_of_a_websocket_is_not_kept():
+    """Bokeh's own are small; tornado would take 10 MiB of each stranger."""
+
+    async def run() -> None:
+        async with scheduler() as ours:
+            url = f"ws://127.0.0.1:{ours.http_server.port}/eventstream"
+            socket = await websocket_connect(url)
+            await socket.write_message(bytes(1000), binary=True)
+            with suppress(WebSocketClosedError):
+                await socket.write_message(bytes(8 * webserver.BODY_NBYTES), binary=True)
+            async with asyncio.timeout(60):
+                while await socket.read_message() is not None:
+                    pass
+
+    asyncio.run(run())
+
+
 def test_no_more_connections_than_there_is_room_for(monkeypatch):
     """The others wait until one of them ends; the scheduler's descriptors are for its workers."""
     monkeypatch.setattr(webserver, "CONNECTIONS", 20)
@@ -189,8 +207,12 @@ def test_no_more_connections_than_there_is_room_for(monkeypatch):
     async def run() -> None:
         async with scheduler() as ours:
             port = ours.http_server.port
+            here = psutil.Process()
+            before = here.num_fds()
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
-            assert (await ask(ours, "/health")).code == 200
+            for _ in range(2):
+                assert here.num_fds() - before <= 60 + 20 + 2
+                assert (await ask(ours, "/health")).code == 200
             for _, writer in silent:
                 writer.close()
 
