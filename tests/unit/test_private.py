@@ -392,7 +392,21 @@ def test_configuration_that_others_may_write_is_refused(tmp_path, monkeypatch, w
         check_configuration()
 
 
-def test_a_run_ends_before_it_obeys_a_configuration_of_others(tmp_path):
+WORKER = ["-m", "hpcdask.worker", "--scheduler", "tcp://127.0.0.1:1", "--cluster", "a-b-c"]
+HOST = os.uname().nodename
+CLUSTER = "import hpcdask; hpcdask.LocalCUDAJobCluster(1, device='cpu', cores=1, memory='1GiB')"
+
+
+@pytest.mark.parametrize(
+    ("command", "start", "code"),
+    [
+        (["-m", "hpcdask.run", "--device", "cpu", "program.py"], "hpcdask: error: ", 2),
+        ([*WORKER, "--workers", "1", "--device", "cpu"], f"hpcdask: error: job 7 on {HOST}: ", 2),
+        (["-c", CLUSTER], "hpcdask.errors.UsageError: ", 1),
+    ],
+    ids=["run", "job", "cluster"],
+)
+def test_a_configuration_of_others_is_refused_before_it_is_obeyed(tmp_path, command, start, code):
     config = tmp_path / "dask"
     config.mkdir()
     (config / "x.yaml").write_text(f"distributed:\n  scheduler:\n    preload: [{tmp_path}/own.py]")
@@ -400,15 +414,15 @@ def test_a_run_ends_before_it_obeys_a_configuration_of_others(tmp_path):
     (tmp_path / "own.py").write_text(f"open('{tmp_path}/owned', 'w')")
     (tmp_path / "program.py").write_text("print('ran')")
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.run", "--device", "cpu", "program.py"],
-        env={**os.environ, "DASK_CONFIG": str(config)},
+        [sys.executable, *command],
+        env={**os.environ, "DASK_CONFIG": str(config), "HPCDASK_JOB_ID": "7"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert done.returncode == 2
-    assert f"hpcdask: error: others may write {config}/x.yaml" in done.stderr
+    assert f"{start}others may write {config}/x.yaml" in done.stderr, done
+    assert done.returncode == code
     assert not (tmp_path / "owned").exists()
     assert not done.stdout
 
