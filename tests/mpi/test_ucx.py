@@ -353,6 +353,23 @@ def test_a_flood_of_strangers_leaves_nothing(there: Puppet, here: Puppet, says, 
     assert here.do(text + "await me.comm.close()\nreturn answer") == {"x": 2}
 
 
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [(20, b"?" * 5000), (600, b""), (600, b"?" * 100)],
+    ids=["garbage", "many that are silent", "many that begin a request"],
+)
+def test_who_costs_much_leaves_before_the_deadline(there: Puppet, here: Puppet, count, says):
+    there.do("mock.patch.object(me.listener._untold, '_deadline_ticks', 10**9).start()")
+    port = here.do("return me.port")
+    before = there.do("return psutil.Process().num_fds()")
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(says)
+        there.wait_for(f"psutil.Process().num_fds() <= {before} + 3", 30)
+    there.do("mock.patch.stopall()")
+
+
 def test_who_asks_late_is_no_stranger(there: Puppet, here: Puppet):
     """Those that UCX has told of wait for their proof, and not for `listening.Untold`."""
     there.do("mock.patch.object(me.listener._untold, '_deadline_ticks', 0).start()")
