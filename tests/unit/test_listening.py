@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import resource
-import select
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +20,7 @@ from hpcdask.node import channel
 from hpcdask.runner import control
 from hpcdask.security import listening
 from hpcdask.security.credentials import create_credentials, to_security
+from strangers import closed
 
 FLOOD = 1500
 
@@ -81,15 +81,6 @@ async def flood(
                 sock.send(says)
             made.append(sock)
         yield made
-
-
-def closed(socks: list[socket.socket]) -> int:
-    """How many of them the other side has closed."""
-    poll = select.poll()
-    for sock in socks:
-        poll.register(sock, select.POLLIN | select.POLLRDHUP)
-    gone = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-    return sum(bool(event & gone) for _, event in poll.poll(0))
 
 
 async def until(condition: Callable[[], object], seconds: float = 60) -> None:

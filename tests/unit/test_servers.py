@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import select
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from hpcdask.security import listening
 from launching import wait_for
+from strangers import closed
 
 FEW = 1024
 TOO_MANY = listening.UNPROVEN_LIMIT + 60
@@ -135,15 +135,6 @@ def run(folder: str) -> Iterator[tuple[subprocess.Popen, int, int]]:
                 yield process, int(told["address"].rsplit(":", 1)[1]), told["dashboard"][1]
             finally:
                 end(process, lambda: rank.sendall(b'{"op": "close"}\n'))
-
-
-def closed(socks: list[socket.socket]) -> int:
-    """How many of them the other side has closed."""
-    poll = select.poll()
-    for sock in socks:
-        poll.register(sock, select.POLLIN | select.POLLRDHUP)
-    gone = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-    return sum(bool(event & gone) for _, event in poll.poll(0))
 
 
 def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
