@@ -152,8 +152,9 @@ def test_launches_do_not_meet(base):
         json.dumps(NOTE),
         json.dumps({**NOTE, "launch": "job 7.r1"})[:-9],
         "",
+        "[" * 500_000,
     ],
-    ids=["another life", "no launch", "cut off", "empty"],
+    ids=["another life", "no launch", "cut off", "empty", "deep"],
 )
 def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
     meeting = FileRendezvous("job 7.r1", shared=False)
