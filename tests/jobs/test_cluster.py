@@ -631,17 +631,18 @@ def test_a_queue_that_does_not_answer_is_asked_again(
 
 def test_a_slow_file_system_does_not_hold_up_the_event_loop(folder: Path, monkeypatch):
     """Folder, keys and scratch are made in a thread; who gives up meanwhile leaves nothing."""
-    threads = []
+    threads, given_up = [], threading.Event()
 
     def slowly(make):
         def made(*args, **keywords):
             threads.append(threading.current_thread())
-            time.sleep(0.2)
+            assert given_up.wait(60)
             return make(*args, **keywords)
 
         return made
 
     async def run() -> None:
+        asyncio.get_running_loop().call_later(0.2, given_up.set)  # after the timeout
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await make(folder, asynchronous=True)

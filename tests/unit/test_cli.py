@@ -22,6 +22,7 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
+from hpcdask.queues.registry import SYSTEMS
 
 
 def test_the_package_is_the_command():
@@ -146,7 +147,7 @@ def test_a_queue_without_tags_is_asked_once(tmp_path: Path, monkeypatch: pytest.
     folder = ClusterFolder.create("ab-1", "pbs", base=tmp_path)
     folder.write_script("#!/bin/sh\n")
     folder.new_submission().record(["1", "2"])
-    monkeypatch.setattr(discovery, "NAMES", ["pbs"])
+    monkeypatch.setattr(discovery, "SYSTEMS", {"pbs": SYSTEMS["pbs"]})
     monkeypatch.setattr(discovery, "queue_class", lambda name: Plain)
     (found,), problems = asyncio.run(discovery.survey(str(tmp_path)))
     assert (list(found.jobs), problems, Plain.asked) == (["1"], {}, 1)

@@ -12,7 +12,7 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import fold
 from hpcdask.queues.job_state import QueueState
 
-STATES = {"waits": (QueueState.PENDING, ""), "runs": (QueueState.STARTING, "")}
+STATES = {"waits": (QueueState.PENDING, ""), "runs": (QueueState.RUNNING, "")}
 
 
 class ToyQueue(Queue):
@@ -51,7 +51,7 @@ from hpcdask.queues.environment import how_to_request, job_id
 queue = registry.queue_class("toy")()
 assert asyncio.run(queue.submit("script.sh", 1)) == ["toy-7"]
 found = asyncio.run(queue.query(["toy-7", "toy-8", "toy-9"]))
-assert [job.state for job in found.values()] == ["pending", "starting", "unknown"], found
+assert [job.state for job in found.values()] == ["pending", "running", "unknown"], found
 asyncio.run(queue.cancel(["toy-7"]))
 
 os.environ["TOY_JOB"] = "toy-7"
