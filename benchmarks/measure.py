@@ -67,31 +67,33 @@ def make_jobs(kind: str, jobs: int) -> tuple[Any, float]:
     return client, time.perf_counter() - start
 
 
-def make_client(kind: str, workers: int) -> Any:
-    """A client of the cluster that this program has around it, or makes."""
-    if kind == "runner":
-        from distributed import Client
+def make_cluster(kind: str, workers: int) -> Any:
+    """A peer's cluster on this machine. dask-mpi has no object: `Client()` finds it.
 
-        return Client()
+    `PEER_KEYWORDS` in the environment are keywords of LocalCUDACluster, as JSON.
+    """
     if kind == "dask-mpi":
         from dask_mpi import initialize
-        from distributed import Client
 
         initialize(nthreads=1)
-        return Client()
+        return None
     if kind == "local-cuda":
         from dask_cuda import LocalCUDACluster
         from dask_cuda.utils import get_n_gpus
-        from distributed import Client
 
-        pool = os.environ.get("PEER_POOL")
-        protocol = os.environ.get("PEER_PROTOCOL")
-        if workers > get_n_gpus():
-            return Client(sharing_gpus()(n_workers=workers))
-        return Client(LocalCUDACluster(protocol=protocol, rmm_pool_size=pool))
-    from distributed import Client, LocalCluster
+        cluster = LocalCUDACluster if workers <= get_n_gpus() else sharing_gpus()
+        keywords = json.loads(os.environ.get("PEER_KEYWORDS", "{}"))
+        return cluster(n_workers=workers, **keywords)
+    from distributed import LocalCluster
 
-    return Client(LocalCluster(n_workers=workers, threads_per_worker=1))
+    return LocalCluster(n_workers=workers, threads_per_worker=1)
+
+
+def make_client(kind: str, workers: int) -> Any:
+    """A client of the cluster that this program has around it, or makes."""
+    from distributed import Client
+
+    return Client(None if kind == "runner" else make_cluster(kind, workers))
 
 
 def sharing_gpus() -> type:

@@ -18,13 +18,16 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import user_programs
+from launches import execute, gpu_names, mpirun
 
 HERE = Path(__file__).parent
 MEASURE = str(HERE / "measure.py")
@@ -46,6 +49,8 @@ PACKAGES = [
 ]
 
 
+#: Keywords of LocalCUDACluster, as measure.py takes them.
+OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
 #: Cases that compare the tuned form of a workload with the stock one.
 NAMES = {
     "array": "array",
@@ -61,34 +66,7 @@ NAMES = {
 }
 #: Cases that no machine without a GPU has.
 ON_GPUS = {"packed", "transfer", "transpose", "scaling", "crowd"}
-CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs")
-
-
-def gpu_names() -> list[str]:
-    """Names of this machine's GPUs."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    found = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return found.stdout.split("\n")[:-1] if found.returncode == 0 else []
-
-
-def mpirun(ranks: int) -> list[str]:
-    """Open MPI's launcher, for a machine with fewer cores than ranks too."""
-    beside = Path(sys.executable).parent / "mpirun"
-    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    return [
-        str(beside) if beside.exists() else "mpirun",
-        *root,
-        "--oversubscribe",
-        "-n",
-        str(ranks),
-    ]
+CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs", "programs")
 
 
 def runner(ranks: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
@@ -116,23 +94,12 @@ def peer(kind: str, workers: int, *arguments: str) -> list[str]:
 
 def run(command: list[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
     """Run one measurement to its end and return its JSON line, with the wall time of the whole."""
-    launched = time.time()
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment, "LAUNCHED": repr(launched)},
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    wall = time.time() - launched
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr[-4000:]}"
-        )
-    return {**json.loads(lines[-1]), "wall_s": wall}
+    ended = execute(command, environment, timeout)
+    lines = [line for line in ended.out.splitlines() if line.startswith("{")]
+    if ended.code != 0 or not lines:
+        how = f"not over after {timeout:g} s" if ended.code is None else f"code {ended.code}"
+        raise SystemExit(f"{' '.join(command)}: {how}:\n{ended.out}{ended.err[-4000:]}")
+    return {**json.loads(lines[-1]), "wall_s": ended.wall_s}
 
 
 def compare(
@@ -267,7 +234,7 @@ def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[st
     few = ["--repeats", "1"] if case == "array" else []
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
     if gpus > 1:
-        environment["PEER_PROTOCOL"] = "ucx"  # NVLink, as ours has it
+        environment |= OVER_UCX  # NVLink, as ours has it
     return compare(
         f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}, tuned against stock",
         runner(gpus, *arguments, "--form", "tuned"),
@@ -310,7 +277,7 @@ def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[s
             measure="seconds",
             rounds=rounds,
             peer_name="LocalCUDACluster(protocol='ucx')",
-            environment={"PEER_PROTOCOL": "ucx"},
+            environment=OVER_UCX,
         )
         yield summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"])
         yield made
@@ -402,6 +369,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def told(versions: dict[str, str]) -> str:
+    """The line of a page that names what was measured."""
+    return f"\nVersions: {', '.join(f'{name} {number}' for name, number in versions.items())}.\n"
+
+
 def add_results(path: Path, results: dict[str, Any]) -> None:
     """Write results, beside those of other cases that the file has of this machine and day."""
     if path.exists():
@@ -410,7 +382,7 @@ def add_results(path: Path, results: dict[str, Any]) -> None:
         if [earlier[name] for name in same] == [results[name] for name in same]:
             new = {case["case"] for case in results["cases"]}
             kept = [case for case in earlier["cases"] if case["case"] not in new]
-            results = {**results, "cases": kept + results["cases"]}
+            results = {**earlier, **results, "cases": kept + results["cases"]}
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -418,23 +390,28 @@ def write_docs(paths: list[str]) -> None:
     """Write docs/benchmarks.md from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
     # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
-    for path in sorted(map(Path, paths), key=lambda path: path.stem):
-        content = json.loads(path.read_text())
+    ordered = sorted(map(Path, paths), key=lambda path: path.stem)
+    contents = [json.loads(path.read_text()) for path in ordered]
+    for content in contents:
+        laid_out = [case for case in content["cases"] if "phase" not in case]
+        if not laid_out:
+            continue
         text += f"\n## {content['machine']} ({content['date']})\n\n"
         text += (
             "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
         )
-        for case in content["cases"]:
+        for case in laid_out:
             text += (
                 f"| {case['case']} | {case['ours_s']:.3g} s | {case['theirs_s']:.3g} s "
                 f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
                 f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
             )
-        for case in content["cases"]:
+        for case in laid_out:
             if "floor_s" in case:
                 text += f"\n{case['case']}: {case['floor']} take {case['floor_s']:.2f} s here.\n"
-        used = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-        text += f"\nVersions: {used}.\n"
+        text += told(content["versions"])
+    if programs := "".join(map(user_programs.tables, contents)):
+        text += (HERE / "programs.md.in").read_text() + programs
     (HERE.parent / "docs" / "benchmarks.md").write_text(text)
 
 
@@ -446,17 +423,20 @@ def main() -> None:
         "--cases",
         default="startup,tasks,array",
         help=f"of startup, tasks; {', '.join(NAMES)}; workloads (all of these but array); "
-        "transfer, transpose, scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM)",
+        "transfer, transpose, scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM); "
+        "programs: those that users have",
     )
     parser.add_argument(
         "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write-docs", nargs="+", metavar="JSON")
+    user_programs.add_options(parser)
     options = parser.parse_args()
     if options.write_docs:
         write_docs(options.write_docs)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
     gpus = gpu_names()
     wanted = options.cases.split(",")
     if unknown := [name for name in wanted if name not in CASES]:
@@ -483,6 +463,10 @@ def main() -> None:
             )
             if options.json:  # after each, since a visit may end at any moment
                 add_results(Path(options.json), {**results, "cases": [case]})
+    if "programs" in wanted:
+        for part in user_programs.cases(options, len(gpus)):
+            if options.json:
+                add_results(Path(options.json), {**results, **part})
 
 
 def cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:

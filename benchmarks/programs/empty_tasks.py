@@ -1,0 +1,21 @@
+"""Empty Dask tasks by `dask.delayed` (5,000)."""
+
+import common
+import dask
+from distributed import Client
+
+
+@dask.delayed
+def nothing(_):
+    return None
+
+
+if __name__ == "__main__":
+    options = common.parse(count=5_000)
+    client = Client()
+    client.wait_for_workers(options.workers)
+
+    def run():
+        return dask.compute(*[nothing(number) for number in range(options.count)])
+
+    options.measure(run, lambda results: results == (None,) * options.count)

@@ -1,0 +1,19 @@
+"""The sum of an array of many small chunks (10,000)."""
+
+import common
+import dask.array as da
+from distributed import Client
+
+CHUNK = 1_000
+
+if __name__ == "__main__":
+    options = common.parse(count=10_000)
+    client = Client()
+    client.wait_for_workers(options.workers)
+    size = CHUNK * options.count
+    like = options.xp.empty(0)
+
+    def run():
+        return float(da.ones(size, chunks=CHUNK, like=like).sum().compute())
+
+    options.measure(run, lambda total: total == size)

@@ -1,0 +1,19 @@
+"""`client.map` of a function, and `client.gather` of the results (10,000)."""
+
+import common
+from distributed import Client
+
+
+def double(number):
+    return 2 * number
+
+
+if __name__ == "__main__":
+    options = common.parse(count=10_000)
+    client = Client()
+    client.wait_for_workers(options.workers)
+
+    def run():
+        return client.gather(client.map(double, range(options.count), pure=False))
+
+    options.measure(run, lambda results: results == list(range(0, 2 * options.count, 2)))

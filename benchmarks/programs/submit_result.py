@@ -1,0 +1,22 @@
+"""Turns of `client.submit` and `result`, each with the result before (1,000)."""
+
+import common
+from distributed import Client
+
+
+def increment(number):
+    return number + 1
+
+
+if __name__ == "__main__":
+    options = common.parse(count=1_000)
+    client = Client()
+    client.wait_for_workers(options.workers)
+
+    def run():
+        number = 0
+        for _ in range(options.count):
+            number = client.submit(increment, number, pure=False).result()
+        return number
+
+    options.measure(run, lambda number: number == options.count)
