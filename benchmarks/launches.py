@@ -79,7 +79,9 @@ def execute(command: Sequence[str], environment: Mapping[str, str], timeout: flo
             wall_s = time.time() - launched
         finally:
             if process.poll() is None:
-                process.terminate()
+                for one in marked(mark):
+                    with contextlib.suppress(psutil.Error):
+                        one.terminate()
             end_marked(mark)
             process.wait()
         out.seek(0)

@@ -1,4 +1,7 @@
-"""`x + x.T`, of a new matrix each time: of the same one, workers have what they fetched before."""
+"""`x + x.T`.
+
+The matrix is new each time: of the same one, workers still have what they fetched before.
+"""
 
 import common
 import dask.array as da

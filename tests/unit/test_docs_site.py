@@ -45,7 +45,8 @@ FOREIGN = {
     "python -m venv": "--system-site-packages",
     "pre-commit": "--all-files",
     "pytest": "--durations --timeout",
-    "benchmarks/peers.py": "--cases --virtual-slurm --write-docs",
+    "benchmarks/peers.py": "--budget --cases --virtual-slurm --write-docs",
+    "benchmarks/programs/rechunk.py": "--method",
     "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task "
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
     "--gres --me --mem --mpi --nodes --ntasks --ntasks-per-node --partition --pty "
