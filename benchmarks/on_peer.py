@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import dask
+from distributed import default_client
 from measure import make_cluster
 
 
@@ -25,7 +26,11 @@ def main() -> None:
     else:
         address = {"scheduler-address": cluster.scheduler_address}
     with cluster, dask.config.set(address):
-        runpy.run_path(program, run_name="__main__")
+        try:
+            runpy.run_path(program, run_name="__main__")
+        finally:
+            with contextlib.suppress(ValueError):  # it has none
+                default_client().close()
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ class Options(argparse.Namespace):
     """The options of a program, and what follows from them."""
 
     def pick(self, *, gpu: Any, cpu: Any) -> Any:
-        """The size for what the cluster computes on."""
-        return gpu if self.device == "cuda" else cpu
+        """The size for what the cluster computes on, or for what `--sizes` says."""
+        sizes = self.sizes or {"cuda": "gpu", "cpu": "cpu"}[self.device]
+        return gpu if sizes == "gpu" else cpu
 
     @property
     def xp(self) -> Any:
         """CuPy or NumPy."""
-        return importlib.import_module(self.pick(gpu="cupy", cpu="numpy"))
+        return importlib.import_module("cupy" if self.device == "cuda" else "numpy")
 
     def finish(self, client: Any, *collections: Any) -> None:
         """Wait for collections, and for what their Dask tasks left running on the GPUs."""
@@ -67,6 +68,7 @@ def parse(**defaults: int | str | None) -> Options:
     """The options that all programs have, and those of this one with their defaults."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is what there is")
+    parser.add_argument("--sizes", choices=["gpu", "cpu"], help="the default is as the device")
     parser.add_argument("--workers", type=int, default=1, help="wait for so many")
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=15, help="start no run after these")

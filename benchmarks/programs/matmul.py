@@ -8,7 +8,7 @@ if __name__ == "__main__":
     options = common.parse()
     client = Client()
     client.wait_for_workers(options.workers)
-    side, chunk = options.pick(gpu=(30_000, 5_000), cpu=(2_000, 500))
+    side, chunk = options.pick(gpu=(24_000, 4_000), cpu=(2_000, 500))
     random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():

@@ -23,7 +23,8 @@ if __name__ == "__main__":
     grid = [(c, gamma) for c in (0.1, 1, 10) for gamma in (1e-4, 1e-3, 1e-2, 1e-1)]
 
     def run():
-        data = client.scatter([x, y], broadcast=True)
+        # with keys of their own: those of the run before are being released
+        data = client.scatter([x, y], broadcast=True, hash=False)
         futures = [client.submit(score, *data, *point, pure=False) for point in grid]
         return max((future.result() for future in as_completed(futures)), key=lambda one: one[2])
 
