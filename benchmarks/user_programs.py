@@ -193,7 +193,7 @@ def run(cluster: Cluster, program: str, arguments: Sequence[str], timeout: float
     file, *own = shlex.split(program)
     command = [*cluster.command, str(HERE / "programs" / file), *own, *arguments]
     ended = execute(command, cluster.environment, timeout)
-    lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in ended.out.splitlines() if re.match(r"{.*}$", line)]
     skipped = next((line["skipped"] for line in lines if "skipped" in line), None)
     if skipped:
         return {"skipped": skipped}
