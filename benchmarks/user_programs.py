@@ -174,9 +174,9 @@ def measure(
                 if result is None:
                     left_s = end - time.monotonic()
                     result = run(cluster, program, arguments, min(deadline_s, left_s))
+                    if "failed" in result and time.monotonic() > end:
+                        result = OVER
                     print(f"{' on '.join(where)}, {number + 1}/{rounds}: {told(result)}", **LOG)
-                if "failed" in result and time.monotonic() > end:
-                    result = OVER
                 if "skipped" in result:
                     one.skipped = result["skipped"]
                     break
