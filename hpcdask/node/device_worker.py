@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from distributed.comm import CommClosedError
 from distributed.core import Status
+from distributed.shuffle._rechunk import ArrayRechunkSpec
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
@@ -63,6 +64,7 @@ class DeviceWorker(PeerWorker):
                 set_log_level("CRITICAL")  # the nanny says it, in one line
                 raise
             mark("device memory set up")
+        take_device_arrays()
         self.device_memory = device_memory
         self._context_lost = False
         self._first_use = FirstUse()
@@ -120,6 +122,22 @@ class DeviceWorker(PeerWorker):
         except CommClosedError:
             # Its nanny ended while it was told, and distributed's worker stays half closed then
             os._exit(1)
+
+
+def take_device_arrays() -> None:
+    """Have rechunks by P2P in this process take device arrays; the first one imports what for.
+
+    `hpcdask.comm.p2p` has the rest of what depends on private parts of distributed's P2P.
+    """
+    create_run: Callable[..., Any] = ArrayRechunkSpec.create_run_on_worker
+
+    def create_device_run(spec: ArrayRechunkSpec, **kwargs: Any) -> Any:
+        from hpcdask.comm import p2p
+
+        return p2p.with_device_arrays(create_run(spec, **kwargs), kwargs["plugin"].worker)
+
+    if create_run.__name__ != create_device_run.__name__:
+        ArrayRechunkSpec.create_run_on_worker = create_device_run  # type: ignore[method-assign]
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:

@@ -1,0 +1,255 @@
+"""Rechunks of device arrays by P2P: from device to device, spilling where a device is full.
+
+distributed's P2P, which dask chooses for large rechunks, takes shards for host memory: it makes
+bytes of them, and writes them to disk. Here shards of device arrays stay arrays. They travel as the
+results of Dask tasks do, over ucx from device to device, and wait in the worker's store, which
+spills. All else is distributed's, and so is every array on the host.
+
+This is the one module that knows private parts of ``distributed.shuffle``, as they are in 2026.7.1:
+those of `DeviceRechunkRun`'s methods that override, the layout of shards, and what buffers are
+called. It is imported when a worker first takes part in a rechunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import dask
+import numpy as np
+from distributed.config import defaults
+from distributed.protocol import to_serialize
+from distributed.shuffle._rechunk import ArrayRechunkRun
+from distributed.utils import sync
+from distributed.utils_comm import retry
+
+#: Index of a chunk, or of a shard's place among those of an output chunk.
+Index: TypeAlias = tuple[int, ...]
+#: As distributed has them: input chunk, and from it for each output chunk the place and the array.
+Shards: TypeAlias = list[tuple[Index, list[tuple[Index, tuple[Index, Any]]]]]
+
+#: Bytes of one message, unless the user set ``distributed.p2p.comm.message-bytes-limit``: one of
+#: device memory takes some milliseconds, however small it is.
+MESSAGE_NBYTES = 2**28
+MESSAGE_LIMIT = "distributed.p2p.comm.message-bytes-limit"
+#: Shards below this mean travel, and are kept, several in one array.
+SMALL_NBYTES = 2**20
+#: Bytes that leave the store in one turn of the event loop.
+TURN_NBYTES = 2**26
+
+
+class Kept(NamedTuple):
+    """An array in the store: a shard, or several one behind the other, and their places."""
+
+    key: tuple[Any, ...]
+    dtype: Any
+    places: list[tuple[Index, tuple[int, ...]]]  # with shapes
+
+
+class DeviceRechunkRun(ArrayRechunkRun):
+    """A worker's part in a rechunk, whose chunks may be device arrays.
+
+    distributed's own run becomes one of these, so it has no constructor; `attend` sets it up.
+    """
+
+    def attend(self, worker: Any) -> None:
+        """Keep shards in the worker's store, if that one spills device memory."""
+        self._store: Any = worker.data if hasattr(worker.data, "device_buffer") else {}
+        self._kept: dict[Index, list[Kept]] = defaultdict(list)
+        self._numbers = itertools.count()
+        # its buffer was given the method of the former class
+        self._comm_buffer.send = self.send
+
+    async def _write_to_comm(self, data: dict[str, Any]) -> None:
+        given = dask.config.get(MESSAGE_LIMIT) != dask.config.get(MESSAGE_LIMIT, config=defaults)
+        if not given and _on_device(data.values()):
+            self._comm_buffer.max_message_size = MESSAGE_NBYTES
+        await super()._write_to_comm(data)
+
+    async def send(self, address: str, shards: Shards) -> Any:
+        """Send shards to a worker, or keep them if it is this one."""
+        if not _on_device(shards):
+            return await super().send(address, shards)
+        if address == self.local_address:
+            return await self.receive(shards)
+        message = await self.offload(pack, shards)
+
+        async def attempt() -> Any:
+            self.raise_if_closed()
+            return await self.rpc(address).shuffle_receive(
+                data=message, shuffle_id=self.id, run_id=self.run_id
+            )
+
+        return await retry(
+            attempt,
+            count=self.RETRY_COUNT,
+            delay_min=self.RETRY_DELAY_MIN,
+            delay_max=self.RETRY_DELAY_MAX,
+        )
+
+    async def _receive(self, data: Any) -> None:
+        shards: Shards = unpack(data) if isinstance(data, dict) else data
+        if not _on_device(shards):
+            await super()._receive(shards)
+            return
+        self.raise_if_closed()
+        # those of an input chunk come twice if a message is repeated
+        fresh = [one for one in shards if one[0] not in self.received]
+        self.received.update(source for source, _ in fresh)
+        try:
+            arranged = await self.offload(_arrange, fresh)
+            self.raise_if_closed()
+            for output, places, array in arranged:
+                kept = Kept(
+                    (f"p2p-{self.id}", self.run_id, next(self._numbers)), array.dtype, places
+                )
+                self._store[kept.key] = array
+                self._kept[output].append(kept)
+                self.total_recvd += array.nbytes
+        except Exception as error:
+            self._exception = error
+            raise
+
+    def _get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
+        kept = list(self._kept.get(partition_id, ()))
+        if not kept:
+            return super()._get_output_partition(partition_id, key, **kwargs)
+        dtype = np.result_type(*{one.dtype for one in kept})
+        shape, where = _layout([place for one in kept for place in one.places])
+        output = None
+        while taken := sync(self._loop, self._take, partition_id):
+            for array, places in taken:
+                if output is None:
+                    output = np.empty_like(array, dtype=dtype, shape=shape, order="C")
+                for part, (place, _) in zip(_parts(array, places), places, strict=True):
+                    output[where[place]] = part
+            del taken, array, part  # before more is brought to the device
+        return output
+
+    async def _take(self, output: Index) -> list[tuple[Any, Any]]:
+        """Some of what was kept for an output chunk, out of the store and on the device."""
+        self.raise_if_closed()
+        taken: list[tuple[Any, Any]] = []
+        while (kept := self._kept[output]) and sum(x.nbytes for x, _ in taken) < TURN_NBYTES:
+            one = kept.pop()
+            taken.append((self._store[one.key], one.places))
+            del self._store[one.key]
+        return taken
+
+    async def close(self) -> None:
+        """Close, and let go of what was not asked for."""
+        await super().close()
+        while self._kept:
+            for one in self._kept.popitem()[1]:
+                del self._store[one.key]
+
+
+def with_device_arrays(run: Any, worker: Any) -> Any:
+    """The run that distributed made for a worker, which takes device arrays from now on."""
+    run.__class__ = DeviceRechunkRun
+    run.attend(worker)
+    return run
+
+
+def pack(shards: Shards) -> dict[str, Any]:
+    """A message of shards, in which arrays stand where distributed's serialization finds them."""
+    arrays = list(_arrays(shards))
+    if _are_small(arrays):
+        arrays = [_joined(arrays)]
+    contents = [
+        (source, [(output, place, array.shape) for output, (place, array) in parts])
+        for source, parts in shards
+    ]
+    return {
+        "contents": to_serialize(contents),
+        **{str(number): to_serialize(array) for number, array in enumerate(arrays)},
+    }
+
+
+def unpack(message: Mapping[str, Any]) -> Shards:
+    """The shards of a message; those that travelled in one array are views of it."""
+    contents = message["contents"]
+    places = [(place, shape) for _, parts in contents for _, place, shape in parts]
+    arrays: Iterator[Any]
+    if len(message) == 2:
+        arrays = _parts(message["0"], places)
+    else:
+        arrays = (message[str(number)] for number in range(len(places)))
+    return [
+        (source, [(output, (place, next(arrays))) for output, place, _ in parts])
+        for source, parts in contents
+    ]
+
+
+def _arrange(shards: Shards) -> list[tuple[Index, list[tuple[Index, tuple[int, ...]]], Any]]:
+    """What is to be kept for each output chunk, small shards in one array, none a view."""
+    small = _are_small(list(_arrays(shards)))
+    outputs = defaultdict(list)
+    for _, parts in shards:
+        for output, shard in parts:
+            outputs[output].append(shard)
+    if not small:
+        return [
+            (output, [(place, array.shape)], array)
+            for output, found in outputs.items()
+            for place, array in found
+        ]
+    return [
+        (
+            output,
+            [(place, array.shape) for place, array in found],
+            _joined([array for _, array in found]),
+        )
+        for output, found in outputs.items()
+    ]
+
+
+def _arrays(shards: Iterable[Any]) -> Iterator[Any]:
+    return (array for _, parts in shards for _, (_, array) in parts)
+
+
+def _on_device(shards: Iterable[Any]) -> bool:
+    return any(hasattr(type(array), "__cuda_array_interface__") for array in _arrays(shards))
+
+
+def _are_small(arrays: list[Any]) -> bool:
+    """Whether these are better joined, and can be without a change of their values."""
+    nbytes = sum(array.nbytes for array in arrays)
+    return nbytes < SMALL_NBYTES * len(arrays) and len({array.dtype for array in arrays}) == 1
+
+
+def _joined(arrays: list[Any]) -> Any:
+    return np.concatenate([array.ravel() for array in arrays])
+
+
+def _parts(array: Any, places: list[tuple[Index, tuple[int, ...]]]) -> Iterator[Any]:
+    """Views of the shards that were joined."""
+    flat, start = array.ravel(), 0
+    for _, shape in places:
+        stop = start + math.prod(shape)
+        yield flat[start:stop].reshape(shape)
+        start = stop
+
+
+def _layout(
+    places: list[tuple[Index, tuple[int, ...]]],
+) -> tuple[tuple[int, ...], dict[Index, tuple[slice, ...]]]:
+    """Shape of an output chunk, and the slice of each place in it."""
+    sizes: list[dict[int, int]] = [{} for _ in places[0][0]]
+    for place, shape in places:
+        for axis, index, size in zip(sizes, place, shape, strict=True):
+            axis[index] = size
+    if math.prod(map(len, sizes)) != len(places):
+        raise RuntimeError(f"shards are missing: there are {len(places)}")
+    stops = [np.cumsum([axis[index] for index in range(len(axis))]).tolist() for axis in sizes]
+    where = {
+        place: tuple(
+            slice(stop[index] - size, stop[index])
+            for stop, index, size in zip(stops, place, shape, strict=True)
+        )
+        for place, shape in places
+    }
+    return tuple(stop[-1] for stop in stops), where
