@@ -129,7 +129,8 @@ def take_device_arrays() -> None:
 
     `hpcdask.comm.p2p` has the rest of what depends on private parts of distributed's P2P.
     """
-    create_run: Callable[..., Any] = ArrayRechunkSpec.create_run_on_worker
+    kind: Any = ArrayRechunkSpec
+    create_run: Callable[..., Any] = kind.create_run_on_worker
 
     def create_device_run(spec: ArrayRechunkSpec, **kwargs: Any) -> Any:
         from hpcdask.comm import p2p
@@ -137,7 +138,7 @@ def take_device_arrays() -> None:
         return p2p.with_device_arrays(create_run(spec, **kwargs), kwargs["plugin"].worker)
 
     if create_run.__name__ != create_device_run.__name__:
-        ArrayRechunkSpec.create_run_on_worker = create_device_run  # type: ignore[method-assign]
+        kind.create_run_on_worker = create_device_run
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
