@@ -22,6 +22,7 @@ import dask
 import numpy as np
 from distributed.config import defaults
 from distributed.protocol import to_serialize
+from distributed.shuffle._exceptions import DataUnavailable
 from distributed.shuffle._rechunk import ArrayRechunkRun
 from distributed.utils import sync
 from distributed.utils_comm import retry
@@ -119,8 +120,10 @@ class DeviceRechunkRun(ArrayRechunkRun):
             return super()._get_output_partition(partition_id, key, **kwargs)
         dtype = np.result_type(*{one.dtype for one in kept})
         shape, where = _layout([place for one in kept for place in one.places])
-        output = None
-        while taken := sync(self._loop, self._take, partition_id):
+        output, missing = None, len(kept)
+        while missing:
+            taken = sync(self._loop, self._take, partition_id)
+            missing -= len(taken)
             for array, places in taken:
                 if output is None:
                     output = np.empty_like(array, dtype=dtype, shape=shape, order="C")
@@ -132,19 +135,25 @@ class DeviceRechunkRun(ArrayRechunkRun):
     async def _take(self, output: Index) -> list[tuple[Any, Any]]:
         """Some of what was kept for an output chunk, out of the store and on the device."""
         self.raise_if_closed()
+        if not self._kept[output]:
+            raise DataUnavailable(output)
         taken: list[tuple[Any, Any]] = []
-        while (kept := self._kept[output]) and sum(x.nbytes for x, _ in taken) < TURN_NBYTES:
-            one = kept.pop()
-            taken.append((self._store[one.key], one.places))
+        nbytes = 0
+        while self._kept[output] and nbytes < TURN_NBYTES:
+            one = self._kept[output].pop()
+            array = self._store[one.key]
             del self._store[one.key]
+            taken.append((array, one.places))
+            nbytes += array.nbytes
         return taken
 
     async def close(self) -> None:
         """Close, and let go of what was not asked for."""
-        await super().close()
         while self._kept:
             for one in self._kept.popitem()[1]:
                 del self._store[one.key]
+        # waits for messages that are under way, and lets no more in from its first step on
+        await super().close()
 
 
 def with_device_arrays(run: Any, worker: Any) -> Any:

@@ -9,8 +9,9 @@ import dask
 import dask.array as da
 import numpy as np
 from common import show, stamp
-from device_stand_in import DeviceStandIn
 from distributed import Client
+
+from device_stand_in import DeviceStandIn
 
 PHASE, FLAG = sys.argv[1], os.path.abspath("killed")
 SIDE, HEIGHT = 400, 20
