@@ -6,12 +6,13 @@ results of Dask tasks do, over ucx from device to device, and wait in the worker
 spills. All else is distributed's, and so is every array on the host.
 
 This is the one module that knows private parts of ``distributed.shuffle``, as they are in 2026.7.1:
-those of `DeviceRechunkRun`'s methods that override, the layout of shards, and what buffers are
-called. It is imported when a worker first takes part in a rechunk.
+what `DeviceRechunkRun` overrides and calls, the layout of shards, and two attributes of its buffer.
+It is imported when a worker first takes part in a rechunk.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections import defaultdict
@@ -61,6 +62,7 @@ class DeviceRechunkRun(ArrayRechunkRun):
         self._store: Any = worker.data if hasattr(worker.data, "device_buffer") else {}
         self._kept: dict[Index, list[Kept]] = defaultdict(list)
         self._numbers = itertools.count()
+        self._receiving = asyncio.Lock()
         # its buffer was given the method of the former class
         self._comm_buffer.send = self.send
 
@@ -96,23 +98,26 @@ class DeviceRechunkRun(ArrayRechunkRun):
         if not _on_device(shards):
             await super()._receive(shards)
             return
-        self.raise_if_closed()
-        # those of an input chunk come twice if a message is repeated
-        fresh = [one for one in shards if one[0] not in self.received]
-        self.received.update(source for source, _ in fresh)
-        try:
-            arranged = await self.offload(_arrange, fresh)
+        # a message that is repeated waits for the first, and brings nothing new
+        async with self._receiving:
             self.raise_if_closed()
-            for output, places, array in arranged:
-                kept = Kept(
-                    (f"p2p-{self.id}", self.run_id, next(self._numbers)), array.dtype, places
-                )
-                self._store[kept.key] = array
-                self._kept[output].append(kept)
-                self.total_recvd += array.nbytes
-        except Exception as error:
-            self._exception = error
-            raise
+            fresh = [one for one in shards if one[0] not in self.received]
+            self.received.update(source for source, _ in fresh)
+            try:
+                await self._keep(fresh)
+            except Exception as error:
+                self._exception = error
+                raise
+
+    async def _keep(self, shards: Shards) -> None:
+        """Put shards into the store."""
+        arranged = await self.offload(_arrange, shards)
+        self.raise_if_closed()
+        for output, places, array in arranged:
+            key = (f"p2p-{self.id}", self.run_id, next(self._numbers))
+            self._store[key] = array
+            self._kept[output].append(Kept(key, array.dtype, places))
+            self.total_recvd += array.nbytes
 
     def _get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
         kept = list(self._kept.get(partition_id, ()))

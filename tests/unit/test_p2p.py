@@ -256,6 +256,24 @@ def test_what_stays_on_a_worker_does_not_pass_the_host() -> None:
     with_workers(test)
 
 
+def test_messages_that_come_twice_count_once() -> None:
+    x = numbers((20, 20))
+
+    async def test(client: Client, workers: list[Any]) -> None:
+        receive = p2p.DeviceRechunkRun._receive
+
+        async def twice(run: Any, data: Any) -> None:
+            await asyncio.gather(receive(run, data), receive(run, data))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(p2p.DeviceRechunkRun, "_receive", twice)
+            found = await client.compute(on_host(by_p2p(on_device(x, (5, 20)), (20, 5))))
+        np.testing.assert_array_equal(found, x)
+        await nothing_is_kept(workers)
+
+    with_workers(test)
+
+
 def test_a_rechunk_that_is_given_up_leaves_nothing() -> None:
     x = numbers((20, 20))
 
@@ -318,7 +336,7 @@ def test_what_is_overridden_is_still_there() -> None:
     """Private parts of distributed, as `hpcdask.comm.p2p` knows them."""
     run = _rechunk.ArrayRechunkRun
     for name, function in vars(p2p.DeviceRechunkRun).items():
-        if inspect.isfunction(function) and name not in ("attend", "_take"):
+        if inspect.isfunction(function) and name not in ("attend", "_keep", "_take"):
             ours, theirs = inspect.signature(function), inspect.signature(getattr(run, name))
             assert list(ours.parameters) == list(theirs.parameters), name
     create = list(inspect.signature(_core.ShuffleSpec.create_run_on_worker).parameters)
