@@ -30,6 +30,8 @@ from distributed.utils_comm import retry
 
 #: Index of a chunk, or of a shard's place among those of an output chunk.
 Index: TypeAlias = tuple[int, ...]
+#: Where shards lie in their output chunk, with their shapes.
+Places: TypeAlias = list[tuple[Index, tuple[int, ...]]]
 #: As distributed has them: input chunk, and from it for each output chunk the place and the array.
 Shards: TypeAlias = list[tuple[Index, list[tuple[Index, tuple[Index, Any]]]]]
 
@@ -38,17 +40,25 @@ Shards: TypeAlias = list[tuple[Index, list[tuple[Index, tuple[Index, Any]]]]]
 MESSAGE_NBYTES = 2**28
 MESSAGE_LIMIT = "distributed.p2p.comm.message-bytes-limit"
 #: Shards below this mean travel, and are kept, several in one array.
-SMALL_NBYTES = 2**20
+SMALL_NBYTES = 2**24
+#: Bytes up to which they are joined for an output chunk, as long as what is being joined for all of
+#: them is less than this part of what may stay on the device: to spill has a price per array.
+ENTRY_NBYTES, ENTRIES_PART = 2**25, 2
 #: Bytes that leave the store in one turn of the event loop.
 TURN_NBYTES = 2**26
 
 
 class Kept(NamedTuple):
-    """An array in the store: a shard, or several one behind the other, and their places."""
+    """An array in the store: a shard, or several one behind the other."""
 
     key: tuple[Any, ...]
     dtype: Any
-    places: list[tuple[Index, tuple[int, ...]]]  # with shapes
+    nbytes: int
+    places: Places
+
+    def is_open(self, limit: int, dtype: Any) -> bool:
+        """Whether small shards of a type are joined with it."""
+        return self.nbytes < limit and self.dtype == dtype
 
 
 class DeviceRechunkRun(ArrayRechunkRun):
@@ -59,7 +69,13 @@ class DeviceRechunkRun(ArrayRechunkRun):
 
     def attend(self, worker: Any) -> None:
         """Keep shards in the worker's store, if that one spills device memory."""
-        self._store: Any = worker.data if hasattr(worker.data, "device_buffer") else {}
+        self._store: Any = {}
+        self._entry_nbytes = 0
+        if hasattr(worker.data, "device_buffer"):
+            self._store = worker.data
+            outputs = len(self.partitions_of.get(self.local_address, ())) or 1
+            limit = self._store.device_buffer.n // ENTRIES_PART // outputs
+            self._entry_nbytes = min(ENTRY_NBYTES, limit)
         self._kept: dict[Index, list[Kept]] = defaultdict(list)
         self._numbers = itertools.count()
         self._receiving = asyncio.Lock()
@@ -110,14 +126,32 @@ class DeviceRechunkRun(ArrayRechunkRun):
                 raise
 
     async def _keep(self, shards: Shards) -> None:
-        """Put shards into the store."""
-        arranged = await self.offload(_arrange, shards)
+        """Put shards into the store, small ones joined with what came before them."""
+        arrays = list(_arrays(shards))
+        small = _are_small(arrays)
+        found: dict[Index, list[tuple[Places, Any]]] = defaultdict(list)
+        for _, parts in shards:
+            for output, (place, array) in parts:
+                found[output].append(([(place, array.shape)], array))
+        for output, group in found.items():
+            kept = self._kept[output]
+            if small and kept and kept[-1].is_open(self._entry_nbytes, arrays[0].dtype):
+                group.append(self._pop(output))
+        entries = await self.offload(_joined_by_output, found) if small else found
         self.raise_if_closed()
-        for output, places, array in arranged:
-            key = (f"p2p-{self.id}", self.run_id, next(self._numbers))
-            self._store[key] = array
-            self._kept[output].append(Kept(key, array.dtype, places))
-            self.total_recvd += array.nbytes
+        for output, group in entries.items():
+            for places, array in group:
+                key = (f"p2p-{self.id}", self.run_id, next(self._numbers))
+                self._store[key] = array
+                self._kept[output].append(Kept(key, array.dtype, array.nbytes, places))
+        self.total_recvd += sum(array.nbytes for array in arrays)
+
+    def _pop(self, output: Index) -> tuple[Places, Any]:
+        """What was kept last, out of the store and on the device."""
+        kept = self._kept[output].pop()
+        array = self._store[kept.key]
+        del self._store[kept.key]
+        return kept.places, array
 
     def _get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
         kept = list(self._kept.get(partition_id, ()))
@@ -129,7 +163,7 @@ class DeviceRechunkRun(ArrayRechunkRun):
         while missing:
             taken = sync(self._loop, self._take, partition_id)
             missing -= len(taken)
-            for array, places in taken:
+            for places, array in taken:
                 if output is None:
                     output = np.empty_like(array, dtype=dtype, shape=shape, order="C")
                 for part, (place, _) in zip(_parts(array, places), places, strict=True):
@@ -137,19 +171,14 @@ class DeviceRechunkRun(ArrayRechunkRun):
             del taken, array, part  # before more is brought to the device
         return output
 
-    async def _take(self, output: Index) -> list[tuple[Any, Any]]:
+    async def _take(self, output: Index) -> list[tuple[Places, Any]]:
         """Some of what was kept for an output chunk, out of the store and on the device."""
         self.raise_if_closed()
         if not self._kept[output]:
             raise DataUnavailable(output)
-        taken: list[tuple[Any, Any]] = []
-        nbytes = 0
-        while self._kept[output] and nbytes < TURN_NBYTES:
-            one = self._kept[output].pop()
-            array = self._store[one.key]
-            del self._store[one.key]
-            taken.append((array, one.places))
-            nbytes += array.nbytes
+        taken = [self._pop(output)]
+        while self._kept[output] and sum(array.nbytes for _, array in taken) < TURN_NBYTES:
+            taken.append(self._pop(output))
         return taken
 
     async def close(self) -> None:
@@ -198,27 +227,19 @@ def unpack(message: Mapping[str, Any]) -> Shards:
     ]
 
 
-def _arrange(shards: Shards) -> list[tuple[Index, list[tuple[Index, tuple[int, ...]]], Any]]:
-    """What is to be kept for each output chunk, small shards in one array, none a view."""
-    small = _are_small(list(_arrays(shards)))
-    outputs = defaultdict(list)
-    for _, parts in shards:
-        for output, shard in parts:
-            outputs[output].append(shard)
-    if not small:
-        return [
-            (output, [(place, array.shape)], array)
-            for output, found in outputs.items()
-            for place, array in found
+def _joined_by_output(
+    found: Mapping[Index, list[tuple[Places, Any]]],
+) -> dict[Index, list[tuple[Places, Any]]]:
+    """All that goes into an output chunk in one array, which is no view."""
+    return {
+        output: [
+            (
+                [place for places, _ in group for place in places],
+                _joined([array for _, array in group]),
+            )
         ]
-    return [
-        (
-            output,
-            [(place, array.shape) for place, array in found],
-            _joined([array for _, array in found]),
-        )
-        for output, found in outputs.items()
-    ]
+        for output, group in found.items()
+    }
 
 
 def _arrays(shards: Iterable[Any]) -> Iterator[Any]:
@@ -239,7 +260,7 @@ def _joined(arrays: list[Any]) -> Any:
     return np.concatenate([array.ravel() for array in arrays])
 
 
-def _parts(array: Any, places: list[tuple[Index, tuple[int, ...]]]) -> Iterator[Any]:
+def _parts(array: Any, places: Places) -> Iterator[Any]:
     """Views of the shards that were joined."""
     flat, start = array.ravel(), 0
     for _, shape in places:
@@ -249,7 +270,7 @@ def _parts(array: Any, places: list[tuple[Index, tuple[int, ...]]]) -> Iterator[
 
 
 def _layout(
-    places: list[tuple[Index, tuple[int, ...]]],
+    places: Places,
 ) -> tuple[tuple[int, ...], dict[Index, tuple[slice, ...]]]:
     """Shape of an output chunk, and the slice of each place in it."""
     sizes: list[dict[int, int]] = [{} for _ in places[0][0]]

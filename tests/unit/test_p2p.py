@@ -196,7 +196,7 @@ def test_numpy_arrays_go_distributed_s_way(monkeypatch: pytest.MonkeyPatch, disk
     def never(*args: Any) -> None:
         raise AssertionError
 
-    for name in ("pack", "unpack", "_arrange", "_joined", "_layout"):
+    for name in ("pack", "unpack", "_joined", "_layout"):
         monkeypatch.setattr(p2p, name, never)
 
     async def test(client: Client, workers: list[Any]) -> None:
@@ -214,18 +214,21 @@ def test_numpy_arrays_go_distributed_s_way(monkeypatch: pytest.MonkeyPatch, disk
 
 @needs("dask_cuda")
 @pytest.mark.parametrize("memory_limit", [0, 20_000])
-def test_what_does_not_fit_spills(memory_limit: int) -> None:
-    """40 times as much as the device may hold, to the host and from there to disk."""
+@pytest.mark.parametrize("device_memory_limit", [1000, 20_000])
+def test_what_does_not_fit_spills(device_memory_limit: int, memory_limit: int) -> None:
+    """To the host, and from there to disk; a worker has 40 kB in shards of 800 bytes."""
     x = numbers((100, 100))
-    plan = MemoryPlan(device_store=True, device_memory_limit=1000)
+    plan = MemoryPlan(device_store=True, device_memory_limit=device_memory_limit)
     make, limits = memory.store(plan, memory_limit)
     weights: list[float] = []
+    largest: list[int] = []
 
     async def test(client: Client, workers: list[Any]) -> None:
         take = p2p.DeviceRechunkRun._take
 
         async def weighed(run: Any, output: Any) -> Any:
             weights.append(run._store.device_buffer.fast.total_weight)
+            largest.extend(kept.nbytes for kept in run._kept[output])
             return await take(run, output)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -233,8 +236,10 @@ def test_what_does_not_fit_spills(memory_limit: int) -> None:
             y = on_host(by_p2p(on_device(x, (10, 100)), (100, 10)))
             found = await client.compute(y)
         np.testing.assert_array_equal(found, x)
-        assert max(weights) <= 1000
+        assert max(weights) <= device_memory_limit
         assert sum(DeviceStandIn.copies_to_host) > x.nbytes / 2
+        # several were joined where there is room to wait for more
+        assert device_memory_limit == 1000 or max(largest) > 800
         await nothing_is_kept(workers)
 
     limits = {**limits, "memory_limit": memory_limit}
@@ -336,12 +341,28 @@ def test_what_is_overridden_is_still_there() -> None:
     """Private parts of distributed, as `hpcdask.comm.p2p` knows them."""
     run = _rechunk.ArrayRechunkRun
     for name, function in vars(p2p.DeviceRechunkRun).items():
-        if inspect.isfunction(function) and name not in ("attend", "_keep", "_take"):
+        if inspect.isfunction(function) and name not in ("attend", "_keep", "_pop", "_take"):
             ours, theirs = inspect.signature(function), inspect.signature(getattr(run, name))
             assert list(ours.parameters) == list(theirs.parameters), name
     create = list(inspect.signature(_core.ShuffleSpec.create_run_on_worker).parameters)
     assert create == ["self", "run_id", "span_id", "worker_for", "plugin"]
     assert dask.config.get(p2p.MESSAGE_LIMIT)
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_distributed_alone_fails_with_device_arrays(
+    monkeypatch: pytest.MonkeyPatch, disk: bool
+) -> None:
+    """If this passes one day, `hpcdask.comm.p2p` may have become superfluous."""
+    monkeypatch.setattr(p2p, "with_device_arrays", lambda run, worker: run)
+
+    async def test(client: Client, workers: list[Any]) -> None:
+        y = by_p2p(on_device(numbers((20, 20)), (5, 20)), (20, 5))
+        with pytest.raises(RuntimeError, match=r"P2P .* failed during"):
+            await client.compute(on_host(y))
+
+    with dask.config.set({"distributed.p2p.storage.disk": disk}):
+        with_workers(test)
 
 
 def test_it_is_installed_once() -> None:
