@@ -6,8 +6,8 @@ results of Dask tasks do, over ucx from device to device, and wait in the worker
 spills. All else is distributed's, and so is every array on the host.
 
 This is the one module that knows private parts of ``distributed.shuffle``, as they are in 2026.7.1:
-what `DeviceRechunkRun` overrides and calls, the layout of shards, and two attributes of its buffer.
-It is imported when a worker first takes part in a rechunk.
+what `DeviceRechunkRun` overrides and calls, the layout of shards, and three attributes of its
+buffer. It is imported when a worker first takes part in a rechunk.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ Places: TypeAlias = list[tuple[Index, tuple[int, ...]]]
 #: As distributed has them: input chunk, and from it for each output chunk the place and the array.
 Shards: TypeAlias = list[tuple[Index, list[tuple[Index, tuple[Index, Any]]]]]
 
-#: Bytes of one message, unless the user set ``distributed.p2p.comm.message-bytes-limit``: one of
-#: device memory takes some milliseconds, however small it is.
-MESSAGE_NBYTES = 2**28
+#: Settings that hold for device arrays only where the user gave them.
 MESSAGE_LIMIT = "distributed.p2p.comm.message-bytes-limit"
+BUFFER_LIMIT = "distributed.p2p.comm.buffer"
+#: Bytes of one message else: one of device memory takes some milliseconds, however small it is.
+MESSAGE_NBYTES = 2**28
+#: What waits to be sent cannot spill. It is less than this part of what may stay on the device.
+BUFFER_PART = 16
 #: Shards below this mean travel, and are kept, several in one array.
 SMALL_NBYTES = 2**24
 #: Bytes up to which they are joined for an output chunk, as long as what is being joined for all of
@@ -70,12 +73,13 @@ class DeviceRechunkRun(ArrayRechunkRun):
     def attend(self, worker: Any) -> None:
         """Keep shards in the worker's store, if that one spills device memory."""
         self._store: Any = {}
-        self._entry_nbytes = 0
+        self._entry_nbytes, self._buffer_nbytes = 0, math.inf
         if hasattr(worker.data, "device_buffer"):
             self._store = worker.data
+            limit = self._store.device_buffer.n
             outputs = len(self.partitions_of.get(self.local_address, ())) or 1
-            limit = self._store.device_buffer.n // ENTRIES_PART // outputs
-            self._entry_nbytes = min(ENTRY_NBYTES, limit)
+            self._entry_nbytes = min(ENTRY_NBYTES, limit // ENTRIES_PART // outputs)
+            self._buffer_nbytes = max(1, limit // BUFFER_PART)  # 0 would never be left
         self._kept: dict[Index, list[Kept]] = defaultdict(list)
         self._numbers = itertools.count()
         self._receiving = asyncio.Lock()
@@ -83,9 +87,12 @@ class DeviceRechunkRun(ArrayRechunkRun):
         self._comm_buffer.send = self.send
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
-        given = dask.config.get(MESSAGE_LIMIT) != dask.config.get(MESSAGE_LIMIT, config=defaults)
-        if not given and _on_device(data.values()):
-            self._comm_buffer.max_message_size = MESSAGE_NBYTES
+        if _on_device(data.values()):
+            if not _is_given(MESSAGE_LIMIT):
+                self._comm_buffer.max_message_size = MESSAGE_NBYTES
+            if not _is_given(BUFFER_LIMIT):
+                limiter = self._comm_buffer.memory_limiter
+                limiter.limit = min(limiter.limit, self._buffer_nbytes)
         await super()._write_to_comm(data)
 
     async def send(self, address: str, shards: Shards) -> Any:
@@ -195,6 +202,10 @@ def with_device_arrays(run: Any, worker: Any) -> Any:
     run.__class__ = DeviceRechunkRun
     run.attend(worker)
     return run
+
+
+def _is_given(setting: str) -> bool:
+    return bool(dask.config.get(setting) != dask.config.get(setting, config=defaults))
 
 
 def pack(shards: Shards) -> dict[str, Any]:

@@ -229,10 +229,7 @@ def test_times(gpus: list[Gpu], tmp_path: Path) -> None:
         print(f"{what}: {seconds} s")
 
 
-def test_a_rechunk_that_is_larger_than_the_device(
-    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DASK_DISTRIBUTED__P2P__COMM__BUFFER", "128 MiB")
+def test_a_rechunk_that_is_larger_than_the_device(gpus: list[Gpu], tmp_path: Path) -> None:
     small = ("--device-memory-limit", "256MiB", "--rmm-pool-size", "512MiB")
     found = run(tmp_path, gpus, COUNT_SPILLS + LARGE, options=small)
     print(found)

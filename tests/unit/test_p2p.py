@@ -237,13 +237,14 @@ def test_what_does_not_fit_spills(device_memory_limit: int, memory_limit: int) -
             found = await client.compute(y)
         np.testing.assert_array_equal(found, x)
         assert max(weights) <= device_memory_limit
+        waiting = [worker.plugins["shuffle"].memory_limiter_comms.limit for worker in workers]
+        assert waiting == [device_memory_limit // p2p.BUFFER_PART] * 2
         assert sum(DeviceStandIn.copies_to_host) > x.nbytes / 2
         # several were joined where there is room to wait for more
         assert device_memory_limit == 1000 or max(largest) > 800
         await nothing_is_kept(workers)
 
-    limits = {**limits, "memory_limit": memory_limit}
-    with_workers(test, data=(make, limits), memory_limit=0)
+    with_workers(test, data=(make, {**limits, "memory_limit": memory_limit}), memory_limit=0)
 
 
 def test_what_stays_on_a_worker_does_not_pass_the_host() -> None:
@@ -346,7 +347,10 @@ def test_what_is_overridden_is_still_there() -> None:
             assert list(ours.parameters) == list(theirs.parameters), name
     create = list(inspect.signature(_core.ShuffleSpec.create_run_on_worker).parameters)
     assert create == ["self", "run_id", "span_id", "worker_for", "plugin"]
-    assert dask.config.get(p2p.MESSAGE_LIMIT)
+    for setting in (p2p.MESSAGE_LIMIT, p2p.BUFFER_LIMIT):
+        assert not p2p._is_given(setting)
+        with dask.config.set({setting: "3 MiB"}):
+            assert p2p._is_given(setting)
 
 
 @pytest.mark.parametrize("disk", [True, False])
