@@ -209,6 +209,26 @@ def test_numpy_arrays_go_distributed_s_way(monkeypatch: pytest.MonkeyPatch, disk
         with_workers(test)
 
 
+@needs("pandas")
+@needs("pyarrow")
+def test_data_frames_go_distributed_s_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pandas as pd
+    from dask import dataframe as dd
+
+    def never(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(p2p, "with_device_arrays", never)
+    frame = pd.DataFrame({"key": np.arange(60) % 7, "value": np.arange(60.0)})
+
+    async def test(client: Client, workers: list[Any]) -> None:
+        shuffled = dd.from_pandas(frame, npartitions=4).shuffle("key", shuffle_method="p2p")
+        found = await client.compute(shuffled)
+        pd.testing.assert_frame_equal(found.sort_index(), frame)
+
+    with_workers(test)
+
+
 # Memory
 
 
