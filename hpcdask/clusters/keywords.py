@@ -87,8 +87,6 @@ def refuse_texts(for_job: Mapping[str, Any], config_name: str) -> None:
 
 def worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, Any]:
     """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
-    import click
-
     args = configured("worker_extra_args", for_job, config_name)
     args = args or configured("extra", for_job, config_name, [])
     for_job.pop("extra", None)
@@ -96,8 +94,8 @@ def worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, An
     words = [word for arg in args for word in shlex.split(str(arg))]
     try:
         spec = WorkerSpec.from_argv(words)
-    except click.UsageError as error:
-        raise UsageError(f"worker_extra_args: {error.format_message()}") from None
+    except UsageError as error:
+        raise UsageError(f"worker_extra_args: {error}") from None
     if spec.name is not None:
         raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
     return {

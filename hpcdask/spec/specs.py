@@ -185,7 +185,8 @@ class WorkerSpec:
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> WorkerSpec:
         """Read what `to_argv` wrote."""
-        return cls(**read(make_command("worker", "", options(cls)), argv))
+        command = make_command("worker", "", options(cls))
+        return cls(**read(command, argv, lambda error: str(error.format_message())))
 
 
 @_documented

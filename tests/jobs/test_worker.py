@@ -23,6 +23,7 @@ from distributed.comm import CommClosedError
 from clock import clock
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
+from hpcdask.gpu.first_use import FirstUse
 from hpcdask.node import device_worker, job_agent, job_options, signals
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.queues import environment
@@ -639,7 +640,9 @@ def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
     monkeypatch.setattr(device_worker, "set_log_level", lambda level: None)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    asyncio.run(DeviceWorker.close(object.__new__(DeviceWorker)))
+    worker = object.__new__(DeviceWorker)
+    worker._first_use = FirstUse()
+    asyncio.run(DeviceWorker.close(worker))
     assert codes == [1]
 
 

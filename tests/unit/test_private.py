@@ -20,7 +20,7 @@ from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import scratch
 from hpcdask.queues import local_processes
-from hpcdask.runner.rendezvous import FileRendezvous
+from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
 from hpcdask.security import private
 from hpcdask.security.credentials import (
     check_configuration,
@@ -252,7 +252,7 @@ def test_nothing_secret_is_written_into_a_folder_that_was_swapped(open_folder, m
     if what == "keys":
         save_credentials(create_credentials(), str(folder))
     else:
-        meeting.publish({"credentials": create_credentials()})
+        meeting.publish(RendezvousInfo("10.0.0.1", 4711, "n1", "x", create_credentials()))
     assert os.listdir(folder) == []
     assert os.listdir(open_folder / "away")
 

@@ -17,7 +17,7 @@ import pytest
 from distributed import Scheduler
 
 from hpcdask.clusters.scheduler import ClusterScheduler, read_scheduler_options
-from hpcdask.runner import leader
+from hpcdask.runner import leader, protocol
 from hpcdask.security import listening
 from hpcdask.spec.specs import RunSpec
 from launching import wait_for
@@ -127,12 +127,15 @@ def started(kind: str, folder: str) -> Iterator[tuple[subprocess.Popen, int, int
             end(process, process.stdin.close)
 
 
+def line(message: protocol.Message) -> bytes:
+    return json.dumps(message.to_json()).encode() + b"\n"
+
+
 @contextlib.contextmanager
 def run(folder: str) -> Iterator[tuple[subprocess.Popen, int, int]]:
     """The scheduler of a run, and what its rank does."""
     rank, theirs = socket.socketpair()
-    order = {"host": "127.0.0.1", "interface": None, "protocol": "tcp", "credentials": None}
-    order |= {"scratch": folder, "dashboard": "127.0.0.1:0"}
+    order = protocol.StartScheduler("127.0.0.1", None, "tcp", {}, "127.0.0.1:0", folder)
     with rank, rank.makefile("r") as said:
         command = [sys.executable, "-c", RUN, str(theirs.fileno())]
         with subprocess.Popen(
@@ -140,12 +143,14 @@ def run(folder: str) -> Iterator[tuple[subprocess.Popen, int, int]]:
         ) as process:
             theirs.close()
             try:
-                rank.sendall(json.dumps(order).encode() + b"\n")
-                while "address" not in (told := json.loads(said.readline())):
-                    assert "error" not in told, told
-                yield process, int(told["address"].rsplit(":", 1)[1]), told["dashboard"][1]
+                rank.sendall(line(order))
+                while not isinstance(
+                    told := protocol.read(json.loads(said.readline())), protocol.SchedulerStarted
+                ):
+                    assert not isinstance(told, protocol.SchedulerFailed), told
+                yield process, int(told.address.rsplit(":", 1)[1]), told.dashboard_port
             finally:
-                end(process, lambda: rank.sendall(b'{"op": "close"}\n'))
+                end(process, lambda: rank.sendall(line(protocol.CloseScheduler())))
 
 
 def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
@@ -216,13 +221,13 @@ def test_a_cluster_without_keys_says_what_that_means(tmp_path):
     ids=["for its program", "where others may work", "in a job"],
 )
 def test_where_the_pages_of_a_run_are(monkeypatch, host, job, expected):
-    asked: dict[str, object] = {}
+    told: list[protocol.StartScheduler] = []
     monkeypatch.setattr(leader, "job_id", lambda: job)
     rank_0 = SimpleNamespace(
         spec=RunSpec(),
-        member=SimpleNamespace(credentials={}, scratch=""),
-        scheduler=SimpleNamespace(start=asked.update),
+        agent=SimpleNamespace(credentials={}, scratch=""),
+        scheduler=SimpleNamespace(tell=told.append),
         _host=lambda: host,
     )
     leader.Leader._start_scheduler(rank_0, None)
-    assert asked["dashboard"] == expected
+    assert [order.dashboard for order in told] == [expected]
