@@ -13,6 +13,7 @@ from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import load_credentials, to_security
 
 from .batching import prompt_clients, usual_clients
+from .defaults import suit_devices, suit_hosts
 from .scheduler_file import VARIABLE, endpoint, read
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 _VARIABLES = (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER")
 
 
-def configure_client(address: str, file: str) -> None:
+def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
     """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
 
-    `file` is the scheduler file with the key folder.
+    `file` is the scheduler file with the key folder; `on_gpus`, whether its workers have GPUs.
     """
+    if on_gpus:
+        suit_devices()
     loader = f"{__name__}.load_security"
     os.environ.update(dict(zip(_VARIABLES, (file, address, loader), strict=True)))
     _set_defaults(address, loader, prompt_clients())
@@ -35,6 +38,7 @@ def forget_client() -> None:
     """Undo `configure_client`: the cluster has ended, and its files are gone."""
     for name in _VARIABLES:
         os.environ.pop(name, None)
+    suit_hosts()
     _set_defaults(None, None, usual_clients())
 
 
@@ -74,6 +78,8 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
         f"is stale"
     )
     access = to_security(credentials)
+    if own.get("gpus"):
+        suit_devices()
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
         with dask.config.set(prompt_clients()):

@@ -25,7 +25,9 @@ from hpcdask.security.credentials import (
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
 
 
-def write(path: str, address: str, credentials: Credentials, *, job: str | None) -> None:
+def write(
+    path: str, address: str, credentials: Credentials, *, job: str | None, gpus: bool = False
+) -> None:
     """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it."""
     path = os.path.abspath(path)
     keys = f"{path}.keys"
@@ -41,6 +43,7 @@ def write(path: str, address: str, credentials: Credentials, *, job: str | None)
             "job": job,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "gpus": gpus,
         },
     }
     private.write_private(path, json.dumps(content, indent=2))

@@ -22,6 +22,7 @@ from distributed.core import Status
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
+from hpcdask.client.defaults import suiting_devices
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
@@ -32,7 +33,7 @@ from .controller import JobController
 from .display import JobTable, html, text
 from .job import Policy
 from .keywords import number, seconds
-from .options import read_job_options
+from .options import JobOptions, read_job_options
 from .scaling import Scaling
 from .scheduler import ClusterScheduler, read_scheduler_options
 from .state import ClusterState
@@ -108,7 +109,7 @@ class JobCluster(Scaling):
         )
         if n_workers:
             self.queue.check()
-        self._exits = _silenced(silence_logs)
+        self._exits = _until_closed(silence_logs, self.options)
         loop = IOLoop.current() if loop is None and asynchronous else loop
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
         self.id = _new_id(self.name)
@@ -356,11 +357,13 @@ def _refuse_schedulers(given: Collection[str]) -> None:
             )
 
 
-def _silenced(level: int | str | bool) -> contextlib.ExitStack:
-    """Leaves out distributed's messages below this level until it is closed."""
+def _until_closed(level: int | str | bool, options: JobOptions) -> contextlib.ExitStack:
+    """Leaves out distributed's messages below this level; on GPUs, has chunks suit them."""
     exits = contextlib.ExitStack()
     if level:
         exits.enter_context(silence_logging_cmgr(level=level))
+    if options.gpus and options.spec.device != "cpu":
+        exits.enter_context(suiting_devices())
     return exits
 
 

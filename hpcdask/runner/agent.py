@@ -85,12 +85,12 @@ class RankAgent:
         self.signals.forget_launcher()
         await self.workers.close()
 
-    def start_program(self, address: str) -> None:
+    def start_program(self, address: str, on_gpus: bool) -> None:
         """Tell the waiting process to become the program."""
         assert self.program is not None
         file = os.path.join(self.scratch, "scheduler.json")
         scheduler_file.write(file, address, self.credentials, job=None)
-        order = protocol.StartProgram(address, file, len(os.sched_getaffinity(0)))
+        order = protocol.StartProgram(address, on_gpus, file, len(os.sched_getaffinity(0)))
         try:
             self.program.sock.sendall(json.dumps(order.to_json()).encode() + b"\n")
         except OSError:

@@ -46,8 +46,8 @@ async def follow(agent: RankAgent, rendezvous: Rendezvous) -> int:
         match protocol.read(order):
             case protocol.StartWorkers() as wanted:
                 work.append(asyncio.create_task(_work(agent, channel, wanted)))
-            case protocol.StartProgram(address):
-                work.append(asyncio.create_task(_run_program(agent, channel, address)))
+            case protocol.StartProgram(address, on_gpus):
+                work.append(asyncio.create_task(_run_program(agent, channel, address, on_gpus)))
             case protocol.Signal(number):
                 agent.pass_on(number)
             case protocol.EndRun(code):
@@ -67,10 +67,12 @@ async def _work(agent: RankAgent, channel: MessageStream, wanted: protocol.Start
     await agent.start_workers(wanted.placements, wanted.scheduler, failed)
 
 
-async def _run_program(agent: RankAgent, channel: MessageStream, address: str) -> None:
+async def _run_program(
+    agent: RankAgent, channel: MessageStream, address: str, on_gpus: bool
+) -> None:
     assert agent.program is not None
     try:
-        agent.start_program(address)
+        agent.start_program(address, on_gpus)
         code = await agent.program.wait()
     except ClusterError as error:
         complain(error)

@@ -80,6 +80,7 @@ class Leader:
             agent, self.arrivals, self.events, exists=has_program, line=attached
         )
         self.address = ""
+        self.on_gpus = False
         self.written = ""
         self.dashboard_host, self.dashboard = "", 0
         self.deadline = time.monotonic() + self.spec.timeout
@@ -140,6 +141,7 @@ class Leader:
         self.address, self.dashboard_host = started.address, started.dashboard_host
         self.dashboard = started.dashboard_port
         self.wanted.plan(plan.placements)
+        self.on_gpus = any(one.gpu for group in plan.placements.values() for one in group)
         self._start_workers(plan.placements)
         least = self.wanted.least
         while len(self.scheduler.registered & self.wanted.names) < least:
@@ -222,7 +224,9 @@ class Leader:
         self.agent.janitor.remove_at_once(path)
         self.agent.janitor.remove_at_once(f"{path}.keys")
         self.written = path
-        scheduler_file.write(path, self.address, self.agent.credentials, job=job_id())
+        scheduler_file.write(
+            path, self.address, self.agent.credentials, job=job_id(), gpus=self.on_gpus
+        )
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -266,7 +270,7 @@ class Leader:
 
     async def _watch(self) -> int:
         """From ready to the end of the program, or of the cluster."""
-        self.program.start(self.address)
+        self.program.start(self.address, self.on_gpus)
         lost = False
         while True:
             event = await self.events.get()

@@ -201,7 +201,7 @@ def await_start(sock: socket.socket) -> None:
     restore_environment()
     from hpcdask.client.connect import configure_client
 
-    configure_client(order.address, order.file)
+    configure_client(order.address, order.file, on_gpus=order.on_gpus)
     _free_blas(order.threads)
 
 

@@ -50,9 +50,13 @@ class StartWorkers(Message):
 
 @dataclass(frozen=True)
 class StartProgram(Message):
-    """The cluster is ready: become the program. `file` is a scheduler file, `threads` BLAS's."""
+    """The cluster is ready: become the program.
+
+    `file` is a scheduler file, `threads` are BLAS's; `on_gpus` are the workers.
+    """
 
     address: str
+    on_gpus: bool
     file: str = ""
     threads: int = 0
 

@@ -123,7 +123,7 @@ class Runner:
         if order is None:
             self._code = self._wait()
             raise SystemExit(self._code or 1)
-        configure_client(order.address, order.file)
+        configure_client(order.address, order.file, on_gpus=order.on_gpus)
         self.scheduler_address = order.address
         self.security = load_security({"address": order.address}) or Security()
         self.status = Status.running

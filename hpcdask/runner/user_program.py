@@ -38,24 +38,24 @@ class UserProgram:
         self.signalled: int | None = None
         self._agent, self._arrivals, self._events, self._line = agent, arrivals, events, line
 
-    def start(self, address: str) -> None:
-        """The cluster is ready at this address."""
+    def start(self, address: str, on_gpus: bool) -> None:
+        """The cluster is ready at this address, with workers on GPUs or none."""
         if self._line is not None:
-            self._events.start(self._attend(self._line, address))
+            self._events.start(self._attend(self._line, address, on_gpus))
         elif self._agent.program is not None:
-            self._agent.start_program(address)
+            self._agent.start_program(address, on_gpus)
             self._events.start(self._wait(self._agent.program))
         elif self.exists:
-            self._arrivals.send(1, protocol.StartProgram(address))
+            self._arrivals.send(1, protocol.StartProgram(address, on_gpus))
 
     async def _wait(self, program: ForkedProcess) -> None:
         self._events.happened("program", await program.wait())
 
-    async def _attend(self, line: ForkedProcess, address: str) -> None:
+    async def _attend(self, line: ForkedProcess, address: str, on_gpus: bool) -> None:
         channel = await line.channel()
         file = os.path.join(self._agent.scratch, "scheduler.json")
         scheduler_file.write(file, address, self._agent.credentials, job=job_id())
-        channel.send(**protocol.StartProgram(address, file).to_json())
+        channel.send(**protocol.StartProgram(address, on_gpus, file).to_json())
         while await channel.receive() is not None:
             pass
         self._events.happened("program", 0)

@@ -47,6 +47,8 @@ def loaded():
     import sys
     return "dask.array" in sys.modules and "cupy" in sys.modules
 print("loaded", all(client.run(loaded).values()))
+import dask
+print(dask.config.get("array.chunk-size"))
 """
 
 AT_ONCE = """
@@ -76,7 +78,7 @@ def test_memory_is_given_back(gpus: list[Gpu]):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [(WAITS, "loaded True\n"), (AT_ONCE, "sum 45\nstopped\n")]
+    ("program", "said"), [(WAITS, "loaded True\n512MiB\n"), (AT_ONCE, "sum 45\nstopped\n")]
 )
 def test_workers_load_until_a_dask_task_comes(
     program: str, said: str, gpus: list[Gpu], tmp_path: Path

@@ -51,7 +51,7 @@ MESSAGES = [
     protocol.StartWorkers(
         "tls://n1:1", [WorkerPlacement("n1-0", Gpu("GPU-a", "H200", 1, (0,)), (0, 1), 1, 0)]
     ),
-    protocol.StartProgram("tls://n1:1", "/tmp/scheduler.json", 4),
+    protocol.StartProgram("tls://n1:1", True, "/tmp/scheduler.json", 4),
     protocol.Signal(15),
     protocol.EndRun(2),
     protocol.WorkerFailed(None, "no room"),
