@@ -22,8 +22,10 @@ from hpcdask import cli
 from hpcdask.bench.command import bench
 from hpcdask.clusters.configuration import import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
+from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.runner.options import command, parse
 from hpcdask.spec.specs import RunSpec
+from hpcdask.submit import follow
 from hpcdask.workloads import genotypes, packing, svd
 from hpcdask.workloads import zarr as stores
 
@@ -354,6 +356,23 @@ def test_messages_are_many():
     assert len(quotes()) > 40
     never = "worker 3 has lost its temper: give it a rest, or another one"
     assert known_characters(never) < 0.4 * len(never)
+
+
+def sample_lines() -> list[str]:
+    """What hpcdask says in the sample logs of getting-started.md."""
+    found = BLOCK.findall(PAGES["docs/getting-started.md"])
+    lines = "".join(text for language, text in found if language == "text").splitlines()
+    return [line.removeprefix("hpcdask: ") for line in lines if line.startswith("hpcdask: ")]
+
+
+@pytest.mark.parametrize("line", sample_lines(), ids=lambda line: line[:30])
+def test_lines_of_the_samples_exist(line):
+    short = (  # they have too few fixed characters
+        QueueStatus("4711", QueueState.PENDING, reason="Priority"),
+        QueueStatus("4711", QueueState.RUNNING, nodes="node[07-08]"),
+    )
+    states = [follow._state("4711", status) for status in short]
+    assert line in states or known_characters(line) >= 0.4 * len(line)
 
 
 # Links
