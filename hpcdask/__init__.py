@@ -1,27 +1,14 @@
 """Dask clusters on the GPUs of SLURM and MPI systems.
 
 Importing this package starts nothing, opens nothing and changes no signal handler.
+Type checkers read ``__init__.pyi``, which ``tools/stub.py`` writes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .queues.registry import SYSTEMS as _SYSTEMS
-
-if TYPE_CHECKING:  # to type checkers these are the base of all cluster classes
-    from .client.connect import connect
-    from .clusters.cluster import JobCluster
-    from .runner.runner import Runner, initialize
-
-    HTCondorCUDACluster = JobCluster
-    LSFCUDACluster = JobCluster
-    LocalCUDAJobCluster = JobCluster
-    MoabCUDACluster = JobCluster
-    OARCUDACluster = JobCluster
-    PBSCUDACluster = JobCluster
-    SGECUDACluster = JobCluster
-    SLURMCUDACluster = JobCluster
 
 __version__ = "0.1.0"
 __all__ = ["Runner", "connect", "initialize"]

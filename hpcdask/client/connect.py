@@ -11,6 +11,7 @@ import dask.config
 
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import load_credentials, to_security
+from hpcdask.spec.signatures import Keyword, describe, spell_out
 
 from .batching import prompt_clients, usual_clients
 from .defaults import suit_devices, suit_hosts
@@ -57,7 +58,7 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     timeout
         Seconds to wait for the scheduler's answer.
     **kwargs
-        Passed to `distributed.Client`.
+        Those of `distributed.Client`.
 
     Raises
     ------
@@ -86,6 +87,23 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
             return Client(content["address"], security=access, timeout=timeout, **kwargs)
     except OSError as error:
         raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
+
+
+_OF_CLIENT = [
+    Keyword("set_as_default", bool, "Whether all of Dask in this process uses this client.", True),
+    Keyword("asynchronous", bool, "Return at once, for ``async with`` or ``await``.", False),
+    Keyword("name", str | None, "Part of the client's id, which the scheduler's messages have."),
+    Keyword("loop", Any, "Event loop; by default a new one in a thread."),
+    Keyword("heartbeat_interval", int | str | None, "Time between heartbeats; numbers are ms."),
+    Keyword("serializers", list[str] | None, "How to send, such as ``['dask', 'pickle']``."),
+    Keyword("deserializers", list[str] | None, "What may be received, in the same words."),
+    Keyword("extensions", dict[str, Any], "Classes of more extensions of the client.", {}),
+    Keyword("direct_to_workers", bool | None, "Fetch results from workers, past the scheduler."),
+    Keyword("connection_limit", int, "Connections to workers at once.", 512),
+]
+_SIGNATURE = spell_out(connect, _OF_CLIENT, Client="Client")
+connect.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+connect.__doc__ = describe(connect.__doc__, _OF_CLIENT)
 
 
 def _knock(address: str, access: Security) -> None:

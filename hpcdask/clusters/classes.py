@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.spec.signatures import Keyword, describe, spell_out
 
 from .cluster import JobCluster
+from .configuration import import_job_class
+from .keywords import keywords_of_cluster
 
 _PARAMETERS = """
 
     Every keyword of dask-jobqueue's class keeps its name and meaning, and its configuration
     (``jobqueue.{config}``) is read, so that changing the import is enough. The fields of
-    `hpcdask.spec.specs.WorkerSpec` are keywords as well.
+    `hpcdask.spec.specs.WorkerSpec` are keywords as well. None is for a value that nobody gave.
 
     Parameters
     ----------
@@ -28,20 +33,6 @@ _PARAMETERS = """
         Type of GPU in the site's words, such as ``"h200"``.
     nodes_per_job : int
         Nodes of each job, among which its GPUs are shared evenly. Default: 1.
-    device : {{"auto", "cuda", "cpu"}}
-        What the workers compute on.
-    cores, memory : int, str
-        Of each job: CPU cores, and host memory such as ``"64GiB"``.
-    walltime : str
-        In the system's own form. Workers hand over what they hold before it is reached, and the
-        job is replaced.
-    queue, account : str
-        The queue (SLURM's partition), and what jobs are charged to. Some systems have ``project``
-        in place of the account, HTCondor has neither.
-    nthreads : int
-        Threads of each worker. Default: 1 on a GPU; on the CPU the cores of its share of the job.
-    job_script_prologue : list of str
-        Lines of shell before the workers start, such as ``["module load cuda"]``.
     protocol : {{"auto", "tcp", "ucx"}}
         Between workers; all else is tcp. Default: ``"auto"``, ucx where there are fast links.
     interface : str
@@ -68,8 +59,12 @@ _PARAMETERS = """
         lives. Default: ``"error"``; False for none.
     asynchronous : bool
         Use it with ``async with``.
+    loop : tornado.ioloop.IOLoop
+        Event loop. Default: a new one in a thread.
+    scheduler_cls : type
+        Class of the scheduler, in place of distributed's own.
     **job_keywords
-        All others of dask-jobqueue's class and of `WorkerSpec`.
+        Those of the jobs and of the workers.
 
     Raises
     ------
@@ -105,16 +100,45 @@ class LocalJobCluster(JobCluster):
         return LocalQueue(gpus=gpus or None, walltime_s=walltime)
 
 
+class _WhenAsked:
+    """What a class has when somebody looks: the import of dask-jobqueue is not for nothing."""
+
+    def __init__(self, read: Callable[[type[JobCluster]], Any]) -> None:
+        self._read = read
+
+    def __get__(self, instance: object, owner: type[JobCluster]) -> Any:
+        return self._read(owner)
+
+
+def _keywords(cls: type[JobCluster]) -> list[Keyword]:
+    """Those of a class that not all of them have."""
+    own = inspect.signature(JobCluster).parameters
+    found = keywords_of_cluster(queue_class(cls.queue_name), import_job_class(cls.jobqueue))
+    return [one for one in found if one.name not in own]
+
+
+def _signature(cls: type[JobCluster]) -> inspect.Signature | None:
+    """The keywords by name; None for a user's class, whose `__init__` has a signature."""
+    if cls.__init__ is not JobCluster.__init__:
+        return None
+    return spell_out(JobCluster, _keywords(cls))
+
+
+def _doc(cls: type[JobCluster]) -> str:
+    queue = queue_class(cls.queue_name)
+    usual = f"Dask workers on GPUs that {queue.title} grants; see `SLURMCUDACluster`."
+    text = (queue.summary or usual) + _PARAMETERS.format(config=cls.jobqueue[0])
+    return describe(text, _keywords(cls))
+
+
 def _contents(system: str) -> dict[str, Any]:
     """What the class of a system has that others have not."""
-    queue = queue_class(system)
-    usual = f"Dask workers on GPUs that {queue.title} grants; see `SLURMCUDACluster`."
-    module, _ = queue.jobqueue
     return {
-        "__doc__": (queue.summary or usual) + _PARAMETERS.format(config=module),
+        "__doc__": _WhenAsked(_doc),
+        "__signature__": _WhenAsked(_signature),
         "__module__": __name__,
         "queue_name": system,
-        "jobqueue": queue.jobqueue,
+        "jobqueue": queue_class(system).jobqueue,
     }
 
 

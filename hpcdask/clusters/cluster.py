@@ -15,7 +15,8 @@ import re
 import sys
 import weakref
 from collections.abc import Awaitable, Collection, Iterable
-from typing import Any, ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, Self, cast
 
 from distributed import Scheduler, Security
 from distributed.core import Status
@@ -27,6 +28,7 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
 from hpcdask.queues.base import Queue
+from hpcdask.spec.specs import Protocol
 
 from .configuration import configured, import_job_class, log_directory, section
 from .controller import JobController
@@ -63,13 +65,13 @@ class JobCluster(Scaling):
         gpus_per_job: int | None = None,
         gpu_type: str | None = None,
         nodes_per_job: int = 1,
-        poll_interval: str | float | None = None,
-        start_timeout: str | float | None = None,
+        poll_interval: str | float | timedelta | None = None,
+        start_timeout: str | float | timedelta | None = None,
         security: Security | bool | None = None,
         shared_temp_directory: str | None = None,
         scheduler_options: dict[str, Any] | None = None,
         scheduler_cls: type[Scheduler] = Scheduler,
-        protocol: str | None = None,
+        protocol: Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None = None,
         interface: str | None = None,
         config_name: str | None = None,
         silence_logs: int | str | bool = "error",
@@ -260,8 +262,12 @@ class JobCluster(Scaling):
             raise
         return self
 
-    async def __aenter__(self) -> JobCluster:
-        return await self._ready()
+    def __enter__(self) -> Self:
+        return cast(Self, super().__enter__())
+
+    async def __aenter__(self) -> Self:
+        await self._ready()
+        return self
 
     def __await__(self) -> Any:
         return self._ready().__await__()

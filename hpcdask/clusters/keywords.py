@@ -9,11 +9,13 @@ import inspect
 import shlex
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from hpcdask.errors import UsageError
+from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory, parse_seconds
-from hpcdask.spec.specs import WorkerSpec
+from hpcdask.spec.signatures import Keyword, optional
+from hpcdask.spec.specs import WorkerSpec, keywords_of
 
 from .configuration import configured
 
@@ -34,12 +36,56 @@ MEANT = {
 SHARED = {"interface", "local_directory", "death_timeout"}
 #: Lines of shell, which may hold any character.
 SHELL = {"job_script_prologue", "env_extra"}
-#: Keywords of dask-jobqueue whose values are lists, in its old names too.
-LISTS = (
-    *("job_extra_directives", "job_extra", "job_directives_skip", "header_skip"),
-    *("job_script_prologue", "env_extra", "worker_extra_args", "extra"),
-    *("submit_command_extra", "cancel_command_extra"),
+#: Keywords of dask-jobqueue's classes, their types and texts; those that one system alone has stand
+#: with its queue.
+OF_JOBS: tuple[tuple[str, Any, str], ...] = (
+    ("cores", int, "CPU cores of each job."),
+    ("memory", str | int | float, 'Host memory of each job, such as ``"64GiB"``.'),
+    (
+        "walltime",
+        str,
+        (
+            "In the system's own form. Workers hand over what they hold before it is reached, and "
+            "the job is replaced."
+        ),
+    ),
+    ("queue", str, "The queue (SLURM's partition)."),
+    ("account", str, "What jobs are charged to."),
+    ("project", str, "What jobs are charged to; the old name of ``account`` where there is one."),
+    ("resource_spec", str, "What each job asks for, in the system's words."),
+    (
+        "job_script_prologue",
+        list[str],
+        'Lines of shell before the workers start, such as ``["module load cuda"]``.',
+    ),
+    ("job_extra_directives", list[str], "More directives, without what each begins with."),
+    ("job_directives_skip", list[str], "Directives that contain one of these texts are left out."),
+    ("job_name", str, "Name of the jobs in the queue."),
+    ("processes", int, "Workers of each job that has no GPUs. Default: by the number of cores."),
+    ("worker_extra_args", list[str], "The workers' options in dask's or dask-cuda's words."),
+    ("log_directory", str, "Folder for the jobs' logs. Default: in the cluster's own."),
+    ("python", str, "Shell words that start Python in a job. Default: this Python."),
+    ("shebang", str, "First line of the jobs' script."),
+    ("job_extra", list[str], "Old name of ``job_extra_directives``."),
+    ("header_skip", list[str], "Old name of ``job_directives_skip``."),
+    ("env_extra", list[str], "Old name of ``job_script_prologue``."),
+    ("extra", list[str], "Old name of ``worker_extra_args``."),
+    ("nanny", Literal[True], "Every worker has one."),
+    (
+        "worker_command",
+        Literal["distributed.cli.dask_worker", "hpcdask.worker"],
+        "Jobs start hpcdask's own worker, whatever it is.",
+    ),
 )
+
+
+def keywords_of_cluster(queue: type[Queue], job_cls: type) -> list[Keyword]:
+    """What the class of a system takes beside the keywords that all clusters have."""
+    known = {name: Keyword(name, *rest) for name, *rest in (*OF_JOBS, *queue.keywords)}
+    there = {name for name, *_ in queue.keywords} | job_keywords(job_cls) - SPEC_FIELDS
+    of_jobs = [one for name, one in known.items() if name in there]
+    of_jobs += [Keyword(name, Any, "As in dask-jobqueue.") for name in sorted(there - set(known))]
+    return [optional(one) for one in (*of_jobs, *keywords_of(WorkerSpec))]
 
 
 def job_keywords(job_cls: type) -> set[str]:
@@ -77,11 +123,11 @@ def refuse_other_workers(given: Mapping[str, Any]) -> None:
         raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
 
 
-def refuse_texts(for_job: Mapping[str, Any], config_name: str) -> None:
+def refuse_texts(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> None:
     """Refuse a text for a list, which would be taken for a list of its characters."""
-    for name in LISTS:
+    for name, takes, _ in (*OF_JOBS, *queue.keywords):
         value = configured(name, for_job, config_name)
-        if value and isinstance(value, str):
+        if value and isinstance(value, str) and takes in (list[str], dict[str, Any]):
             raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
 
 

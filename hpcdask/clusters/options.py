@@ -124,9 +124,9 @@ def read_job_options(
     or its value is not understood.
     """
     known = job_keywords(job_cls)
-    check_names(given, own, known)
+    check_names(given, {*own, *({name for name, *_ in queue.keywords} - known)}, known)
     refuse_other_workers(given)
-    refuse_texts(given, config_name)
+    refuse_texts(queue, given, config_name)
     nodes = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
     for_job = {name: value for name, value in given.items() if name in known}
     spec = _worker_spec(given, for_job, protocol, config_name)

@@ -95,6 +95,8 @@ class Queue(Commands, ABC):
     #: Class of dask-jobqueue that writes the header: its module, which is also the name of its
     #: section of the configuration, and its name.
     jobqueue: ClassVar[tuple[str, str]]
+    #: Types and texts of the cluster class's keywords that other systems have not, or otherwise.
+    keywords: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
     #: What the documentation of the cluster class begins with, if it says more than the title.
     summary: ClassVar[str] = ""
     #: Whether jobs are processes of this machine.

@@ -39,6 +39,7 @@ STATES = {
 }
 BY_USER = 1  # hold reason codes
 TOO_LONG = (46, 47)
+NO_EFFECT = "Of dask-jobqueue; it has no effect here."
 
 
 class HtcondorQueue(Queue):
@@ -51,6 +52,13 @@ class HtcondorQueue(Queue):
 
     title = "HTCondor"
     jobqueue = ("htcondor", "HTCondorJob")
+    keywords = (
+        ("disk", str | int, 'Disk of each job, such as ``"1GB"``.'),
+        ("job_extra_directives", dict[str, Any], "More lines of the submit description."),
+        ("job_extra", dict[str, Any], "Old name of ``job_extra_directives``."),
+        ("submit_command_extra", list[str], NO_EFFECT),
+        ("cancel_command_extra", list[str], NO_EFFECT),
+    )
     programs = ("condor_submit", "condor_q", "condor_rm", "condor_history")
     advice = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
     limits = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")

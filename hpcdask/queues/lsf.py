@@ -55,6 +55,12 @@ class LsfQueue(Queue):
 
     title = "LSF"
     jobqueue = ("lsf", "LSFJob")
+    keywords = (
+        ("ncpus", int, "Cores that a job asks for. Default: ``cores``."),
+        ("mem", int, "Memory that a job asks for, in bytes. Default: ``memory``."),
+        ("lsf_units", str, "Unit of memory in LSF's limits, such as MB. Default: as configured."),
+        ("use_stdin", bool, "Of dask-jobqueue; it has no effect here."),
+    )
     programs = ("bsub", "bjobs", "bkill")
     advice = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
     # Not those of a queue's hard limits on time and memory, which do not pass

@@ -39,6 +39,13 @@ class OarQueue(Queue):
 
     title = "OAR"
     jobqueue = ("oar", "OARJob")
+    keywords = (
+        (
+            "memory_per_core_property_name",
+            str,
+            "OAR's property with the memory of a core, such as memcore; or not_applicable.",
+        ),
+    )
     programs = ("oarsub", "oarstat", "oardel")
     advice = "Resources and their properties: oarnodes, queues: oarstat --help"
     # Not those on the time of one job, which do not pass

@@ -55,10 +55,12 @@ class SlurmQueue(Queue):
 
     >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
     >>> cluster.adapt(minimum=0, maximum=32)
-    >>> client = cluster.get_client()
-
-    SLURM alone: ``gpu_request`` is how the site takes the request of GPUs, ``"gres"`` (default),
-    ``"gpus-per-node"`` or ``"gpus"``."""
+    >>> client = cluster.get_client()"""
+    keywords = (
+        ("gpu_request", GpuRequest, "How the site takes the request of GPUs. Default: gres."),
+        ("job_cpu", int, "Cores that a job asks for. Default: ``cores``."),
+        ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
+    )
     programs = ("sbatch", "squeue", "scancel")
     companions = (
         "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from distributed import Security, default_client
 from distributed.core import Status
@@ -27,7 +27,8 @@ from hpcdask.client.connect import configure_client, forget_client, load_securit
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import complain
 from hpcdask.spec.argv import to_argv
-from hpcdask.spec.specs import RunSpec
+from hpcdask.spec.signatures import Keyword, describe, optional, spell_out
+from hpcdask.spec.specs import RunSpec, keywords_of
 
 from .program import hear_start
 
@@ -43,11 +44,13 @@ class Runner:
         with hpcdask.Runner() as runner, Client(runner) as client:
             ...  # rank 0 only; the other ranks never come here
 
+    The keywords are the fields of `hpcdask.spec.specs.RunSpec`, which are the options of
+    ``python -m hpcdask.run``; all but ``layout="dedicated"``.
+
     Parameters
     ----------
     **options
-        The fields of `hpcdask.spec.specs.RunSpec`, which are the options of
-        ``python -m hpcdask.run``; all but ``layout="dedicated"``.
+        The fields.
 
     Attributes
     ----------
@@ -191,6 +194,12 @@ class Runner:
         return ready().__await__()
 
 
+_FIELDS = keywords_of(RunSpec)
+_SIGNATURE = spell_out(Runner.__init__, _FIELDS)
+Runner.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+Runner.__doc__ = describe(Runner.__doc__, _FIELDS)
+
+
 def _pmi() -> list[int]:
     """The line to MPICH's launcher, whose number the environment tells to whoever is a rank."""
     number = os.environ.get("PMI_FD", "")
@@ -227,8 +236,10 @@ def initialize(
         Whether the other ranks exit when the cluster ends. Otherwise they return False.
     worker_options
         As in dask-mpi: more options of the workers, such as ``{"resources": {"GPU": 1}}``.
-    **options
-        As of `Runner`; None, as dask-mpi has it, for the default.
+    nanny, worker_class, comm, dashboard
+        Of dask-mpi, for which there is nothing to choose here.
+    device, protocol, ...
+        All keywords of `Runner`; None, as dask-mpi has it, for the default.
 
     Returns
     -------
@@ -236,8 +247,8 @@ def initialize(
         Whether this rank goes on as the client.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    options.pop("dashboard", None)  # it costs nothing until somebody looks at it
-    for name, instead in _DASK_MPI_ONLY.items():
+    options.pop("dashboard", None)
+    for name, _, instead, _ in _DASK_MPI_ONLY:
         if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
             raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
     runner = Runner(**options, **(worker_options or {}))
@@ -248,11 +259,15 @@ def initialize(
     return False
 
 
-_DASK_MPI_ONLY = {
-    "nanny": "workers always have a nanny",
-    "worker_class": "device chooses between GPU and CPU workers",
-    "comm": "it uses the launcher's ranks",
-}
+_WORKER = Literal["distributed.Worker", "distributed.Nanny"]
+_DASK_MPI_ONLY = [
+    Keyword("nanny", Literal[True], "workers always have a nanny"),
+    Keyword("worker_class", _WORKER, "device chooses between GPU and CPU workers"),
+    Keyword("comm", type(None), "it uses the launcher's ranks"),
+]
+_DASHBOARD = Keyword("dashboard", bool, "it costs nothing until somebody looks at it")
+_ALL = map(optional, [*_FIELDS, *_DASK_MPI_ONLY, _DASHBOARD])
+initialize.__signature__ = spell_out(initialize, _ALL)  # type: ignore[attr-defined]
 
 
 def _mpi_is_running() -> bool:

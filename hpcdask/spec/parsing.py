@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dask.utils import parse_bytes, parse_timedelta
@@ -92,7 +92,7 @@ def parse_seconds(text: str | float | None, name: str) -> float | None:
         ) from None
 
 
-def parse_deadline(text: str | float | None, name: str) -> float:
+def parse_deadline(text: str | float, name: str) -> float:
     """Seconds as in `parse_seconds`, of what must have a limit."""
     if (value := parse_seconds(text, name)) is None:
         raise UsageError(f"{name}: it must be a time, such as 5min: nothing waits for ever")
@@ -169,11 +169,11 @@ def _count(minimum: int) -> Callable[[Any, str], int | None]:
     return check
 
 
-def _strings(value: Any, name: str) -> tuple[str, ...]:
+def _strings(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def _libraries(value: Any, name: str) -> tuple[str, ...]:
+def _libraries(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [] if value == "none" else value.replace(",", " ").split()
     check = _choice("cupy", "torch", "numba")

@@ -8,10 +8,10 @@ exists in one place.
 from __future__ import annotations
 
 import dataclasses
-import textwrap
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_type_hints
 
 from hpcdask.errors import UsageError
 
@@ -29,6 +29,7 @@ from .parsing import (
     parse_resources,
     parse_seconds,
 )
+from .signatures import Keyword, describe
 
 Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
@@ -41,13 +42,20 @@ def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, *
 
 def _documented(cls: Any) -> Any:
     """Add the fields to the docstring, in the words that the command line has for them."""
-    lines = ["", "    Parameters", "    ----------"]
-    for item in dataclasses.fields(cls):
-        lines.append(f"    {item.name} : {str(item.type).replace('Literal', '')}")
-        lines += [f"        {line}" for line in textwrap.wrap(item.metadata["help"], 88)]
-    before, raises, after = cls.__doc__.partition("\n    Raises\n")
-    cls.__doc__ = before.rstrip() + "\n" + "\n".join(lines) + "\n" + raises + after
+    cls.__doc__ = describe(cls.__doc__, keywords_of(cls))
     return cls
+
+
+def keywords_of(spec: type) -> list[Keyword]:
+    """The fields of a spec as keywords, which take what the fields' parsers do."""
+    fields = get_type_hints(spec)
+    found = []
+    for item in dataclasses.fields(spec):
+        parse = item.metadata["parse"]
+        accepted = get_type_hints(parse)[next(iter(inspect.signature(parse).parameters))]
+        takes = fields[item.name] if accepted is Any else accepted
+        found.append(Keyword(item.name, takes, item.metadata["help"], item.default))
+    return found
 
 
 @_documented
@@ -57,6 +65,11 @@ class WorkerSpec:
 
     Every field is also an option of ``python -m hpcdask.run`` (``memory_limit`` is
     ``--memory-limit``). Values may be given as text; they are parsed here, once.
+
+    Parameters
+    ----------
+    **fields
+        Each has a text, which the command line shows, too.
 
     Raises
     ------
@@ -192,7 +205,13 @@ class WorkerSpec:
 @_documented
 @dataclass(frozen=True)
 class RunSpec(WorkerSpec):
-    """A `WorkerSpec` and what the runner needs beside it."""
+    """A `WorkerSpec` and what the runner needs beside it.
+
+    Parameters
+    ----------
+    **fields
+        As those of `WorkerSpec`.
+    """
 
     layout: Layout = _field(
         "shared",

@@ -1,0 +1,81 @@
+"""Signatures and docstrings that name what a function takes as ``**keywords``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Union
+
+
+class Keyword(NamedTuple):
+    """A keyword: its type, a text on it, and what stands for a value that nobody gave."""
+
+    name: str
+    type: Any
+    text: str
+    default: Any = None
+
+
+def optional(keyword: Keyword) -> Keyword:
+    """The keyword, which takes None, too, for a value that nobody gave."""
+    takes = keyword.type if keyword.type is Any else keyword.type | None
+    return keyword._replace(type=takes, default=None)
+
+
+def spell_out(
+    function: Callable[..., Any], keywords: Iterable[Keyword], **unknown: Any
+) -> inspect.Signature:
+    """A function's signature with keywords in the place of ``**keywords``.
+
+    Those that the function names itself are left out. `unknown` are names in its annotations that
+    only type checkers know.
+    """
+    signature = inspect.signature(function, eval_str=True, locals=unknown)
+    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    spelled = [
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+        )
+        for one in keywords
+        if one.name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*own, *spelled])
+
+
+def describe(doc: str | None, keywords: Iterable[Keyword]) -> str:
+    """A docstring in which keywords stand in the place of ``**keywords`` and its text."""
+    lines = [
+        line
+        for one in keywords
+        for line in (
+            f"    {one.name} : {_in_words(one.type)}",
+            *textwrap.wrap(one.text, 88, initial_indent=" " * 8, subsequent_indent=" " * 8),
+        )
+    ]
+    return re.sub(
+        r"^    \*\*\w+\n(?: {8}.*\n)*", lambda _: "\n".join([*lines, ""]), doc or "", flags=re.M
+    )
+
+
+def type_text(annotation: Any) -> str:
+    """An annotation as it is written, the same in every Python."""
+    if isinstance(annotation, str):
+        return annotation
+    if annotation is types.NoneType:
+        return "None"
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(map(type_text, typing.get_args(annotation)))
+    if typing.get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(map(repr, typing.get_args(annotation)))}]"
+    return inspect.formatannotation(annotation).replace("typing.", "")
+
+
+def _in_words(annotation: Any) -> str:
+    """A type as numpydoc has it: nothing is said of None, which is for what nobody gave."""
+    text = type_text(annotation).replace(" | None", "").replace("collections.abc.", "")
+    text = re.sub(r"Literal\[(.*?)\]", r"{\1}", text)
+    return re.sub(r"\b(list|Iterable)\[(\w+)\]", r"\1 of \2", text).replace(" | ", " or ")
