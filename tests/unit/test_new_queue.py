@@ -61,6 +61,7 @@ del os.environ["TOY_JOB"]
 
 assert "Toy grants" in inspect.getdoc(hpcdask.ToyCUDACluster)
 assert "ToyCUDACluster" in dir(hpcdask.clusters.classes)
+assert {"walltime", "device"} <= set(inspect.signature(hpcdask.ToyCUDACluster).parameters)
 with hpcdask.ToyCUDACluster(cores=2, memory="1GiB", shared_temp_directory=sys.argv[1]) as cluster:
     script = cluster.job_script()
 assert "#PBS -l toys=1\\n" in script, script
