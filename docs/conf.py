@@ -1,5 +1,7 @@
 """Sphinx configuration."""
 
+import inspect
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -9,6 +11,8 @@ from docutils import nodes
 sys.path.insert(0, str(Path(__file__).parent))  # for commands.py and rooms.py
 
 from rooms import Rooms
+
+import hpcdask
 
 project = "hpcdask"
 author = "The hpcdask developers"
@@ -43,6 +47,24 @@ napoleon_use_rtype = False
 def setup(app):
     app.add_directive("rooms", Rooms)
     app.connect("doctree-resolved", lambda app, tree, page: set_dashes(tree))
+    app.connect("autodoc-process-docstring", leave_out_same, priority=400)  # before napoleon
+
+
+PARAMETER = re.compile(r"^(\w+) : .*\n(?:    .*\n)*", re.M)
+
+
+def leave_out_same(app, what, name, found, options, lines):
+    """Say of a cluster class only in what its keywords differ from those of the first."""
+    if not getattr(found, "jobqueue", None) or found is hpcdask.SLURMCUDACluster:
+        return
+    first = list(PARAMETER.finditer(inspect.getdoc(hpcdask.SLURMCUDACluster) + "\n"))
+    text = "\n".join([*lines, ""])
+    there = {one[1] for one in PARAMETER.finditer(text)}
+    missing = [f"``{one[1]}``" for one in first if one[1] not in there]
+    for one in first:
+        text = text.replace(one[0], "")
+    told = f"The keywords are those of `SLURMCUDACluster` but {', '.join(missing)}, and these:\n\n"
+    lines[:] = text.replace("Parameters\n", f"{told}Parameters\n", 1).splitlines()
 
 
 def set_dashes(tree):
