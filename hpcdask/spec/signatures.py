@@ -48,17 +48,14 @@ def spell_out(
 
 def describe(doc: str | None, keywords: Iterable[Keyword]) -> str:
     """A docstring in which keywords stand in the place of ``**keywords`` and its text."""
-    lines = [
-        line
+    told = "".join(
+        f"{one.name} : {_in_words(one.type)}\n"
+        f"{textwrap.indent(textwrap.fill(one.text, 88), '    ')}\n"
         for one in keywords
-        for line in (
-            f"    {one.name} : {_in_words(one.type)}",
-            *textwrap.wrap(one.text, 88, initial_indent=" " * 8, subsequent_indent=" " * 8),
-        )
-    ]
-    return re.sub(
-        r"^    \*\*\w+\n(?: {8}.*\n)*", lambda _: "\n".join([*lines, ""]), doc or "", flags=re.M
     )
+    plain = inspect.cleandoc(doc or "") + "\n"  # Python 3.13 has taken the indent away already
+    text = re.sub(r"^\*\*\w+\n(?:    .*\n)*", lambda _: told, plain, flags=re.M)
+    return textwrap.indent(text, "    ").strip()
 
 
 def type_text(annotation: Any) -> str:

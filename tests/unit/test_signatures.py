@@ -22,7 +22,7 @@ from hpcdask.clusters.configuration import import_job_class, import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.runner.runner import Runner
-from hpcdask.spec.signatures import type_text
+from hpcdask.spec.signatures import Keyword, describe, type_text
 from hpcdask.spec.specs import RunSpec, WorkerSpec
 from launching import needs
 
@@ -140,6 +140,16 @@ print("dask_jobqueue" in sys.modules)
 assert "walltime" in SLURMCUDACluster.__doc__
 print("dask_jobqueue" in sys.modules)
 """
+
+
+@pytest.mark.parametrize("indent", ["", "    "], ids=["of Python 3.13", "of the source"])
+def test_keywords_take_the_place_of_theirs_in_a_docstring(indent: str):
+    sections = ["Parameters", "----------", "**options", "    All.", "", "Raises", "------", "It"]
+    doc = "\n".join(["Do.", "", *(f"{indent}{line}".rstrip() for line in sections), indent])
+    told = describe(doc, [Keyword("size", int | None, "How much.")])
+    assert told == doc.strip().replace(
+        f"{indent}**options\n{indent}    All.", f"{indent}size : int\n{indent}    How much."
+    ).replace(f"\n{indent}", "\n    ").replace("\n    \n", "\n\n")
 
 
 def test_a_class_does_not_load_dask_jobqueue_before_somebody_looks():
