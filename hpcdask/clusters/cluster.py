@@ -235,7 +235,7 @@ class JobCluster(Scaling):
             raise problem
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
-        """Cancel all jobs, see that they are gone, and stop the scheduler.
+        """Cancel all jobs, wait until the queue no longer has them, and stop the scheduler.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class JobCluster(Scaling):
     # What it shows
 
     def job_script(self) -> str:
-        """The script that is submitted for each job, exactly."""
+        """The exact script of every job."""
         folder = str(self._folder.path) if self._folder else "<folder>"
         return self.options.script(
             self.queue,
@@ -297,20 +297,20 @@ class JobCluster(Scaling):
         )
 
     def jobs(self) -> JobTable:
-        """What is known of each job, those that are over included."""
+        """The state of all jobs, including those that are over."""
         return JobTable(self.controller.state.jobs.values() if self.controller else ())
 
     def job_logs(
         self, *ids: str | int | Iterable[str | int], lines: int | None = None
     ) -> dict[str, str]:
-        """The logs of jobs, live or over.
+        """The logs of jobs, by id, including those of jobs that are over.
 
         Parameters
         ----------
         *ids
-            Of the jobs, or lists of them; by default all.
+            Ids of jobs, or lists of ids. Default: all jobs.
         lines
-            At most so many of the last lines; None for all.
+            How many of the last lines of each log. Default: all.
         """
         if self._folder is None:
             return {}
@@ -320,7 +320,7 @@ class JobCluster(Scaling):
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Why nothing more is submitted; None while all is well."""
+        """Why the cluster submits no more jobs; None while all is well."""
         return self.controller.failure if self.controller else None
 
     def _say(self, line: str) -> None:

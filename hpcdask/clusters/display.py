@@ -21,9 +21,9 @@ ROWS = 50
 class JobTable(tuple[Job, ...]):
     """The jobs of a cluster, in the order in which they were submitted.
 
-    A tuple of `hpcdask.clusters.job.Job`, whose times are unix times, in seconds, and whose amounts
-    of memory are bytes. It shows itself as a table, in which ``age`` is hours, minutes and seconds
-    since a job started, or was submitted if it has not.
+    A tuple of `hpcdask.clusters.job.Job`, with times as unix times in seconds and memory in bytes.
+    It is shown as a table. Its column ``age`` is the time since the job started, or since it was
+    submitted if it has not started, in hours, minutes and seconds.
     """
 
     def __new__(cls, jobs: Iterable[Job] = ()) -> JobTable:

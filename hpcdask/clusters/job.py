@@ -12,37 +12,55 @@ from hpcdask.spec.job import worker_name
 
 @dataclass(frozen=True)
 class Job:
-    """All that is known of one job. Times are unix times.
+    """What the cluster knows of one job. Times are unix times.
 
-    A job that the queue starts again under the same id begins a new life, as a new job.
+    A job that the queue starts again under the same id counts as a new job.
 
     Attributes
     ----------
-    id, size, submitted
-        As the queue calls it, the workers it should have, and when it was submitted.
+    id
+        The queue's id.
+    size
+        How many workers the job should have.
+    submitted
+        When it was submitted.
     state
-        What follows from the queue's word and the connected workers.
-    reason, exit_code, restarts, nodes
-        As the queue tells them.
-    started, ends
-        When it started, or was first seen to run, and when it reaches its walltime.
-    workers, held
-        Names of its connected workers of its present life, and bytes of results that they hold.
-    arrived, arrived_at
-        Whether all its workers were connected at some time in its present life, and when first.
+        What follows from the queue's answer and the connected workers.
+    reason
+        The queue's reason for the state.
+    exit_code
+        The exit code that the queue reports.
+    restarts
+        How often the queue has started it again.
+    nodes
+        The nodes on which it runs.
+    started
+        When it started, or was first seen running.
+    ends
+        When it reaches its walltime.
+    workers
+        Names of the workers that are connected.
+    held
+        Bytes of results that these workers hold.
+    arrived
+        Whether all its workers have been connected at one time.
+    arrived_at
+        When they first were.
     starting_since
-        Since when it is seen to run and not suspended.
+        Since when it runs and is not suspended.
     incomplete_since
         Since when workers that were connected are gone.
     missed
-        Queries in a row that did not show it.
-    cancelled, leaving
-        The queue was asked to cancel it, or its workers are retiring: it no longer counts.
+        Successive queries that did not show it.
+    cancelled
+        The queue was asked to cancel it, so it no longer counts.
+    leaving
+        Its workers are retiring, so it no longer counts.
     expiring
-        Its walltime is near: it no longer counts, and that stays so when `held` shrinks.
+        Its walltime is near, so it no longer counts, even if `held` shrinks.
     overdue
-        It waited too long for workers that did not come, come back or, when leaving, go; or the
-        queue holds it since it could not start it.
+        Its workers did not connect, return or leave in time, or the queue failed to start it and
+        holds it.
     """
 
     id: str

@@ -113,11 +113,11 @@ class Scaling(Cluster):
         memory: str | int | None = None,
         cores: int | None = None,
     ) -> Any:
-        """Ask for this many workers, and wait until the queue has their jobs.
+        """Ask for a number of workers, and wait until the queue has their jobs.
 
-        Jobs are whole, so the number is rounded up to those of whole jobs. Of several parameters
-        the one that means most workers counts. In an event loop it returns at once, and what it
-        returns can be awaited.
+        The number is rounded up to whole jobs. If you give several parameters, the one that results
+        in the most workers counts. In an event loop the call returns at once; await what it returns
+        to wait for the queue.
 
         Parameters
         ----------
@@ -135,8 +135,8 @@ class Scaling(Cluster):
         UsageError
             There is no such queueing system on this machine.
         Refused, QueueError
-            The queue does not take the jobs, or does not answer. A limit of the site is a warning,
-            and tried again later.
+            The queue does not take the jobs, or does not answer. A limit of the site is only a
+            warning: the cluster tries again later.
         """
         workers = max(
             number(n or 0, "scale: n", "workers"),
@@ -190,16 +190,28 @@ class Scaling(Cluster):
     ) -> Adaptive:
         """Let the number of workers follow the work.
 
-        Both ends are whole jobs: the minimum is rounded up, the maximum down.
+        The bounds are rounded to whole jobs: a minimum up, a maximum down. If you give a bound in
+        several forms, the strictest counts.
 
         Parameters
         ----------
-        minimum, maximum
-            Workers.
-        minimum_jobs, maximum_jobs, minimum_memory, maximum_memory, minimum_cores, maximum_cores
-            The same in jobs, bytes of host memory or threads of all workers together.
-            The strictest of several counts.
-        Adaptive
+        minimum : int
+            Fewest workers.
+        maximum : int
+            Most workers. Default: no bound.
+        minimum_jobs : int
+            Fewest jobs.
+        maximum_jobs : int
+            Most jobs.
+        minimum_memory : str or int
+            Least host memory of all workers together, in bytes or as text.
+        maximum_memory : str or int
+            Most host memory of all workers together, in bytes or as text.
+        minimum_cores : int
+            Fewest threads of all workers together.
+        maximum_cores : int
+            Most threads of all workers together.
+        Adaptive : type
             Class that decides.
         **kwargs
             ``interval``, ``target_duration`` (times), ``wait_count``, ``worker_key`` and
@@ -208,13 +220,14 @@ class Scaling(Cluster):
         Returns
         -------
         distributed.deploy.adaptive.Adaptive
-            Its ``stop()`` ends the following, as `scale` does.
+            Its ``stop()`` ends adaptive scaling, and the workers of that moment stay. `scale` does
+            not end it: adaptive scaling overrules the number at its next look.
 
         Raises
         ------
         UsageError
-            A keyword is unknown, `minimum` is above `maximum`, `maximum` is less than a job, a
-            value is not understood, or there is no such queueing system on this machine.
+            A keyword is unknown, a value is not understood, `minimum` is above `maximum`,
+            `maximum` is less than one job, or this machine has no such queueing system.
         """
         if Adaptive is JobAdaptive:
             _check_names(kwargs)
