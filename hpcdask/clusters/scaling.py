@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import inspect
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -71,6 +71,16 @@ def _check_names(given: Collection[str]) -> None:
             raise UsageError(
                 f"adapt: unknown keyword {name}: {hint}There are {', '.join([*bounds, *ADAPTIVE])}"
             )
+
+
+def _times(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The times among the keywords in seconds; they may be texts."""
+    return {
+        name: seconds(given[name], f"adapt: {name}")
+        for name in ("interval", "target_duration")
+        # an interval of 0 is for who adapts by hand
+        if given.get(name) or (name in given and name != "interval")
+    }
 
 
 class JobAdaptive(Adaptive):
@@ -190,27 +200,18 @@ class Scaling(Cluster):
     ) -> Adaptive:
         """Let the number of workers follow the work.
 
-        The bounds are rounded to whole jobs: a minimum up, a maximum down. If you give a bound in
-        several forms, the strictest counts.
+        Minimums are rounded up to whole jobs, maximums down. The strictest bound counts.
 
         Parameters
         ----------
-        minimum : int
-            Fewest workers.
-        maximum : int
-            Most workers. Default: no bound.
-        minimum_jobs : int
-            Fewest jobs.
-        maximum_jobs : int
-            Most jobs.
-        minimum_memory : str or int
-            Least host memory of all workers together, in bytes or as text.
-        maximum_memory : str or int
-            Most host memory of all workers together, in bytes or as text.
-        minimum_cores : int
-            Fewest threads of all workers together.
-        maximum_cores : int
-            Most threads of all workers together.
+        minimum, maximum : int
+            Bound in workers. Default: 0, and no maximum.
+        minimum_jobs, maximum_jobs : int
+            Bound in jobs.
+        minimum_memory, maximum_memory : str or int
+            Bound in host memory of all workers together.
+        minimum_cores, maximum_cores : int
+            Bound in threads of all workers together.
         Adaptive : type
             Class that decides.
         **kwargs
@@ -220,8 +221,8 @@ class Scaling(Cluster):
         Returns
         -------
         distributed.deploy.adaptive.Adaptive
-            Its ``stop()`` ends adaptive scaling, and the workers of that moment stay. `scale` does
-            not end it: adaptive scaling overrules the number at its next look.
+            Its ``stop()`` ends adaptive scaling, and the workers stay. `scale` does not end it: the
+            next look overrules the number.
 
         Raises
         ------
@@ -231,20 +232,16 @@ class Scaling(Cluster):
         """
         if Adaptive is JobAdaptive:
             _check_names(kwargs)
-        size = self.options.workers
         low = self._bounds("minimum", 0, minimum, minimum_jobs, minimum_memory, minimum_cores)
         high = self._bounds(
             "maximum", math.inf, maximum, maximum_jobs, maximum_memory, maximum_cores
         )
-        least, most = _whole_jobs(max(low), min(high), size)
-        for name in ("interval", "target_duration"):  # times may be texts
-            # an interval of 0 is for who adapts by hand
-            if kwargs.get(name) or (name in kwargs and name != "interval"):
-                kwargs[name] = seconds(kwargs[name], f"adapt: {name}")
+        least, most = _whole_jobs(max(low), min(high), self.options.workers)
+        kwargs |= _times(kwargs)
         controller = self._running_controller()
         self.queue.check()
         controller.reset_failures()
-        if size > 1:
+        if self.options.workers > 1:
             kwargs.setdefault("worker_key", job_of)
         return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
 
