@@ -420,11 +420,15 @@ def test_every_page_is_in_the_table_of_contents():
 
 # The site guide
 
+#: The file for all keys, and those of three kinds of site.
+SITE, *KINDS = [
+    text for language, text in BLOCK.findall(PAGES["docs/site-guide.md"]) if language == "yaml"
+]
+
 
 def test_the_site_file_is_read(tmp_path, monkeypatch):
     """As an administrator writes it, with the networks of this machine."""
-    blocks = dict(BLOCK.findall(PAGES["docs/site-guide.md"]))
-    text = blocks["yaml"].replace("eth1", "lo").replace("ib0", "lo")
+    text = SITE.replace("eth1", "lo").replace("ib0", "lo")
     text = text.replace(": /local", f": {tmp_path}")
     (tmp_path / "site.yaml").write_text(text)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -445,6 +449,33 @@ def test_the_site_file_is_read(tmp_path, monkeypatch):
     known = set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"]["slurm"])
     for section in yaml.safe_load(text)["jobqueue"].values():
         assert set(section) <= known
+
+
+#: Directives that each of them gives a job.
+DIRECTIVES = {
+    "slingshot": "-A abc_g, -C gpu, -q regular, --gpus-per-node=4, --gpu-bind=none",
+    "infiniband": "-A abc, -p booster, --gres=gpu:4, --cpus-per-task=48",
+    "pbs": "-A abc, -q main, -l select=1:ncpus=64:ngpus=4:mem=400GB",
+}
+
+
+@pytest.mark.parametrize("kind", DIRECTIVES)
+def test_the_file_of_each_kind_of_site_gives_jobs_of_one_node(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = dict(zip(DIRECTIVES, KINDS, strict=True))[kind]
+    (tmp_path / "site.yaml").write_text(re.sub("interface: .*", "interface: lo", text))
+    (configured,) = dask.config.collect_yaml([str(tmp_path / "site.yaml")])
+    ((system, section),) = configured["jobqueue"].items()
+    import_jobqueue(system)
+    assert set(section) <= set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"][system])
+    cls = {"slurm": hpcdask.SLURMCUDACluster, "pbs": hpcdask.PBSCUDACluster}[system]
+    with dask.config.set(dask.config.merge(dask.config.config, configured)), cls() as cluster:
+        script = cluster.job_script()
+    for directive in DIRECTIVES[kind].split(", "):
+        assert f"\n{cluster.queue.prefix} {directive}\n" in script
+    assert len(re.findall("^#.*(?:gpus-per-node|gres|ngpus)=", script, re.MULTILINE)) == 1
+    assert "\nmodule load " in script
+    assert " --workers 4 " in script
 
 
 JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.yaml")
