@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import click
 
 from hpcdask import __version__
+from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import HpcdaskError
 from hpcdask.jobs.command import cleanup, jobs
+from hpcdask.spec.help import Option
 from hpcdask.submit.command import script, submit
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -27,14 +30,23 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
 
 
+class PassedOn(click.Command):
+    """A command that hands its arguments on as they are: options, ``--`` and ``--help``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read nothing."""
+        ctx.params["arguments"] = tuple(args)
+        return []
+
+
 @click.group(
     cls=Commands,
     context_settings=SETTINGS,
-    epilog="Example: hpcdask submit --gpus-per-node 4 script.py. Each command's --help has one.",
+    epilog="Each command's --help ends with an example.",
 )
 @click.version_option(__version__, "-V", "--version", message="hpcdask %(version)s")
 def main() -> None:
-    """Dask clusters on the GPUs of a queueing system."""
+    """Run Dask on the GPUs of a cluster, and measure what it delivers."""
 
 
 for command in (submit, script, jobs, cleanup):
@@ -45,28 +57,39 @@ for command in (submit, script, jobs, cleanup):
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
 @click.option(
     "--timeout",
+    cls=Option,
     default=60.0,
-    show_default=True,
+    show_default="60 s",
     type=click.FloatRange(min=1),
     metavar="SECONDS",
-    help="How long all ranks of a launch have to arrive.",
+    help="Wait this long for all ranks of a launch.",
 )
 def doctor(as_json: bool, timeout: float) -> None:
-    """Check that Dask will run at full speed here; under srun or mpirun, on all nodes.
+    """Check that Dask will run at full speed here.
 
-    The exit code is 0 if all is well, 1 with warnings, 2 with errors.
+    Under srun or mpirun it checks all nodes. The exit code is 0 if all is well, 1 with warnings,
+    2 with errors.
     """
     from hpcdask.doctor.command import run
 
     sys.exit(run(as_json=as_json, timeout=timeout))
 
 
-@main.command(
-    add_help_option=False, context_settings={"ignore_unknown_options": True}, options_metavar=""
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="WORKLOAD [OPTIONS]")
+@main.command(cls=PassedOn, add_help_option=False, options_metavar="")
+@click.argument("arguments", nargs=-1, metavar="[OPTIONS] [PROGRAM [ARGUMENTS]...]")
+def run(arguments: tuple[str, ...]) -> None:
+    """Run a Python program with a Dask cluster around it.
+
+    The same as python -m hpcdask.run, with the same options.
+    """
+    command = [*interpreter(), "-m", "hpcdask.run", *arguments]
+    os.execv(command[0], command)  # a rank has to fork before it imports
+
+
+@main.command(cls=PassedOn, add_help_option=False, options_metavar="")
+@click.argument("arguments", nargs=-1, metavar="WORKLOAD [OPTIONS]")
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure what a cluster, or this machine, delivers against what its hardware allows."""
+    """Measure a cluster, and compare it with its hardware's limits."""
     from hpcdask.bench.command import main
 
     sys.exit(main(arguments))

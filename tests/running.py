@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -225,6 +225,7 @@ class Site:
         device: str = "cpu",
         find: bool = True,
         terminal: bool = False,
+        runner: Sequence[str] = ("python", "-m", "hpcdask.run"),
         **kwargs,
     ) -> Running:
         """Start `python -m hpcdask.run --device cpu ARGUMENTS` on `n` ranks, in this folder.
@@ -232,7 +233,7 @@ class Site:
         With `find`, a program `NAME.py` is the one among the tests' programs. With `terminal` the
         run has a terminal of its own as standard input, to which `Running.type` types.
         """
-        command = ["python", "-m", "hpcdask.run", "--device", device]
+        command = [*runner, "--device", device]
         command += [str(PROGRAMS / a if find and str(a).endswith(".py") else a) for a in arguments]
         options = {"cwd": self.folder, **kwargs}
         if terminal:

@@ -88,14 +88,14 @@ class Workloads(click.Group):
     nargs=2,
     type=click.Path(exists=True, dir_okay=False),
     metavar="BEFORE.json AFTER.json",
-    help="Say what got slower; the exit code is 1 if something did.",
+    help="Show what got slower. The exit code is 1 if anything did.",
 )
 @click.pass_context
 def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
-    """Measure what a cluster delivers, and how far it is from what its hardware allows.
+    """Measure a cluster, and compare it with its hardware's limits.
 
-    Alone, on all devices of this machine; under mpirun or srun, on theirs; with --scheduler-file,
-    on that cluster.
+    By itself it uses all devices of this machine. Under mpirun or srun it uses their ranks, and
+    with --scheduler-file that cluster.
 
     \b
         hpcdask bench all --report report.html
@@ -129,7 +129,10 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
 )
 @options(*COMMON, *FORMS)
 def array_command(size: int | None, operation: str, forms: list[Form], **more: Any) -> None:
-    """Time computations on a square array of normal(10, 1) float64."""
+    """Time computations on a square array of random numbers.
+
+    The numbers are float64, drawn from normal(10, 1).
+    """
     how, rest = _split(more, "repeats", "chunk_nbytes")
     name = "array" if operation == "sum" else "operation"
     run = partial(run_array, operation=operation, **how)
@@ -157,14 +160,25 @@ def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -
     type=Size(),
     help="Bytes of the matrix. Default: 200GB of uint8; 1.6GB of float64 with --exact.",
 )
-@click.option("--k", type=int, default=10, show_default=True, help="Singular values wanted.")
-@click.option("--passes", type=click.Choice(["1", "2"]), default="1", show_default=True)
-@click.option("--packed", is_flag=True, help="Four values from 0 to 3 in a byte.")
-@click.option("--stream", is_flag=True, help="Make the matrix whenever it is read.")
-@click.option("--exact", is_flag=True, help="All singular values of 20 columns of float64.")
+@click.option(
+    "--k", type=int, metavar="N", default=10, show_default=True, help="Singular values wanted."
+)
+@click.option(
+    "--passes",
+    type=click.Choice(["1", "2"]),
+    default="1",
+    show_default=True,
+    help="Passes over the matrix. 2 resolves smaller values.",
+)
+@click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte.")
+@click.option("--stream", is_flag=True, help="Make the matrix anew whenever it is read.")
+@click.option("--exact", is_flag=True, help="Compute all singular values of 20 columns of float64.")
 @options(*COMMON, *FORMS)
 def svd_command(size: int | None, passes: str, exact: bool, forms: list[Form], **more: Any) -> None:
-    """Time the singular value decomposition of a tall matrix held by the workers."""
+    """Time the singular value decomposition of a tall matrix.
+
+    The workers hold the matrix.
+    """
     how, rest = _split(more, "repeats", "chunk_nbytes")
     kind, rest = _split(rest, "k", "packed", "stream")
     if exact:
@@ -195,12 +209,12 @@ def _refuse_beside_exact(*names: str) -> None:
     "--path",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="A store of yours, or where to make one. Default: a temporary one.",
+    help="Your own store, or where to make one. Default: a temporary folder.",
 )
-@click.option("--component", metavar="NAME", help="The array, in a store of several.")
+@click.option("--component", metavar="NAME", help="Name of the array, in a store with several.")
 @options(*COMMON, repeats_option)
 def zarr_command(size: int, **more: Any) -> None:
-    """Time the way from a Zarr store of genotypes to its population structure."""
+    """Time the population structure of genotypes in a Zarr store."""
     how, rest = _split(more, "path", "component", "repeats")
     execute([partial(run_zarr, nbytes=size, **how)], **rest)
 
@@ -208,20 +222,27 @@ def zarr_command(size: int, **more: Any) -> None:
 @bench.command("startup")
 @options(*COMMON)
 def startup_command(**options: Any) -> None:
-    """Tell what the time from launch to workers went into."""
+    """Show where the time from launch to workers goes."""
     execute([run_startup], **options)
 
 
 @bench.command("table")
-@click.option("--size", type=Size(), help="Bytes, on GPUs. Default: 2TB.")
+@click.option("--size", type=Size(), help="Bytes of the array on GPUs. Default: 2TB.")
 @click.option(
-    "--cpu-size", type=Size(), default="8GB", show_default=True, help="Bytes, on CPU cores."
+    "--cpu-size",
+    type=Size(),
+    default="8GB",
+    show_default=True,
+    help="Bytes of the array on CPU cores.",
 )
 @options(*OUTPUTS, repeats_option)
 def table_command(
     size: int | None, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
 ) -> None:
-    """Time the reference array on one core, all cores, one GPU and all GPUs of this machine."""
+    """Time the reference array on cores and GPUs of this machine.
+
+    A row each: one core, all cores, one GPU, all GPUs.
+    """
     if (rank := ranks.detect()) is not None and rank.size > 1:
         raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
     check_outputs(json_file, report_file)
@@ -245,7 +266,7 @@ def table_command(
 def all_command(repeats: int, **options: Any) -> None:
     """Measure all workloads, at sizes that suit the cluster.
 
-    What cannot be measured on it is left out, with a line that says why.
+    It leaves out what cannot be measured there, and says why.
     """
 
     forms = get_args(Form)
@@ -268,15 +289,15 @@ def all_command(repeats: int, **options: Any) -> None:
 @click.option(
     "--size",
     type=Size(),
-    help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without, less "
+    help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; less "
     "where memory is short.",
 )
 @click.option(
     "--transpose-size",
     type=Size(),
-    help="Bytes of x in x + x.T. Default: 8GB on GPUs, 512MB without, less where memory is short.",
+    help="Bytes of x in x + x.T. Default: 8GB on GPUs, 512MB without; less where memory is short.",
 )
-@click.option("--alone", is_flag=True, help="One pair of workers at a time.")
+@click.option("--alone", is_flag=True, help="Measure one pair of workers at a time.")
 @click.option(
     "--picture",
     type=OutputFile(".svg"),
@@ -285,7 +306,10 @@ def all_command(repeats: int, **options: Any) -> None:
 )
 @options(*COMMON, repeats_option)
 def exchange_command(picture: Path | None, **more: Any) -> None:
-    """Time what workers exchange: pair by pair, all to all, and x + x.T; name who is slow."""
+    """Time transfers between workers, pair by pair and all to all.
+
+    It also times x + x.T, and names slow workers.
+    """
 
     def draw(line: dict[str, Any]) -> None:
         if picture is not None:

@@ -54,7 +54,12 @@ def _can_be_written(path: Path) -> bool:
 
 
 repeats_option = click.option(
-    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Timed runs."
+    "--repeats",
+    type=click.IntRange(1),
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Timed runs.",
 )
 OUTPUTS = (
     click.option(
@@ -62,27 +67,34 @@ OUTPUTS = (
         "report_file",
         type=OutputFile(".html"),
         metavar="FILE.html",
-        help="Write a page with charts.",
+        help="Write a web page with charts.",
     ),
     click.option(
         "--json",
         "json_file",
         type=OutputFile(),
         metavar="FILE",
-        help="Append the JSON lines to this file.",
+        help="Append the results to this file, as JSON lines.",
     ),
 )
 COMMON = (
     *OUTPUTS,
     click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
     click.option(
-        "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True
+        "--device",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+        default="auto",
+        show_default=True,
+        help="What workers compute on. auto: GPUs where there are any, else the CPU.",
     ),
 )
 FORMS = (
     repeats_option,
     click.option(
-        "--chunk-size", "chunk_nbytes", type=Size(), help="Largest chunk of the tuned form."
+        "--chunk-size",
+        "chunk_nbytes",
+        type=Size(),
+        help="Largest chunk of the tuned form, in bytes.",
     ),
     click.option(
         "--form",
@@ -91,7 +103,7 @@ FORMS = (
         default="tuned",
         show_default=True,
         callback=lambda _ctx, _option, form: ["tuned", "stock"] if form == "both" else [form],
-        help="stock: as one writes it with dask.array.",
+        help="tuned: hpcdask's version. stock: plain dask.array.",
     ),
 )
 

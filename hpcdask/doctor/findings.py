@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from hpcdask.gpu.devices import Gpu
 
-#: ``ok``; ``warning``: it works, but slowly or not always; ``error``: it does not work.
-Status = Literal["ok", "warning", "error"]
+#: ``ok``; ``note``: it does not work, and may not be needed; ``warning``: it works, but slowly or not
+#: always; ``error``: it does not work.
+Status = Literal["ok", "note", "warning", "error"]
 #: What a process learnt of its machine, as JSON: one entry per group of facts.
 Facts = dict[str, Any]
 #: How the value of a warning begins that tells of lost speed.
 SLOW = "slow: "
-EXIT_CODES: dict[Status, int] = {"ok": 0, "warning": 1, "error": 2}
+EXIT_CODES: dict[Status, int] = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 GIB = 2**30
 
 
@@ -23,8 +24,8 @@ GIB = 2**30
 class Finding:
     """One thing that was looked at.
 
-    `group` is its place in the report, such as ``GPUs``. `advice` is never empty for a warning or
-    an error. `ranks` are those of the node that it holds for; empty for all of them.
+    `group` is its place in the report, such as ``GPUs``. `advice` is only empty for ``ok``.
+    `ranks` are those of the node that it holds for; empty for all of them.
     """
 
     group: str
@@ -48,6 +49,10 @@ class Reporter:
     def ok(self, topic: str, value: str, hint: str = "") -> Finding:
         """A good finding; the hint may say what would be better still."""
         return Finding(self.group, topic, "ok", value, hint)
+
+    def note(self, topic: str, value: str, advice: str) -> Finding:
+        """It does not work, and may not be needed here."""
+        return Finding(self.group, topic, "note", value, advice)
 
     def slow(self, topic: str, value: str, advice: str) -> Finding:
         """It works, but not at full speed: a warning whose value begins with that."""

@@ -95,7 +95,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         if known["job"]:
             yield say.warning("srun", last, advice)
         else:
-            yield say.ok("srun", f"does not work here, and may not be in use: {last}", advice)
+            yield say.note("srun", f"does not work here, and may not be needed: {last}", advice)
 
 
 def _plugins(facts: Facts) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def _plugins(facts: Facts) -> Iterator[Finding]:
     library, plugins = facts.get("mpi", {}).get("library", ""), facts["queue"]["mpi"]
     wanted = "pmix" if "Open MPI" in library else "pmi2"
     if library and plugins and not any(name.startswith(wanted) for name in plugins):
-        yield say.ok(
+        yield say.note(
             "srun and MPI",
             f"no plugin {wanted} for {library}",
             "Start hpcdask with srun --mpi=none, which needs no MPI; programs of your own with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +18,9 @@ from .compare import Difference
 from .findings import EXIT_CODES, SLOW, Finding, known_gpus, spans
 from .nodes import Node
 
-#: Columns where the output is no terminal.
+#: Columns where neither a terminal nor the variable COLUMNS tells.
 PLAIN_WIDTH = 160
-#: In the order of the exit codes.
-STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 #: More nodes than these are counted, not named.
 NAMED = 4
 
@@ -94,7 +94,8 @@ def print_text(report: Report) -> None:
         _render(report, Console(highlight=False))
         return
     plain = io.StringIO()
-    _render(report, Console(file=plain, width=PLAIN_WIDTH, highlight=False, no_color=True))
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+    _render(report, Console(file=plain, width=width, highlight=False, no_color=True))
     text = "\n".join(map(str.rstrip, plain.getvalue().splitlines()))
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -108,7 +109,8 @@ def _render(report: Report, console: Console) -> None:
         console.print(Text("\n        differences between nodes", style="bold"))
         console.print(_difference_table(report.differences))
     console.print()
-    console.print(Text(report.verdict, style=list(STYLES.values())[report.exit_code]))
+    worst = ("ok", "warning", "error")[report.exit_code]
+    console.print(Text(report.verdict, style=STYLES[worst]))
 
 
 def _finding_table(report: Report) -> Table:

@@ -25,15 +25,15 @@ folder_option = click.option(
     "--folder",
     "base",
     metavar="BASE",
-    help="Where the clusters' folders are. Default: ~/.hpcdask.",
+    help="Folder with the clusters' folders. Default: ~/.hpcdask.",
 )
 
 
 @click.command(epilog="Example: hpcdask jobs --json")
 @folder_option
-@click.option("--json", "as_json", is_flag=True, help="Write a JSON list, one entry per job.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one entry per job.")
 def jobs(base: str | None, as_json: bool) -> None:
-    """Show what your clusters, and hpcdask submit, have in the queue.
+    """Show the jobs of your clusters and of hpcdask submit.
 
     The exit code is 1 if a queueing system does not answer.
     """
@@ -54,13 +54,16 @@ def jobs(base: str | None, as_json: bool) -> None:
 @click.command(epilog="Example: hpcdask cleanup --yes")
 @folder_option
 @click.argument("clusters", nargs=-1, metavar="[CLUSTER]...")
-@click.option("--all", "every", is_flag=True, help="Also where the notebook cannot be seen.")
+@click.option(
+    "--all", "every", is_flag=True, help="Include clusters whose notebook cannot be seen from here."
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool) -> None:
-    """Cancel the jobs, and remove the keys, of clusters whose notebook is gone or that are named.
+    """Cancel jobs and remove keys that your clusters left behind.
 
-    Jobs of a living notebook are cancelled only if their cluster is named. Whether a notebook on
-    another host, or in a container, lives cannot be seen from here: name its cluster, or use --all.
+    These are the clusters whose notebook has ended. A cluster whose notebook still runs is only
+    ended if you name it. A notebook on another host, or in a container, cannot be seen from here:
+    name its cluster, or use --all.
 
     The exit code is 1 if jobs are left or a queueing system does not answer.
     """

@@ -9,6 +9,7 @@ import click
 
 from hpcdask.errors import UsageError
 from hpcdask.spec.argv import make_command, options, read
+from hpcdask.spec.help import Option
 from hpcdask.spec.specs import RunSpec
 
 from .program import Program
@@ -35,10 +36,11 @@ def command() -> click.Command:
     """The command line, made from the fields of `RunSpec`."""
     params = [
         *options(RunSpec),
-        click.Option(
+        Option(
             ["-m", "module"],
             is_flag=True,
             help="The program is a module: -m package.module [args].",
+            group="Start",
         ),
         click.Option(["--attached"], type=int, hidden=True),
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),

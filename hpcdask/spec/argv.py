@@ -50,10 +50,10 @@ def to_argv(spec: Any) -> list[str]:
 
 def make_command(program: str, text: str, params: list[Any], **settings: Any) -> click.Command:
     """A command of hpcdask's with a help text, for `read`."""
-    import click
+    from .help import GroupedCommand
 
     settings |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
-    return click.Command(program, params=params, help=text, context_settings=settings)
+    return GroupedCommand(program, params=params, help=text, context_settings=settings)
 
 
 def read(
@@ -77,16 +77,16 @@ def read(
 
 def options(cls: Any) -> list[Any]:
     """The click options of a spec's fields, in their order."""
-    import click
+    from .help import Option
 
     result = []
     for item in dataclasses.fields(cls):
         option, about = option_name(item.name), item.metadata
-        given: dict[str, Any] = {"help": about["help"]}
+        given: dict[str, Any] = {"help": about["help"], "group": about["group"]}
         if about.get("flag"):
             option, given["default"] = f"{option}/{negative(option)}", item.default
         elif about.get("multiple"):
-            given["multiple"] = True
+            given |= {"multiple": True, "metavar": about.get("metavar")}
         else:
             default: Any = (
                 ",".join(item.default) if isinstance(item.default, tuple) else item.default
@@ -96,5 +96,5 @@ def options(cls: Any) -> list[Any]:
                 shown = f"{default:g} s"
             metavar = about.get("metavar") or METAVARS.get(about["parse"])
             given |= {"default": default, "type": str, "show_default": shown, "metavar": metavar}
-        result.append(click.Option([option], **given))
+        result.append(Option([option], **given))
     return result

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self, get_type_hints
 
 from hpcdask.errors import UsageError
@@ -38,6 +39,13 @@ Layout = Literal["shared", "dedicated"]
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, "parse": parse, **more})
+
+
+#: By the group in which the help text has the option.
+_worker = partial(_field, group="Workers")
+_memory = partial(_field, group="Memory")
+_network = partial(_field, group="Network")
+_start = partial(_field, group="Start")
 
 
 def _documented(cls: Any) -> Any:
@@ -77,98 +85,104 @@ class WorkerSpec:
         A value is not understood; the message names the accepted forms.
     """
 
-    device: Device = _field(
+    device: Device = _worker(
         "auto",
-        "What workers compute on. auto: GPUs where there are any.",
+        "What workers compute on. auto: GPUs where there are any, else the CPU.",
         _choice("auto", "cuda", "cpu"),
     )
-    protocol: Protocol = _field(
+    protocol: Protocol = _network(
         "auto",
-        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where GPUs "
-        "have NVLink or InfiniBand between them, else tcp.",
+        "How workers exchange data: tcp (TLS), or ucx (NVLink, InfiniBand). auto: ucx where NVLink "
+        "or InfiniBand joins the GPUs, else tcp.",
         _choice("auto", "tcp", "ucx"),
     )
-    interface: str | None = _field(
+    interface: str | None = _network(
         None,
-        "Network interface to listen on, such as ib0; auto: the fastest that all nodes have. "
+        "Network interface to listen on, such as ib0. auto: the fastest that all nodes have. "
         "Default: the one with the default route.",
+        metavar="NAME",
     )
-    nthreads: int | None = _field(
+    nthreads: int | None = _worker(
         None,
-        "Threads per worker. Default: 1 with a GPU, else the cores shared among the workers.",
+        "Threads per worker. Default: 1 with a GPU. On a CPU, workers share the cores.",
         _count(1),
     )
-    memory_limit: int | None = _field(
+    memory_limit: int | None = _memory(
         None,
-        "Host memory per worker, such as 64GiB. Default: what the job may use on the node, "
-        "shared among its workers.",
+        "Host memory per worker, such as 64GiB. Default: an equal share of what the job may use on "
+        "the node.",
         _parse_memory_limit,
     )
-    enable_nvlink: bool | None = _field(
-        None, "Have ucx use NVLink, or not. Default: as UCX chooses.", _switch, flag=True
+    enable_nvlink: bool | None = _network(
+        None, "Let ucx use NVLink, or not. Default: UCX chooses.", _switch, flag=True
     )
-    enable_infiniband: bool | None = _field(
-        None, "Have ucx use InfiniBand, or not. Default: as UCX chooses.", _switch, flag=True
+    enable_infiniband: bool | None = _network(
+        None, "Let ucx use InfiniBand, or not. Default: UCX chooses.", _switch, flag=True
     )
-    enable_rdmacm: bool | None = _field(
-        None, "Have ucx connect by RDMA, or not. Default: as UCX chooses.", _switch, flag=True
+    enable_rdmacm: bool | None = _network(
+        None, "Let ucx connect by RDMA, or not. Default: UCX chooses.", _switch, flag=True
     )
-    enable_tcp_over_ucx: bool | None = _field(
-        None, "Have ucx use tcp beside the others, or not. Default: yes.", _switch, flag=True
+    enable_tcp_over_ucx: bool | None = _network(
+        None, "Let ucx use tcp beside the others, or not. Default: yes.", _switch, flag=True
     )
-    rmm_pool_size: int | float | None = _field(
+    rmm_pool_size: int | float | None = _memory(
         None,
-        "Device memory to set aside at start as an RMM pool that grows, such as 100GiB or 0.8; "
-        "0 for no pool. Default: half of the worker's device.",
+        "Device memory of the RMM pool at the start, such as 100GiB or 0.8. The pool grows. 0: no "
+        "pool. Default: half of the worker's device.",
         parse_device_memory,
     )
-    rmm_async: bool = _field(
-        False, "Use RMM's asynchronous allocator instead of the pool (with tcp only).", flag=True
+    rmm_async: bool = _memory(
+        False, "Use RMM's asynchronous allocator instead of the pool. Needs tcp.", flag=True
     )
-    rmm_allocator_external_lib_list: tuple[str, ...] = _field(
+    rmm_allocator_external_lib_list: tuple[str, ...] = _memory(
         ("cupy",),
-        "Libraries that allocate through RMM: cupy (which a pool wants), torch, numba; or none.",
+        "Libraries that allocate through RMM: cupy, torch, numba, or none. A pool needs cupy.",
         _libraries,
         metavar="LIST",
     )
-    device_memory_limit: int | float | None = _field(
+    device_memory_limit: int | float | None = _memory(
         None,
-        "Spill to host memory above this much device memory, such as 100GiB or 0.8; 0 for never. "
+        "Spill to host memory above this much device memory, such as 100GiB or 0.8. 0: never. "
         "Default: 0.8.",
         parse_device_memory,
     )
-    local_directory: str | None = _field(
+    local_directory: str | None = _memory(
         None,
-        "Node-local folder for spilled data and scratch; variables in it are the node's. "
+        "Node-local folder for spilled data and scratch. Each node expands variables in it. "
         "Default: temporary-directory of Dask's configuration, else $TMPDIR.",
+        metavar="FOLDER",
     )
-    name: str | None = _field(None, "Prefix of the workers' names. Default: the host's name.")
-    resources: dict[str, float] | None = _field(
+    name: str | None = _worker(
+        None, "Prefix of the workers' names. Default: the host's name.", metavar="PREFIX"
+    )
+    resources: dict[str, float] | None = _worker(
         None, 'Abstract resources of each worker, such as "GPU=1 MEM=10e9".', parse_resources
     )
-    preload: tuple[str, ...] = _field(
+    preload: tuple[str, ...] = _worker(
         (),
-        "Module or file that each worker loads at start (may be repeated).",
+        "Module or file that each worker loads at its start. May be repeated.",
         _strings,
         multiple=True,
+        metavar="MODULE",
     )
-    preload_nanny: tuple[str, ...] = _field(
+    preload_nanny: tuple[str, ...] = _worker(
         (),
-        "Module or file that each nanny loads at start (may be repeated).",
+        "Module or file that each nanny loads at its start. May be repeated.",
         _strings,
         multiple=True,
+        metavar="MODULE",
     )
-    lifetime: float | None = _field(
+    lifetime: float | None = _worker(
         None, "Close each worker after this time, such as 50min.", parse_seconds
     )
-    lifetime_stagger: float | None = _field(
+    lifetime_stagger: float | None = _worker(
         None, "Spread the lifetimes by up to this time.", parse_seconds
     )
-    lifetime_restart: bool = _field(
-        False, "Start a worker again when its lifetime is over.", flag=True
+    lifetime_restart: bool = _worker(
+        False, "Start a new worker when a lifetime is over.", flag=True
     )
-    death_timeout: float | None = _field(
-        60.0, "A worker that finds no scheduler for this long ends.", parse_seconds
+    death_timeout: float | None = _worker(
+        60.0, "A worker ends when it finds no scheduler for this time.", parse_seconds
     )
 
     def __post_init__(self) -> None:
@@ -213,31 +227,34 @@ class RunSpec(WorkerSpec):
         As those of `WorkerSpec`.
     """
 
-    layout: Layout = _field(
+    layout: Layout = _start(
         "shared",
-        "shared: every rank has a worker, rank 0's node also the scheduler and the "
-        "program. dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
+        "shared: every rank has a worker; scheduler and program run beside that of rank 0. "
+        "dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
         _choice("shared", "dedicated"),
     )
-    scheduler_file: str | None = _field(
-        None, "File to write the cluster's address to, for hpcdask.connect(FILE) elsewhere."
-    )
-    dashboard_address: str | None = _field(
+    scheduler_file: str | None = _start(
         None,
-        "Where the dashboard listens, such as :8787. Default: port 8787, or any free one; in a job "
-        "everywhere, elsewhere on 127.0.0.1.",
+        "Write the cluster's address to this file, for hpcdask.connect(FILE) elsewhere.",
+        metavar="FILE",
     )
-    tls: bool = _field(True, "Encrypt and authenticate all tcp connections.", flag=True)
-    oversubscribe: bool = _field(
-        False, "Allow more ranks on a node than it has devices.", flag=True
+    dashboard_address: str | None = _network(
+        None,
+        "Where the dashboard listens, such as :8787. Default: port 8787, or a free one; on all "
+        "addresses in a job, else on 127.0.0.1.",
+        metavar="ADDRESS",
     )
-    timeout: float = _field(
+    tls: bool = _network(
+        True, "Encrypt and authenticate all tcp connections. Default: yes.", flag=True
+    )
+    oversubscribe: bool = _worker(False, "Allow more ranks on a node than it has GPUs.", flag=True)
+    timeout: float = _start(
         300.0, "Give up when the cluster is not complete after this time.", parse_deadline
     )
-    workers_min: int | None = _field(
+    workers_min: int | None = _start(
         None,
-        "Start the program when this many workers are there, and go on while they are. "
-        "Default: all, and the loss of a rank ends the run.",
+        "Start the program with this many workers, and go on while as many are left. "
+        "Default: all; the loss of a rank ends the run.",
         _count(1),
     )
 

@@ -25,12 +25,12 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 @click.option(
     "--system", type=SYSTEM, help="Queueing system. Default: the one whose commands are found here."
 )
-@click.option("--dry-run", is_flag=True, help="Print the script, and submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
 @click.option(
     "--wait",
     is_flag=True,
-    help="Copy the log to stdout as it grows, and return the program's exit code. Ctrl-C and "
-    "SIGTERM cancel the job.",
+    help="Show the log while the job runs, and return the program's exit code. Ctrl-C and SIGTERM "
+    "cancel the job.",
 )
 @click.option(
     "-N",
@@ -39,7 +39,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     show_default=True,
     type=click.IntRange(1),
     metavar="N",
-    help="Nodes.",
+    help="Number of nodes.",
 )
 @click.option(
     "--gpus-per-node",
@@ -47,7 +47,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="One Dask worker is started per GPU; with 0, one per node, on its CPU.",
+    help="GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU.",
 )
 @click.option(
     "-t",
@@ -59,54 +59,54 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 @click.option(
     "-q", "--queue", "--partition", "queue", metavar="NAME", help="Queue; SLURM's partition."
 )
-@click.option("-A", "--account", metavar="NAME", help="Account or project.")
+@click.option("-A", "--account", metavar="NAME", help="Account or project to charge.")
 @click.option(
     "--cpus-per-gpu",
     type=click.IntRange(1),
     metavar="N",
-    help="Cores per GPU. Default: what the site gives.",
+    help="Cores per GPU. Default: the site's.",
 )
 @click.option(
     "--mem",
     metavar="SIZE",
-    help="Host memory per node, such as 64GiB; 0 for all (SLURM). Default: the site's.",
+    help="Host memory per node, such as 64GiB. 0: all (SLURM). Default: the site's.",
 )
 @click.option(
     "--prologue",
     multiple=True,
     metavar="LINE",
-    help='Shell line before the launch, such as "module load cuda" (may be repeated).',
+    help='Shell line before the launch, such as "module load cuda". May be repeated.',
 )
 @click.option(
     "--directive",
     "directives",
     multiple=True,
     metavar="LINE",
-    help="One more option of the queueing system, such as --exclusive (may be repeated).",
+    help="Extra option of the queueing system, such as --exclusive. May be repeated.",
 )
 @click.option(
     "--launcher",
     type=click.Choice(["srun", "mpirun"]),
-    help="Default: srun with SLURM, else mpirun.",
+    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
 )
 @click.option(
     "--container",
     metavar="WORDS",
-    help='What goes before python, such as "apptainer exec --nv image.sif".',
+    help='Command before python, such as "apptainer exec --nv image.sif".',
 )
 @click.option(
     "--run",
     default="",
     metavar="OPTIONS",
-    help='Options of python -m hpcdask.run, such as "--protocol ucx".',
+    help='Options of hpcdask run: "--protocol ucx".',
 )
 @click.option("-m", "is_module", is_flag=True, help="The program is a module.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=PROGRAM)
 def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
-    """Submit a Python program as one batch job, with a Dask cluster on all nodes of the job.
+    """Submit a Python program as one batch job with a Dask cluster.
 
-    Everything from the program on belongs to the program. The exit code is 2 for bad input, 1
-    if the queue does not take the job.
+    The cluster uses all nodes of the job. Words after the program are its arguments. The exit code
+    is 2 for bad input, 1 if the queue refuses the job.
     """
     asked = _read(job)
     if system is None:
@@ -132,9 +132,10 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS] " + PROGRAM)
 @click.pass_context
 def script(context: click.Context, system: str, words: tuple[str, ...]) -> None:
-    """Print the script that `hpcdask submit` would submit; works without the queue's commands.
+    """Print the script that hpcdask submit would submit.
 
-    It is the same as `hpcdask submit --dry-run --system SYSTEM`, and has its options.
+    The same as hpcdask submit --dry-run --system SYSTEM, with the same options. It needs no
+    queueing system here.
     """
     arguments = ["--dry-run", "--system", system, *words]
     with submit.make_context(f"script {system}", arguments, parent=context.parent) as inner:

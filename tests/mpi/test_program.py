@@ -106,6 +106,24 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
     assert not differing, "\n".join(differing)
 
 
+@under("openmpi", "mpich")
+def test_hpcdask_run_becomes_the_runner(site: Site):
+    """Each rank is ``python -m hpcdask.run``, with the words as they stand on the command line."""
+    (site.folder / "shows.py").write_text(
+        "import os, sys\n"
+        "from distributed import Client\n"
+        "rank = open(f'/proc/{os.getppid()}/cmdline').read().split(chr(0))[:-1]\n"
+        "with Client() as client:\n"
+        "    print(len(client.nthreads()), sys.argv[1:], rank[rank.index('-m') :], flush=True)\n"
+        "sys.exit(3)\n"
+    )
+    words = ["--layout=shared", "shows.py", "--", "--help", "-m"]
+    ended = site.run(*words, find=False, runner=["hpcdask", "run"])
+    rank = ["-m", "hpcdask.run", "--device", "cpu", *words]
+    assert (ended.code, ended.out.strip()) == (3, f"2 {words[2:]} {rank}"), str(ended)
+    site.check_nothing_left(ended.at)
+
+
 @under("alone")
 def test_a_program_may_come_through_a_pipe(site: Site):
     os.mkfifo(site.folder / "pipe")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import stat
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from hpcdask import __version__, cli
+from hpcdask.bench.command import bench
 from hpcdask.errors import NoTags
 from hpcdask.jobs import command as jobs_command
 from hpcdask.jobs import discovery
@@ -30,6 +33,39 @@ def test_the_package_is_the_command():
         [sys.executable, "-m", "hpcdask", "--version"], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, f"hpcdask {__version__}\n"), done.stderr
+
+
+def commands_in(group: click.Group, *before: str) -> list[list[str]]:
+    """The words of each command with a help text of its own."""
+    found = [[*before]]
+    for name, one in group.commands.items():
+        if one.add_help_option:
+            found += commands_in(one, *before, name) if hasattr(one, "commands") else [[name]]
+    return found
+
+
+HELP = [(cli.main, words) for words in commands_in(cli.main)]
+HELP += [(bench, words) for words in commands_in(bench)]
+
+
+@pytest.mark.parametrize(("group", "words"), HELP)
+def test_help_is_whole_at_80_columns(group: click.Group, words: list[str]):
+    done = CliRunner().invoke(group, [*words, "--help"], terminal_width=80, prog_name="hpcdask")
+    assert done.exit_code == 0, done.output
+    shown = done.output.replace("[ARGUMENTS]...", "").replace("[ARGS]...", "")
+    assert "..." not in shown.replace("[CLUSTER]...", "")
+    assert max(map(len, done.output.splitlines())) <= 80
+    assert "default: (" not in shown
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--", "--nthreads"], ["-m", "pack", "--", "-h"]])
+def test_run_hands_its_words_on(monkeypatch: pytest.MonkeyPatch, words: list[str]):
+    calls = []
+    monkeypatch.setattr(os, "execv", lambda program, command: calls.append((program, command)))
+    assert CliRunner().invoke(cli.main, ["run", *words]).exit_code == 0
+    ((program, command),) = calls
+    assert program == command[0] == sys.executable
+    assert command[command.index("-m") :] == ["-m", "hpcdask.run", *words]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,9 @@ def _check_group(group: click.Group, words: list[str]) -> None:
     if words[0] == "bench":
         _check_group(bench, words[1:])
         return
+    if words[0] == "run":
+        check(["hpcdask.run", *words[1:]])
+        return
     if words[0] == "script":  # a system, and the options of submit
         if words[1:]:
             _check_group(group, ["submit", "--system", *words[1:]])

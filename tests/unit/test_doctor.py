@@ -177,7 +177,7 @@ def only(made: report.Report, topic: str) -> Finding:
 
 
 def bad(made: report.Report) -> list[str]:
-    return [finding.topic for finding in made.every() if finding.status != "ok"]
+    return [finding.topic for finding in made.every() if finding.status not in ("ok", "note")]
 
 
 # Whole machines
@@ -712,6 +712,14 @@ def test_text_is_plain_and_ends_with_the_verdict():
     assert values == [line.index("between all") for line in lines if "between all GPUs" in line]
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_are_as_wide_as_the_terminal(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report.print_text(examine(nvlink_box(), laptop(), hosts=["node1", "node2"]))
+    lines = capsys.readouterr().out.splitlines()
+    assert columns - 20 < max(map(len, lines[:-1])) <= columns
+
+
 def test_json_has_this_form():
     made = json.loads(report.to_json(examine(nvlink_box(), laptop(), hosts=["node1", "node2"])))
     assert set(made) == {
@@ -729,7 +737,7 @@ def test_json_has_this_form():
     findings = [one for each in made["nodes"] for one in each["findings"]] + made["between_nodes"]
     for finding in findings:
         assert set(finding) == {"group", "topic", "status", "value", "advice", "ranks"}
-        assert finding["status"] in ("ok", "warning", "error")
+        assert finding["status"] in ("ok", "note", "warning", "error")
         assert finding["advice"] or finding["status"] == "ok"
     for row in made["differences"]:
         assert set(row) == {"what", "status", "values"}
@@ -836,6 +844,7 @@ def test_a_job_of_slurm(monkeypatch, tmp_path):
     assert only(made, "GPUs of the job").value == "SLURM_GPUS_PER_TASK=1"
     assert only(made, "srun").value == "slurm 22.05.8, MPI plugins pmi2"
     assert "--mpi=none" in only(made, "srun and MPI").advice
+    assert only(made, "srun and MPI").status == "note"
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}], ids=["login node", "job"])
@@ -855,10 +864,11 @@ def test_a_slurm_that_does_not_answer(monkeypatch, tmp_path, environ, script, va
     monkeypatch.setattr(queue, "COMMAND_DEADLINE_S", 0.5 if "sleep" in script else 60)
     facts = nvlink_box() | {"queue": queue.read(environ)}
     found = only(examine(facts), "srun")
-    assert found.status == ("warning" if environ else "ok")
+    assert found.status == ("warning" if environ else "note")
     assert value in found.value
     assert ("does not work here" in found.value) == (not environ)
     assert "srun --version" in found.advice
+    assert environ or examine(facts).exit_code == 0
 
 
 def stand_in_for_nvml(monkeypatch, cards: list[Facts]):

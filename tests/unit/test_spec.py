@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import example, given
@@ -328,6 +329,9 @@ def test_help_names_every_option(capsys):
     printed = capsys.readouterr().out
     for field in dataclasses.fields(RunSpec):
         assert option_name(field.name) in printed
+    groups = re.findall(r"^(\w+):$", printed, re.MULTILINE)
+    assert groups == ["Workers", "Memory", "Network", "Start", "Other"]
+    assert "[default: 60 s]" in printed
 
 
 @pytest.mark.parametrize(
