@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hpcdask.gpu.devices import Gpu
 
-#: ``ok``; ``note``: it does not work, and may not be needed; ``warning``: it works, but slowly or not
-#: always; ``error``: it does not work.
+#: ``ok``; ``note``: it does not work, and may not be needed; ``warning``: it works, but slowly or
+#: not always; ``error``: it does not work.
 Status = Literal["ok", "note", "warning", "error"]
 #: What a process learnt of its machine, as JSON: one entry per group of facts.
 Facts = dict[str, Any]
