@@ -76,7 +76,9 @@ def doctor(as_json: bool, timeout: float) -> None:
 
 
 @main.command(cls=PassedOn, add_help_option=False, options_metavar="")
-@click.argument("arguments", nargs=-1, metavar="[OPTIONS] [PROGRAM [ARGUMENTS]...]")
+@click.argument(
+    "arguments", nargs=-1, type=click.Path(), metavar="[OPTIONS] [PROGRAM [ARGUMENTS]...]"
+)
 def run(arguments: tuple[str, ...]) -> None:
     """Run a Python program with a Dask cluster around it.
 

@@ -98,7 +98,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     "--run",
     default="",
     metavar="OPTIONS",
-    help='Options of hpcdask run: "--protocol ucx".',
+    help='Options of hpcdask run, all in quotes, such as "--protocol ucx".',
 )
 @click.option("-m", "is_module", is_flag=True, help="The program is a module.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=PROGRAM)
