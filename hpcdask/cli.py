@@ -42,7 +42,7 @@ class PassedOn(click.Command):
 @click.group(
     cls=Commands,
     context_settings=SETTINGS,
-    epilog="Each command's --help ends with an example.",
+    epilog="Example: hpcdask run script.py. Each command's --help has one.",
 )
 @click.version_option(__version__, "-V", "--version", message="hpcdask %(version)s")
 def main() -> None:
