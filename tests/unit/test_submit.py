@@ -21,8 +21,8 @@ from hpcdask.errors import QueueError, UsageError
 from hpcdask.queues import base
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.registry import batch_systems
-from hpcdask.runner import options as runner
 from hpcdask.queues.slurm import SlurmQueue
+from hpcdask.runner import options as runner
 from hpcdask.submit import follow
 
 ASKED = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--cpus-per-gpu", "8")
