@@ -32,6 +32,10 @@ from .state import ClusterState
 from .submitter import Submitter
 from .termination import JobTerminator
 
+#: Seconds for each job between two steps, which look at all jobs: some ten times what they take;
+#: and the most.
+STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-4, 0.5
+
 
 class WorkerEvents(SchedulerPlugin):
     """Tells of every worker that comes or goes, and of the scheduler's end."""
@@ -206,6 +210,8 @@ class JobController:
                 await asyncio.sleep(self.poll_interval_s)
             async with self._settled:
                 self._settled.notify_all()
+            # what comes meanwhile is seen in one step: else N workers that come are N steps
+            await asyncio.sleep(min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self.state.jobs)))
 
     def _pause(self) -> float | None:
         """Seconds until something is due by itself; None for never."""

@@ -97,6 +97,11 @@ class Arrivals:
         """Those that did not come."""
         return sorted(set(range(self._rank.size)) - set(self.reports))
 
+    @property
+    def complete(self) -> bool:
+        """Whether all came; asked at each arrival, so that counting comes first."""
+        return len(self.reports) >= self._rank.size and not self.missing
+
     def too_late(self, timeout: float) -> LaunchError:
         """The error that says which ranks did not come."""
         hosts = Counter(report.host for report in self.reports.values())
@@ -138,13 +143,13 @@ class Arrivals:
 
     async def all_gone(self) -> None:
         """Wait until every other rank has left: a launcher reports the ranks that still live."""
-        left: set[int] = set()
+        there = set(self._channels)
         deadline = time.monotonic() + LEAVE_DEADLINE_S
         with contextlib.suppress(TimeoutError):
-            while set(self._channels) - left:
+            while there:
                 event = await self._events.get(deadline)
                 if event.what == "lost":
-                    left.add(event.value)
+                    there.discard(event.value)
         # Their sockets close a moment before the launcher reaps them, and it reports those
         # that it still has when this rank fails. /proc has no event for that.
         mates = [

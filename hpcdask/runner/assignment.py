@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdask.bootstrap.ranks import Rank
@@ -70,10 +70,8 @@ def assign_gpus(
             f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
         )
     taken: dict[int, list[Gpu | None]] = {}
-    for host in dict.fromkeys(one.host for one in inventories):
-        ranks = sorted(
-            (one for one in inventories if one.host == host), key=lambda v: v.local_index
-        )
+    for host, ranks in _by_host(inventories).items():
+        ranks.sort(key=lambda one: one.local_index)
         if every_gpu and len(ranks) == 1:
             taken[ranks[0].rank] = list(ranks[0].gpus)
             continue
@@ -82,6 +80,14 @@ def assign_gpus(
             _check_distinct(host, ranks, matched)
         taken |= {one.rank: [gpu] for one, gpu in zip(ranks, matched, strict=True)}
     return taken
+
+
+def _by_host(inventories: Iterable[Inventory]) -> dict[str, list[Inventory]]:
+    """The ranks of each node."""
+    found: dict[str, list[Inventory]] = {}
+    for one in inventories:
+        found.setdefault(one.host, []).append(one)
+    return found
 
 
 def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu]) -> None:
@@ -159,8 +165,9 @@ def place_workers(
         threads = threads or per_process
     spec = dataclasses.replace(spec, nthreads=threads)
     placements: dict[int, list[WorkerPlacement]] = {}
+    nodes = _by_host(working)
     for one in working:
-        mates = [mate for mate in working if mate.host == one.host]
+        mates = nodes[one.host]
         numbers = range(one.rank, one.rank + len(given[one.rank]))
         names = [f"{spec.name or one.host}-{number}" for number in numbers]
         count = sum(len(given[mate.rank]) for mate in mates)

@@ -143,8 +143,7 @@ class Leader:
         self.wanted.plan(plan.placements)
         self.on_gpus = any(one.gpu for group in plan.placements.values() for one in group)
         self._start_workers(plan.placements)
-        least = self.wanted.least
-        while len(self.scheduler.registered & self.wanted.names) < least:
+        while not self.wanted.are_enough(self.scheduler.registered):
             await self._next(
                 "workers to register",
                 {"workers"},
@@ -185,7 +184,7 @@ class Leader:
         self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
         if self.rendezvous is not None:
             await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)
-            while self.arrivals.missing:
+            while not self.arrivals.complete:
                 await self._next(
                     "every rank to arrive",
                     {"arrived"},

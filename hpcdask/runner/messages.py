@@ -98,7 +98,7 @@ class WarmupNotes:
     def note(self, message: dict[str, Any]) -> None:
         """Note a worker's; once all that are wanted have, say how it went."""
         self._found[message["name"]] = [LinkTest(**link) for link in message["links"]]
-        if self._told or not self._wanted.names <= set(self._found):
+        if self._told or not self._wanted.names <= self._found.keys():
             return
         self._told = True
         links = [link for found in self._found.values() for link in found]

@@ -139,9 +139,10 @@ class SchedulerFailed(Message):
 
 @dataclass(frozen=True)
 class WorkersChanged(Message):
-    """The names of its workers."""
+    """The names of workers that came, or went: those of all would be too much each time."""
 
-    names: list[str]
+    came: list[str]
+    gone: list[str]
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,22 @@ from .protocol import WorkersChanged, WorkerWarm
 
 
 class _WorkerReporter(SchedulerPlugin):
-    """Tells the rank how many workers there are, whenever that changes, and which are warm."""
+    """Tells the rank which workers come and go, and which are warm."""
 
     name = "hpcdask-census"
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[protocol.Message], None]) -> None:
-        self._scheduler, self._send = scheduler, send
-
-    def _tell(self, but: str | None = None) -> None:
-        workers = self._scheduler.workers.items()
-        names = [str(state.name) for address, state in workers if address != but]
-        self._send(WorkersChanged(names))
+    def __init__(self, send: Callable[[protocol.Message], None]) -> None:
+        self._send = send
+        self._names: dict[str, str] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         scheduler.stream_comms[worker].interval = BATCH_INTERVAL_S
-        self._tell()
+        self._names[worker] = str(scheduler.workers[worker].name)
+        self._send(WorkersChanged(came=[self._names[worker]], gone=[]))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._tell(but=worker)
+        if name := self._names.pop(worker, None):
+            self._send(WorkersChanged(came=[], gone=[name]))
 
     async def before_close(self) -> None:
         set_log_level("ERROR")  # a client may close it, and workers that are told still say it
@@ -92,7 +90,7 @@ async def _main(sock: socket.socket) -> None:
             )
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
-        scheduler.add_plugin(_WorkerReporter(scheduler, send))
+        scheduler.add_plugin(_WorkerReporter(send))
         await scheduler
         listening.guard(scheduler)
     except Exception as error:

@@ -50,8 +50,9 @@ class SchedulerProcess:
         closed = False
         while (message := await self._orders.receive()) is not None:
             match protocol.read(message):
-                case protocol.WorkersChanged(names):
-                    self.registered = set(names)
+                case protocol.WorkersChanged(came, gone):
+                    self.registered.difference_update(gone)
+                    self.registered.update(came)
                     self._events.happened("workers")
                 case protocol.WorkerWarm(found):
                     self._warm(found)

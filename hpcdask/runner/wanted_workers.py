@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from hpcdask.errors import LaunchError
 from hpcdask.node.placement import WorkerPlacement
@@ -28,6 +28,11 @@ class WantedWorkers:
     def least(self) -> int:
         """How many must register before the program starts."""
         return min(self._spec.workers_min or len(self.names), len(self.names))
+
+    def are_enough(self, registered: Set[str]) -> bool:
+        """Whether the program may start; asked at each arrival, so numbers are compared first."""
+        least = self.least
+        return len(registered) >= least and len(registered & self.names) >= least
 
     def enough_without(self, rank: int, name: str | None = None) -> bool:
         """Give up a worker of a rank, by default all; say whether --workers-min is still met."""

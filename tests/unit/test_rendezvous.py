@@ -61,7 +61,7 @@ MESSAGES = [
     protocol.CloseScheduler(),
     protocol.SchedulerStarted("tls://n1:1", "127.0.0.1", 8787),
     protocol.SchedulerFailed("no port"),
-    protocol.WorkersChanged(["n1-0"]),
+    protocol.WorkersChanged(["n1-0"], ["n1-1"]),
     protocol.WorkerWarm({"name": "n1-0", "links": []}),
     protocol.SchedulerClosed(),
 ]
