@@ -263,7 +263,7 @@ def fits(records: Sequence[dict[str, float]], by: str) -> dict[str, float]:
     found = {}
     for name in names:
         base = f"{name}_alone"
-        points = [(one[by], one[name] - one.get(base, 0)) for one in records]
+        points = [(one[by], one[name] - one.get(base, 0)) for one in records if name in one]
         power = exponent(points)
         if power is not None:
             found[name] = round(power, 2)

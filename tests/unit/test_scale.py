@@ -30,6 +30,7 @@ from hpcdask.runner.messages import WarmupNotes
 from hpcdask.runner.scheduler import _WorkerReporter
 from hpcdask.runner.wanted_workers import WantedWorkers
 from hpcdask.spec.specs import RunSpec
+from launching import until
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -131,28 +132,33 @@ def test_rank_0_knows_at_each_arrival_whether_all_came(monkeypatch):
 
 def test_workers_that_come_one_by_one_are_seen_together(tmp_path: Path, monkeypatch):
     """Each step looks at all jobs, so one step for each worker was quadratic."""
-    jobs, steps = 500, []
+    jobs, steps, plugins = 200, [], []
 
     async def poke() -> float:
-        scheduler: Any = SimpleNamespace(workers={}, add_plugin=lambda _: None, stream_handlers={})
+        scheduler: Any = SimpleNamespace(workers={}, add_plugin=plugins.append, stream_handlers={})
+        scheduler.stream_comms = {"tls://n1:1": SimpleNamespace()}
         state = ClusterState(scheduler, "ab", size=1, policy=Policy(), say=print)
         folder = ClusterFolder.create("ab", "local", base=tmp_path)
         controller = JobController(state, LocalQueue(), folder, poll_interval_s=60)
+        controller._poller.postpone()
         for number in range(jobs):
             state.enter(str(number))
         monkeypatch.setattr(controller, "_step", lambda: steps.append(1))
-        start = time.monotonic()
         controller.start()
+        start = time.monotonic()
         for _ in range(jobs):
-            controller.wake()
-            await asyncio.sleep(0.0005)
+            plugins[0].add_worker(scheduler, "tls://n1:1")
+            await asyncio.sleep(0.004)
         lasted = time.monotonic() - start
+        before = len(steps)
+        controller.wake()  # what the user asks for does not wait
+        await until(lambda: len(steps) > before)
         controller._loop.cancel()
         await asyncio.gather(controller._loop, return_exceptions=True)
         return lasted
 
     lasted = asyncio.run(poke())
-    assert 1 < len(steps) <= 2 + lasted / (controlling.STEP_PAUSE_S * jobs)
+    assert 1 < len(steps) <= 3 + lasted / (controlling.STEP_PAUSE_S * jobs)
 
 
 @pytest.mark.timeout(200)
