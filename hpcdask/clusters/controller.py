@@ -115,7 +115,7 @@ class JobController:
             self._due = None
             self.wake()
 
-        if self._due is None:
+        if self._due is None and not self._changed.is_set():  # else a step is about to see it
             pause = min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self.state.jobs))
             left = self._stepped + pause - time.monotonic()
             self._due = asyncio.get_running_loop().call_later(max(0.0, left), wake)
