@@ -118,7 +118,7 @@ def panel(
         ]
         lines.append(
             {
-                "name": row.words,
+                "name": row.words.replace("`", ""),
                 "colour": NAMES[place % len(NAMES)],
                 "dots": dots,
                 "points": " ".join(f"{a},{b}" for a, b in dots),
