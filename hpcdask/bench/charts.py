@@ -15,18 +15,17 @@ from typing import Any
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
 from bokeh.plotting import figure
 
-from hpcdask.bench.records import decimal_bytes, duration, failed, number
+from hpcdask.bench.records import (
+    decimal_bytes,
+    duration,
+    failed,
+    limit_name,
+    number,
+    reached,
+)
 
 Record = Mapping[str, Any]
 
-#: Name of a rate to what a workload has to wait for.
-LIMIT_NAMES = {
-    "memory": "memory speed",
-    "random": "generator speed",
-    "matrix_float64": "float64 matrix speed",
-    "matrix_float32": "float32 matrix speed",
-    "link": "exchange speed",
-}
 #: The part of the chart's width that the text beside a median may take.
 TEXT_PART = 0.3
 #: Sizes within one percent are the same.
@@ -70,18 +69,6 @@ class Chart:
 
 
 # --- times ----------------------------------------------------------------------------------------
-
-
-def reached(record: Record) -> str:
-    """Return what part of its limit a record reached, and what that limit is; "" without one."""
-    if not (limit := record.get("limit")):
-        return ""
-    percent = 100 * limit["fraction"]
-    return f"{percent:.{0 if percent >= 1 else 1}f} % of {_limit_name(limit['by'])}"
-
-
-def _limit_name(name: str) -> str:
-    return LIMIT_NAMES.get(name, str(name))
 
 
 def published(record: Record) -> list[dict[str, Any]]:
@@ -134,7 +121,7 @@ def _draw_limits(plot: Any, limits: Sequence[tuple[int, Record]]) -> None:
             "x": record["limit"]["seconds"],
             "median": record["seconds_median"],
             "time": duration(record["limit"]["seconds"]),
-            "by": _limit_name(record["limit"]["by"]),
+            "by": limit_name(record["limit"]["by"]),
         }
         for y, record in limits
     )

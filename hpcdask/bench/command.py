@@ -1,6 +1,6 @@
 """``hpcdask bench``: measure the bundled workloads on this machine or on a cluster.
 
-One JSON line per measurement goes to stdout, everything else to stderr.
+On a terminal a table goes to stdout, elsewhere one JSON line per measurement; all else to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from hpcdask.bench import table
+from hpcdask.bench import summary, table
 from hpcdask.bench.array import OPERATIONS, run_array
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
@@ -95,7 +95,8 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
     """Measure a cluster, and compare it with its hardware's limits.
 
     By itself it uses all devices of this machine. Under mpirun or srun it uses their ranks, and
-    with --scheduler-file that cluster.
+    with --scheduler-file that cluster. On a terminal the results are a table,
+    elsewhere one JSON line each.
 
     \b
         hpcdask bench all --report report.html
@@ -255,7 +256,7 @@ def table_command(
                 nbytes = cpu_size if row.device == "cpu" else size or TABLE_NBYTES
                 for line in table.run_row(row, nbytes, repeats):
                     lines.append(line)
-                    tell(line, json_file)
+                    tell(line, json_file, as_json=not summary.is_terminal())
             table.show(lines)
     except OSError as exc:
         raise UsageError(f"{type(exc).__name__}: {exc}") from exc

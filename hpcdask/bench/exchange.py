@@ -96,7 +96,8 @@ def _tell(result: dict[str, Any]) -> None:
     for finding in result["slow"][: exchange_report.MAX_LINES]:
         say(f"warning: {finding['text']}")
     if len(result["slow"]) > exchange_report.MAX_LINES:
-        say(f"warning: {len(result['slow']) - exchange_report.MAX_LINES} more are in the JSON line")
+        more = len(result["slow"]) - exchange_report.MAX_LINES
+        say(f"warning: {more} more; --json FILE keeps them all")
     every, square = result["all_to_all"], result["transpose"]
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
     say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")

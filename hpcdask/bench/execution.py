@@ -18,7 +18,7 @@ import click
 import dask
 from distributed import KilledWorker
 
-from hpcdask.bench import limits
+from hpcdask.bench import limits, summary
 from hpcdask.bench.cluster import connect, inspect
 from hpcdask.bench.records import describe, say, tell
 from hpcdask.bench.startup import AHEAD, age
@@ -45,7 +45,11 @@ def execute(
         _surround(click.get_current_context().find_root().obj, device)
     code = 0
     try:
-        with connect(scheduler_file) as client, reported(report_file) as lines:
+        with (
+            connect(scheduler_file) as client,
+            reported(report_file) as lines,
+            summary.shown(lines),
+        ):
             cluster = inspect(client, device)
             rates: dict[str, float] = {}
             for measurement in measurements:
@@ -70,7 +74,7 @@ def execute(
                         known = {"workload": limits.LIMITS, "rates": rates}
                         lines.insert(0, {**known, **describe(cluster)})
                     _complete(line, rates)
-                code = max(code, tell(line, json_file))
+                code = max(code, tell(line, json_file, as_json=not summary.is_terminal()))
                 if finish is not None:
                     finish(line)
     except WorkloadError as exc:

@@ -1,4 +1,4 @@
-"""What the bench prints: lines for the user on stderr, records as JSON on stdout."""
+"""What the bench prints: lines for the user on stderr, records as JSON, numbers with units."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ from hpcdask.workloads import Form
 
 #: Phases that are shorter would be told as 0.00 s.
 LEAST_TOLD_S = 0.005
+#: Name of a rate to what a workload has to wait for.
+LIMIT_NAMES = {
+    "memory": "memory speed",
+    "random": "generator speed",
+    "matrix_float64": "float64 matrix speed",
+    "matrix_float32": "float32 matrix speed",
+    "link": "exchange speed",
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,27 @@ def duration(seconds: float) -> str:
     return f"{number(1e3 * seconds)} ms" if seconds >= 1e-4 else f"{number(1e6 * seconds)} µs"
 
 
+def rate(gigabytes: float) -> str:
+    """Write GB/s, in MB/s or kB/s where that would begin with zeros: ``12.3 MB/s``."""
+    for factor, unit in ((1, "GB/s"), (1e3, "MB/s")):
+        if gigabytes * factor >= 0.1:
+            return f"{number(gigabytes * factor)} {unit}"
+    return f"{number(gigabytes * 1e6)} kB/s"
+
+
+def limit_name(name: str) -> str:
+    """Say what a workload has to wait for."""
+    return LIMIT_NAMES.get(name, str(name))
+
+
+def reached(record: Mapping[str, Any]) -> str:
+    """Return what part of its limit a record reached, and what that limit is; "" without one."""
+    if not (limit := record.get("limit")):
+        return ""
+    percent = 100 * limit["fraction"]
+    return f"{percent:.{0 if percent >= 1 else 1}f} % of {limit_name(limit['by'])}"
+
+
 def describe(cluster: Cluster) -> dict[str, Any]:
     """On what, with what and when it was measured."""
     versions = {"python": platform.python_version(), "numpy": np.__version__, "cupy": cluster.cupy}
@@ -122,10 +151,11 @@ def describe(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def tell(line: dict[str, Any], json_file: Path | None) -> int:
+def tell(line: dict[str, Any], json_file: Path | None, *, as_json: bool = True) -> int:
     """Print a record, append it to a file, and return the exit code: 1 if a check failed."""
     text = json.dumps(line)
-    click.echo(text)
+    if as_json:
+        click.echo(text)
     if json_file is not None:
         with json_file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -143,6 +173,6 @@ def _summary(line: dict[str, Any]) -> str:
         return f"{whole}: {'; '.join(parts)}"
     return (
         f"median {line['seconds_median']:.3f} s, min {line['seconds_min']:.3f} s, "
-        f"max {line['seconds_max']:.3f} s of {len(line['seconds'])}; {line['GB/s']:.1f} GB/s, "
+        f"max {line['seconds_max']:.3f} s of {len(line['seconds'])}; {rate(line['GB/s'])}, "
         f"{line['dask_tasks']} Dask tasks"
     )

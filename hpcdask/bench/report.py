@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from hpcdask.bench.charts import Chart, phases, published, reached, timeline, times
+from hpcdask.bench.charts import Chart, phases, published, timeline, times
 from hpcdask.bench.exchange import heat_map
 from hpcdask.bench.heatmap import TEMPLATES
 from hpcdask.bench.limits import LIMITS
@@ -25,6 +25,7 @@ from hpcdask.bench.records import (
     failed,
     name_of,
     number,
+    reached,
 )
 from hpcdask.errors import UsageError
 

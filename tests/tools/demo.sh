@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # demo.sh BIN: the reference array and the reference SVD on the devices of this machine, with one
-# rank per GPU, or two CPU ranks where there is none. Each prints what it measured as one JSON line.
+# rank per GPU, or two CPU ranks where there is none. A table at the end has what was measured
+# beside what the hardware allows.
 set -eu
 bin=$1
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
@@ -11,11 +12,20 @@ else
 fi
 mpirun=("$bin/mpirun" -n "$ranks" --oversubscribe)
 [ "$(id -u)" != 0 ] || mpirun+=(--allow-run-as-root)
+results=$(mktemp)
+trap 'rm -f "$results"' EXIT
 
 demo() {
     local command=("${mpirun[@]}" "$bin/python" -m hpcdask.run --device "$device" "$@")
     printf '\n$ %s\n' "${command[*]}"
-    "${command[@]}"
+    "${command[@]}" --json "$results" >/dev/null # what is measured is told on standard error
 }
 demo -m hpcdask.bench array --size "$array"
 demo -m hpcdask.bench svd --size "$svd"
+"$bin/python" - "$results" <<'PYTHON'
+import sys
+
+from hpcdask.bench import compare, summary
+
+summary.show(compare.load(sys.argv[1]))
+PYTHON

@@ -20,11 +20,11 @@ from distributed import Client, KilledWorker, LocalCluster
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
-from hpcdask.bench import command, exchange, execution, limits, startup, table, zarr
+from hpcdask.bench import command, exchange, execution, limits, startup, summary, table, zarr
 from hpcdask.bench import workload as bench_workload
 from hpcdask.bench.array import run_array
 from hpcdask.bench.options import OutputFile
-from hpcdask.bench.records import Case
+from hpcdask.bench.records import Case, rate
 from hpcdask.bench.workload import Timed, record
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.reexec import interpreter
@@ -147,8 +147,79 @@ def test_command_reports_one_json_line(
     assert all(check["ok"] for check in line["checks"])
     assert {"python", "dask", "distributed", "numpy", "cupy"} <= set(line["versions"])
     assert "on 2 x cpu (NumPy" in err
-    assert "GB/s" in err
+    assert "B/s" in err
+    assert "0.0 GB/s" not in err
     assert "Traceback" not in err
+
+
+def test_a_terminal_gets_a_table_and_the_file_json(client, tmp_path, capsys, monkeypatch):
+    """It got up to 20 kB of JSON for each result."""
+    monkeypatch.setattr(summary, "is_terminal", lambda: True)
+    file = tmp_path / "lines.json"
+    argv = ["--size", "8MB", "--form", "both", "--device", "cpu", "--json", str(file)]
+    assert command.main(["array", *argv]) == 0
+    heads, *rows = capsys.readouterr().out.strip().splitlines()
+    assert heads.split("  ")[0] == "workload"
+    assert [row.split("  ")[0] for row in rows] == ["array, tuned", "array, stock"]
+    assert all("8.0 MB" in row and "% of" in row for row in rows)
+    assert [json.loads(line)["form"] for line in file.read_text().splitlines()] == [
+        "tuned",
+        "stock",
+    ]
+
+
+def test_a_table_names_what_is_wrong(client, capsys, monkeypatch):
+    monkeypatch.setattr(summary, "is_terminal", lambda: True)
+    monkeypatch.setattr(array_workload, "LOC", 9.0)
+    monkeypatch.setattr(command, "run_array", lambda cluster, *_, **__: _wrong(cluster))
+    assert command.main(["array", "--size", "8MB", "--device", "cpu"]) == 1
+    assert "check failed" in capsys.readouterr().out
+
+
+def test_no_result_is_no_table(capsys):
+    summary.show([{"workload": limits.LIMITS, "rates": RATES}])
+    assert capsys.readouterr().out == ""
+
+
+IS_TERMINAL = "from hpcdask.bench import summary; print(summary.is_terminal())"
+
+
+def test_what_is_a_terminal(tmp_path):
+    """Below Open MPI's mpirun every rank has one: that of mpirun counts."""
+    above = tmp_path / "prterun"  # forwards what its child writes to a terminal of its own
+    above.write_text(
+        f"#!{sys.executable}\nimport pty, sys\n"
+        "open('/proc/self/comm', 'w').write('prterun')\nsys.exit(pty.spawn(sys.argv[1:]))\n"
+    )
+    above.chmod(0o700)
+    child = [sys.executable, "-c", IS_TERMINAL]
+    assert _printed(child, terminal=False) == "False"
+    assert _printed(child, terminal=True) == "True"
+    assert _printed([str(above), *child], terminal=False) == "False"
+    assert _printed([str(above), *child], terminal=True) == "True"
+
+
+def _printed(argv: list[str], *, terminal: bool) -> str:
+    """The last line that a command writes to a terminal, or to a pipe."""
+    reading, writing = os.openpty() if terminal else os.pipe()
+    root = str(Path(command.__file__).parents[2])
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=writing, env={**os.environ, "PYTHONPATH": root}
+    ) as process:
+        assert process.wait(timeout=60) == 0
+    os.close(writing)
+    text = os.read(reading, 10_000).decode()
+    os.close(reading)
+    return text.split()[-1]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "text"),
+    [(2283.0, "2,283 GB/s"), (0.2, "0.2 GB/s"), (0.0123, "12.3 MB/s"), (4e-6, "4 kB/s")],
+)
+def test_a_rate_is_never_told_as_zero(gigabytes, text):
+    """Small arrays had 0.0 GB/s."""
+    assert rate(gigabytes) == text
 
 
 def test_chunk_size_bounds_the_chunks(client, capsys):
