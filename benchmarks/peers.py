@@ -29,6 +29,8 @@ from typing import Any
 import user_programs
 from launches import execute, gpu_names, mpirun
 
+import hpcdask
+
 HERE = Path(__file__).parent
 MEASURE = str(HERE / "measure.py")
 PACKAGES = [
@@ -64,6 +66,8 @@ NAMES = {
     "fft": "FFT",
     "stencil": "five-point stencil",
 }
+#: How a case and its peer end where the two run different programs.
+FORMS, STOCK = ", tuned against stock", ", stock form"
 #: Cases that no machine without a GPU has.
 ON_GPUS = {"packed", "transfer", "transpose", "scaling", "crowd"}
 CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs", "programs")
@@ -236,12 +240,12 @@ def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[st
     if gpus > 1:
         environment |= OVER_UCX  # NVLink, as ours has it
     return compare(
-        f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}, tuned against stock",
+        f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}{FORMS}",
         runner(gpus, *arguments, "--form", "tuned"),
         peer("local-cuda", gpus, *arguments, "--form", "stock", *few),
         measure="seconds",
         rounds=rounds,
-        peer_name="LocalCUDACluster" + "(protocol='ucx')" * (gpus > 1) + ", stock form",
+        peer_name="LocalCUDACluster" + "(protocol='ucx')" * (gpus > 1) + STOCK,
         environment=environment,
         timeout=400,
     )
@@ -312,12 +316,12 @@ def cpu_cases(wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
         if case in wanted or (case != "array" and "workloads" in wanted):
             arguments = ["--case", case, "--size", f"{megabytes}MB"]
             yield compare(
-                f"{NAMES[case]} {megabytes} MB, 2 workers, tuned against stock",
+                f"{NAMES[case]} {megabytes} MB, 2 workers{FORMS}",
                 runner(2, *arguments, "--form", "tuned"),
                 peer("local", 2, *arguments, "--form", "stock"),
                 measure="seconds",
                 rounds=rounds,
-                peer_name="LocalCluster, stock form",
+                peer_name=f"LocalCluster{STOCK}",
                 environment=cpu,
             )
 
@@ -366,6 +370,8 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "hpcdask" not in found:  # on a path, not installed
+        found["hpcdask"] = hpcdask.__version__
     return found
 
 
@@ -386,30 +392,60 @@ def add_results(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def is_laid_out(case: dict[str, Any]) -> bool:
+    """Whether hpcdask ran another program than its peer: the tuned form of a workload."""
+    return bool(case["peer"].endswith(STOCK) or case["peer"].startswith("hpcdask"))
+
+
+def section(content: dict[str, Any]) -> str:
+    """The part of the page that one file of results fills: one table for each kind of row."""
+    found = [case for case in content["cases"] if "phase" not in case]
+    if not found:
+        return ""
+    text = f"\n## {content['machine']} ({content['date']})\n"
+    same = [case for case in found if not is_laid_out(case)]
+    laid_out = [case for case in found if is_laid_out(case)]
+    ours = f"hpcdask {content['versions'].get('hpcdask', '')}".strip()
+    if same:
+        text += table("The same program on both", ours, same)
+    if laid_out:
+        text += table("Laid-out workloads, tuned form against stock form", ours, laid_out)
+    for case in found:
+        if "floor_s" in case:
+            text += f"\n{case['floor']}, for {case['case']}: {case['floor_s']:.2f} s.\n"
+    return text
+
+
+def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
+    """Rows of one kind."""
+    text = (
+        f"\n| {what} | {ours} | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
+    )
+    for case in cases:
+        text += (
+            f"| {case['case'].removesuffix(FORMS)} | {case['ours_s']:.3g} s | "
+            f"{case['theirs_s']:.3g} s ({case['peer'].removesuffix(STOCK)}) | "
+            f"{case['ratio']:.3f} ({case['ratio_min']:.3f} to "
+            f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
+        )
+    return text
+
+
 def write_docs(paths: list[str]) -> None:
     """Write docs/benchmarks.md from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
     # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
     ordered = sorted(map(Path, paths), key=lambda path: path.stem)
     contents = [json.loads(path.read_text()) for path in ordered]
+    measured: dict[str, str] = {}
     for content in contents:
-        laid_out = [case for case in content["cases"] if "phase" not in case]
-        if not laid_out:
+        if not (own := section(content)):
             continue
-        text += f"\n## {content['machine']} ({content['date']})\n\n"
-        text += (
-            "| what | hpcdask | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
+        versions, on = told(content["versions"]), f"{content['machine']} ({content['date']})"
+        text += own + (
+            f"\nVersions: those of {measured[versions]}.\n" if versions in measured else versions
         )
-        for case in laid_out:
-            text += (
-                f"| {case['case']} | {case['ours_s']:.3g} s | {case['theirs_s']:.3g} s "
-                f"({case['peer']}) | {case['ratio']:.3f} ({case['ratio_min']:.3f} to "
-                f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
-            )
-        for case in laid_out:
-            if "floor_s" in case:
-                text += f"\n{case['case']}: {case['floor']} take {case['floor_s']:.2f} s here.\n"
-        text += told(content["versions"])
+        measured.setdefault(versions, on)
     if programs := "".join(map(user_programs.tables, contents)):
         text += (HERE / "programs.md.in").read_text() + programs
     (HERE.parent / "docs" / "benchmarks.md").write_text(text)
