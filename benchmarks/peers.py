@@ -418,14 +418,13 @@ def section(content: dict[str, Any]) -> str:
 
 def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
     """Rows of one kind."""
-    text = (
-        f"\n| {what} | {ours} | peer | ratio (least to greatest) | pairs |\n|---|---|---|---|---|\n"
-    )
+    text = f"\n| {what} | {ours}, s | peer, s | ratio (least-greatest) | pairs |\n"
+    text += "|---|---|---|---|---|\n"
     for case in cases:
         text += (
-            f"| {case['case'].removesuffix(FORMS)} | {case['ours_s']:.3g} s | "
-            f"{case['theirs_s']:.3g} s ({case['peer'].removesuffix(STOCK)}) | "
-            f"{case['ratio']:.3f} ({case['ratio_min']:.3f} to "
+            f"| {case['case'].removesuffix(FORMS)} | {case['ours_s']:.3g} | "
+            f"{case['theirs_s']:.3g} ({case['peer'].removesuffix(STOCK)}) | "
+            f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-"
             f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
         )
     return text
