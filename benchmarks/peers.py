@@ -412,7 +412,7 @@ def section(content: dict[str, Any]) -> str:
         text += table("Laid-out workloads, tuned form against stock form", ours, laid_out)
     for case in found:
         if "floor_s" in case:
-            text += f"\n{case['floor']}, for {case['case']}: {case['floor_s']:.2f} s.\n"
+            text += f"\nBare CUDA contexts, {case['case']}: {case['floor_s']:.2f} s.\n"
     return text
 
 
