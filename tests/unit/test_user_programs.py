@@ -101,3 +101,23 @@ def test_every_program_is_run_and_says_what_it_does(programs: ModuleType):
     there = {path.name for path in (BENCHMARKS / "programs").glob("*.py")} - {"common.py"}
     assert {program.split()[0] for program in programs.PROGRAMS} == there
     assert all(programs.title(program) for program in programs.PROGRAMS)
+
+
+def test_laid_out_workloads_have_a_table_of_their_own(programs: ModuleType):
+    """Beside rows of the same program they looked like the same comparison."""
+    import peers
+
+    pair = {who: {"seconds": [1.0, 2.0]} for who in ("ours", "theirs")}
+    cases = [
+        peers.summarise(name, peer, "seconds", [pair])
+        for name, peer in (
+            ("startup to 2 workers", "LocalCluster"),
+            (f"mean 1 GB{peers.FORMS}", f"LocalCluster{peers.STOCK}"),
+        )
+    ]
+    content = {"machine": "m", "date": "2026-11-21", "versions": {"hpcdask": "7.8"}, "cases": cases}
+    _, same, laid_out = peers.section(content).split("\n\n")
+    assert same.startswith("| The same program on both | hpcdask 7.8, s |")
+    assert "| startup to 2 workers | 1.5 | 1.5 (LocalCluster) | 1.000 (1.000-1.000) | 1 |" in same
+    assert laid_out.startswith("| Laid-out workloads, tuned form against stock form |")
+    assert "| mean 1 GB | 1.5 | 1.5 (LocalCluster) |" in laid_out
