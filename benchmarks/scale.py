@@ -4,8 +4,8 @@ Rank 0, its scheduler and the job control are the real ones; ranks, workers and 
 that speak the real protocols (`stand_ins.py`), hundreds in one process. Costs are processor time
 and counts, which a busy machine changes little.
 
-    python benchmarks/scale.py --json benchmarks/results/scale.json
-    python benchmarks/scale.py --write-docs benchmarks/results/scale.json
+    python benchmarks/scale.py --json benchmarks/results/scale/cpu.json
+    python benchmarks/scale.py --write-docs benchmarks/results/scale/cpu.json
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ class LocalQueue(Queue):
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         """The job script; one line below the shebang says what it asks for."""
+        self.refuse_nodes(request)
         asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
         prologue = filter(None, job._job_script_prologue or ())
         first = job.shebang or "#!/usr/bin/env bash"
