@@ -11,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
+import inspect
 import multiprocessing
 import os
+import platform
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing import connection, reduction, resource_tracker
 from multiprocessing import forkserver as mp_forkserver
-from multiprocessing import reduction, resource_tracker
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcdask.comm import ucx_hooks
+from hpcdask.errors import ClusterError, UsageError, root_cause
 from hpcdask.gpu import devices, driver
 from hpcdask.process import FILES, SIGNALS, detach_standard_streams, process_start
 
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
     from hpcdask.spec.specs import WorkerSpec
 
     from .forking import Forker
+
+#: Seconds that the template has to fork a worker.
+_deadline_s = 240.0
 
 
 def leave_signals_to_the_rank() -> None:
@@ -55,6 +62,7 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     import dask.config
     import distributed.utils
 
+    _check_private_parts()
     # The nanny would else import every optional package here, to name them to a fork server
     # that is already running.
     distributed.utils._forkserver_preload_set = True
@@ -73,6 +81,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     os.chmod(address, 0o600)
     listener.listen()
     alive_read, alive_write = os.pipe()
+    key = os.urandom(32) if _wants_key() else b""
+    key_option = _in_pipe(key) if key else {}
     pid = os.fork()
     if pid == 0:
         try:
@@ -81,17 +91,77 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
             leave_signals_to_the_rank()
             detach_standard_streams(output=False)
             multiprocessing.current_process().name = "template"
-            mp_forkserver.main(listener.detach(), alive_read, list(preimport))
+            mp_forkserver.main(listener.detach(), alive_read, list(preimport), **key_option)
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(0)
     listener.close()
-    os.close(alive_read)
+    for end in (alive_read, *key_option.values()):
+        os.close(end)
     vars(mp_forkserver)["connect_to_new_process"] = _connect
+    if key:
+        server._forkserver_authkey = key
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_write
     server._forkserver_pid = pid
+
+
+def _wants_key() -> bool:
+    """Whether this Python's fork server serves only who has its key, as from 3.14 on."""
+    return "authkey_r" in inspect.signature(mp_forkserver.main).parameters
+
+
+def _in_pipe(key: bytes) -> dict[str, int]:
+    """Where the fork server is to read its key from, as the option of its main function."""
+    key_read, key_write = os.pipe()
+    os.write(key_write, key)
+    os.close(key_write)
+    return {"authkey_r": key_read}
+
+
+def _check_private_parts() -> None:
+    """Refuse a Python whose fork server has other private parts than those that are used here.
+
+    Otherwise workers would not start, and nobody would say why.
+    """
+    server: Any = mp_forkserver
+    key = ["_forkserver_authkey"] if _wants_key() else []
+    parts: list[tuple[str, Any, list[str]]] = [
+        ("forkserver", server, ["MAXFDS_TO_SEND", "connect_to_new_process", "write_signed"]),
+        (
+            "forkserver._forkserver",
+            getattr(server, "_forkserver", None),
+            ["_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", *key],
+        ),
+        (
+            "resource_tracker._resource_tracker",
+            getattr(resource_tracker, "_resource_tracker", None),
+            ["_fd", "_pid"],
+        ),
+        ("current_process()", multiprocessing.current_process(), ["_config"]),
+    ]
+    moved = [
+        f"multiprocessing.{where}.{name}"
+        for where, holder, names in parts
+        for name in names
+        if not hasattr(holder, name)
+    ]
+    calls: dict[str, tuple[tuple[object, ...], dict[str, int]]] = {
+        "main": ((0, 0, []), {"authkey_r": 0} if key else {}),
+        "_serve_one": ((0, [], [], {}), {}),
+    }
+    for name, (arguments, options) in calls.items():
+        try:
+            inspect.signature(getattr(server, name)).bind(*arguments, **options)
+        except (AttributeError, TypeError):
+            moved.append(f"multiprocessing.forkserver.{name}()")
+    if moved:
+        raise UsageError(
+            f"hpcdask starts workers through private parts of Python, which Python "
+            f"{platform.python_version()} has moved or changed: {', '.join(moved)}. Use Python "
+            f"3.11 to 3.14, or a newer hpcdask"
+        )
 
 
 def adopt(pid: int, line: socket.socket) -> None:
@@ -123,13 +193,34 @@ _offered: list[tuple[int, socket.socket]] = []
 def _connect(fds: list[int]) -> tuple[int, int]:
     """In the place of multiprocessing's function: a new process, from the template or offered.
 
-    Returns where the process's id and exit code can be read, and where it expects its work.
+    Returns where the process's id and exit code can be read, and where it expects its work. Raises
+    ClusterError if the template does not answer, or not as it should.
     """
-    server: Any = mp_forkserver._forkserver
     while _offered:
         if told := _give_order(*_offered.pop(), fds):
             return told
-    return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
+    answer: Future[tuple[int, int]] = Future()
+    threading.Thread(target=_ask_template, args=(fds, answer), daemon=True).start()
+    try:
+        return answer.result(_deadline_s)
+    except TimeoutError:
+        problem = f"has not answered for {_deadline_s:g} s. Its imports may hang in a file system"
+    except Exception as error:
+        problem = f"failed ({root_cause(error)}), with Python {platform.python_version()}"
+    raise ClusterError(
+        f"the template on {socket.gethostname()}, of which workers are forks, {problem}"
+    )
+
+
+def _ask_template(fds: list[int], answer: Future[tuple[int, int]]) -> None:
+    """Have the template fork, in a thread of its own: nothing else ends a wait for it."""
+    server: Any = mp_forkserver._forkserver
+    try:
+        status, data = server.connect_to_new_process(fds)
+        connection.wait([status])  # for the id of the new process
+        answer.set_result((status, data))
+    except Exception as error:
+        answer.set_exception(error)
 
 
 def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int] | None:
@@ -261,8 +352,11 @@ def start_forkserver(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: b
 
     ``peers``: there may be other workers on GPUs to exchange data with.
     """
+    global _deadline_s
     import dask.config
 
+    if spec.death_timeout:
+        _deadline_s = 0.8 * spec.death_timeout  # the nanny waits so long, and does not say for what
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and peers
 

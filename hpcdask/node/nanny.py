@@ -88,7 +88,11 @@ class BoundNanny(Nanny):
             if self.status == Status.running:
                 return await self._start_again()
             self._exit_code = None  # its first start, or it is closing
-            status = await super().instantiate()
+            try:
+                status = await super().instantiate()
+            except Exception:
+                self._give_up_process()
+                raise
             if status != Status.running and (how := self._end_of_process()):
                 raise ClusterError(f"its process {how} while it started")
             return status
@@ -114,6 +118,7 @@ class BoundNanny(Nanny):
                 why, attempt = f"it took more than {self.death_timeout:g} s", RESTART_ATTEMPTS
             except Exception as error:
                 why = root_cause(error)
+                self._give_up_process()
             pause = RESTART_PAUSE_S * 2 ** (attempt - 1)
             then = f"next attempt in {pause:g} s" if attempt < RESTART_ATTEMPTS else "given up"
             say(f"warning: worker {self.name} does not start again: {why}; {then}")
@@ -123,6 +128,11 @@ class BoundNanny(Nanny):
         # not in this task, which belongs to what is closed
         self.loop.add_callback(self.close, reason=NOT_RESTARTED)
         return Status.failed
+
+    def _give_up_process(self) -> None:
+        """Have the nanny close where no process was started: it would wait for its end."""
+        if self.process is not None and self.process.status == Status.starting:
+            self.process.status = Status.stopped
 
     def _end_of_process(self) -> str:
         """How the worker's process ended, in words; empty if it was not seen to end."""
