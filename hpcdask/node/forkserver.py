@@ -26,6 +26,7 @@ from multiprocessing import connection, reduction, resource_tracker
 from multiprocessing import forkserver as mp_forkserver
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcdask.bootstrap import ranks
 from hpcdask.comm import ucx_hooks
 from hpcdask.errors import ClusterError, UsageError, root_cause
 from hpcdask.gpu import devices, driver
@@ -318,8 +319,15 @@ def prepare_forks() -> None:
 
     get_versions()
     _drop_idle_hook()
+    _keep_pools_off_mpi()
     gc.freeze()
     gc.enable()
+
+
+def _keep_pools_off_mpi() -> None:
+    """Have processes that a program or a Dask task starts leave MPI alone, as these do."""
+    if ranks.leaves_mpi_alone() and multiprocessing.get_all_start_methods()[0] == "forkserver":
+        multiprocessing.set_forkserver_preload(["hpcdask.bootstrap.mpi_off"])
 
 
 def _drop_idle_hook() -> None:

@@ -208,6 +208,7 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
         import mpi4py
 
         mpi4py.rc.initialize = True  # see ranks.leave_mpi_alone
+        os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # the user's, for the program: it would win
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if isinstance(error, ImportError) and error.name == "mpi4py":
