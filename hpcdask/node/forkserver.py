@@ -110,7 +110,8 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
 
 def _wants_key() -> bool:
     """Whether this Python's fork server serves only who has its key, as from 3.14 on."""
-    return "authkey_r" in inspect.signature(mp_forkserver.main).parameters
+    main = getattr(mp_forkserver, "main", None)
+    return callable(main) and "authkey_r" in inspect.signature(main).parameters
 
 
 def _in_pipe(key: bytes) -> dict[str, int]:

@@ -495,10 +495,12 @@ def test_a_client_may_shut_a_cluster_down(site: Site):
 # Over several nodes
 
 
-def test_ranks_of_two_nodes_meet_by_mpi(mpich):
+@pytest.mark.parametrize("env", [{}, {"MPI4PY_RC_INITIALIZE": "0"}], ids=["", "not by import"])
+def test_ranks_of_two_nodes_meet_by_mpi(mpich, env):
+    """Also where the user says that an import of mpi4py is not to start MPI."""
     mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "2"]
     with Site(mpich) as site:
-        ended = site.run("ends.py", "exit-3", n=3)
+        ended = site.run("ends.py", "exit-3", n=3, env=env)
         assert ended.code == 3, str(ended)
         assert "3 workers" in ended.err, str(ended)
         check_soon(ended)

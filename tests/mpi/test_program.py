@@ -57,6 +57,37 @@ def facts_of_a_rank(site: Site) -> dict | None:
     return found_in(ended.out, "facts") if ended.out else None
 
 
+POOL_PROGRAM = """
+import subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+from distributed import Client
+def initialized(number):
+    from mpi4py import MPI
+    return MPI.Is_initialized()
+if __name__ == "__main__":
+    Client()
+    with ProcessPoolExecutor(2) as pool:
+        print(*pool.map(initialized, range(2)))
+    if len(sys.argv) > 1:
+        code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+        told = subprocess.run([*sys.argv[1:], "-n", "2", sys.executable, "-c", code],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        print(*sorted(told.stdout.split()), told.stderr)
+"""
+
+
+@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+def test_a_pool_does_not_start_mpi_and_an_mpiexec_does(site: Site):
+    """By every Python's own start method, which from 3.14 on is a new Python."""
+    (site.folder / "pools.py").write_text(POOL_PROGRAM)
+    # Open MPI does not promise to start one mpirun from another
+    inner = site.launcher.prefix if site.launcher.name == "MPICH" else []
+    ended = site.run("pools.py", *inner, find=False, timeout=90)
+    assert ended.code == 0, str(ended)
+    assert ended.out.split() == ["False", "False", *(["2", "2"] if inner else [])], str(ended)
+    site.check_nothing_left(ended.at)
+
+
 @pytest.mark.parametrize(
     ("site", "form"),
     [("openmpi", form) for form in ("script", "-m module")]

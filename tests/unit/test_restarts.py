@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 from distributed import Client, Scheduler, Security
 
+from hpcdask.errors import ClusterError, root_cause
 from hpcdask.node import nanny
 from hpcdask.node.nanny import BoundNanny, make_nanny
 from hpcdask.node.placement import WorkerPlacement
@@ -69,6 +71,24 @@ def run(body) -> None:
             await body(scheduler)
 
     asyncio.run(main())
+
+
+def test_a_nanny_that_can_start_no_process_says_why_and_closes(tmp_path, preload, monkeypatch):
+    """distributed's waits for the end of a process that was never there."""
+
+    def fail(process: object) -> None:
+        raise ClusterError("the template hangs")
+
+    async def body(scheduler: Scheduler) -> None:
+        one = await nanny_of(scheduler, tmp_path, preload)
+        monkeypatch.setattr(SpawnProcess, "start", fail)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            with pytest.raises(RuntimeError) as caught:
+                await one
+            assert root_cause(caught.value) == "ClusterError: the template hangs"
+            await one.finished()
+
+    run(body)
 
 
 def test_a_worker_that_fails_to_start_again_gets_another_try(tmp_path, preload, capfd):

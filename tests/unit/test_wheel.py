@@ -42,7 +42,7 @@ def test_wheel(built: Built):
     assert f"{info}/licenses/LICENSE" in names
 
     assert built.wheel.name.endswith("-py3-none-any.whl")
-    assert told["Requires-Python"].replace(" ", "") in (">=3.11,<3.14", "<3.14,>=3.11")
+    assert told["Requires-Python"].replace(" ", "") in (">=3.11,<3.15", "<3.15,>=3.11")
     assert told["License-Expression"] == "BSD-3-Clause"
     assert set(told.get_all("Provides-Extra")) == set(PROJECT["project"]["optional-dependencies"])
     base = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
