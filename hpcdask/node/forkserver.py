@@ -114,7 +114,7 @@ def _wants_key() -> bool:
     return callable(main) and "authkey_r" in inspect.signature(main).parameters
 
 
-def _in_pipe(key: bytes) -> dict[str, int]:
+def _in_pipe(key: bytes) -> dict[str, Any]:
     """Where the fork server is to read its key from, as the option of its main function."""
     key_read, key_write = os.pipe()
     os.write(key_write, key)
