@@ -91,9 +91,12 @@ def _mend_inheritance() -> None:
     """
     for stream in range(3):
         try:
-            os.fstat(stream)
-        except OSError:  # the next file gets the least number that is free
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            lost = not os.get_inheritable(stream)  # a file that libffi keeps open has its number
+        except OSError:
+            lost = True
+        if lost:
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+            os.set_inheritable(stream, True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hpcdask.bootstrap import janitor
 from hpcdask.process import process_start
@@ -89,6 +90,28 @@ RANK_WITH_A_THREAD_THAT_WAITS = """
 def test_a_rank_does_not_wait_for_its_threads():
     """Nor for a program in a file system that hangs, which cannot be killed."""
     assert python(RANK_WITH_A_THREAD_THAT_WAITS).wait(120) == 3
+
+
+STREAM_WHOSE_NUMBER_A_LIBRARY_HAS = """
+    import os, sys
+
+    os.close(0)
+    if sys.argv[1] == "taken":
+        assert os.open("/proc/self/exe", os.O_RDONLY) == 0
+    from hpcdask.bootstrap import reexec
+
+    reexec._mend_inheritance()
+    code = "import os, sys; print(sys.stdin is None or os.readlink('/proc/self/fd/0'))"
+    os.execv(sys.executable, [sys.executable, "-c", code])
+"""
+
+
+@pytest.mark.parametrize("number", ["free", "taken"])
+def test_a_stream_that_was_closed_is_there_in_the_next_life(number: str):
+    """Also where a library keeps a file open, as libffi does, which gets the stream's number."""
+    next_life = python(STREAM_WHOSE_NUMBER_A_LIBRARY_HAS, number)
+    out, _ = next_life.communicate(timeout=60)
+    assert out.strip() == os.devnull
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_all_the_same():
