@@ -30,7 +30,7 @@ from hpcdask.jobs.folder import ClusterFolder, prune
 from hpcdask.queues.base import Queue
 from hpcdask.spec.specs import Protocol
 
-from .configuration import configured, import_job_class, log_directory, section
+from .configuration import configured, import_job_class, log_directory, refuse_schedulers, section
 from .controller import JobController
 from .display import JobTable, html, text
 from .job import Policy
@@ -84,7 +84,7 @@ class JobCluster(Scaling):
         job_cls = import_job_class(self.jobqueue)
         usual = job_cls.default_config_name()
         config_name = config_name or usual
-        _refuse_schedulers(job_keywords)
+        refuse_schedulers(job_keywords)
         self.queue = self._make_queue(job_keywords)
         with section(config_name, usual):
             interface = configured("interface", {"interface": interface}, config_name)
@@ -352,15 +352,6 @@ def _chosen(ids: Iterable[str | int | Iterable[str | int]], known: Collection[st
             f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
         )
     return asked
-
-
-def _refuse_schedulers(given: Collection[str]) -> None:
-    """Refuse what dask-jobqueue takes for its scheduler."""
-    for keyword in ("dashboard_address", "host"):
-        if keyword in given:
-            raise UsageError(
-                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
-            )
 
 
 def _until_closed(level: int | str | bool, options: JobOptions) -> contextlib.ExitStack:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import dask.config
@@ -80,3 +80,12 @@ def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
     """Where the user wants the jobs' logs, or None for the cluster's folder."""
     path = configured("log_directory", given, config_name)
     return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
+def refuse_schedulers(given: Collection[str]) -> None:
+    """Refuse what dask-jobqueue takes for its scheduler."""
+    for keyword in ("dashboard_address", "host"):
+        if keyword in given:
+            raise UsageError(
+                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
+            )
