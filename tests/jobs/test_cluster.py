@@ -915,6 +915,11 @@ def test_directives_for_each_of_two_nodes(folder: Path, directive: str, workers:
         assert f"--workers {workers}" in cluster.job_script()  # of one node
 
 
+def test_a_local_job_of_several_nodes_is_refused(folder: Path):
+    with pytest.raises(UsageError, match="nodes_per_job=2: jobs of several nodes are for SLURM"):
+        make(folder, nodes_per_job=2)
+
+
 def test_bad_numbers_submit_nothing(folder: Path):
     with make(folder) as cluster:
         with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):
