@@ -11,9 +11,14 @@ from typing import Any
 from .queues.registry import SYSTEMS as _SYSTEMS
 
 __version__ = "0.1.0"
-__all__ = ["Runner", "connect", "initialize"]
+__all__ = ["Runner", "connect", "gang", "initialize"]
 __all__ += sorted(system.cluster for system in _SYSTEMS.values())
-_HOMES = {"Runner": "runner.runner", "initialize": "runner.runner", "connect": "client.connect"}
+_HOMES = {
+    "Runner": "runner.runner",
+    "initialize": "runner.runner",
+    "connect": "client.connect",
+    "gang": "client.gang",
+}
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@
     ├── ClusterError             the running cluster lost a part that it cannot do without
     │   ├── JobsFailed           jobs end before their workers arrive, so no more are submitted
     │   └── TaskTooLong          a Dask task takes longer than a job lives
+    ├── GangError                a rank of a gang failed, so all of it ended
     └── QueueError               a queueing system does not answer, or not as it should
         └── Refused              it does not take a job
 
@@ -105,6 +106,33 @@ class TaskTooLong(ClusterError):
             f"off after {ran} min, and workers live {self.life_s / 60:.3g} min. Request a longer "
             f"walltime, or use smaller chunks so that a Dask task takes less time"
         )
+
+
+class GangError(HpcdaskError):
+    """A gang has ended because one of its ranks failed, lost its worker, or took too long.
+
+    ``__cause__`` is what the rank raised, if it raised anything.
+
+    Parameters
+    ----------
+    text
+        What happened.
+    rank
+        The rank that failed first; None if it is not known, as when several took too long.
+    worker, host
+        The name of its worker, and where that was.
+    """
+
+    def __init__(
+        self, text: str, rank: int | None = None, worker: str | None = None, host: str | None = None
+    ) -> None:
+        super().__init__(text, rank, worker, host)  # these are what pickle calls it with again
+        self.rank = rank
+        self.worker = worker
+        self.host = host
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class QueueError(HpcdaskError):

@@ -180,6 +180,7 @@ class JobCluster(Scaling):
             over=self._end_by_itself,
         )
         self.controller.start()
+        self._tell_most_workers(self.controller)
         await super()._start()
         if self._n_workers:
             await self._scale(self._n_workers)

@@ -15,6 +15,7 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.scheduler import WorkerState
 
+from hpcdask.client.gang_scheduler import MOST_WORKERS, workers_wanted
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
@@ -87,6 +88,12 @@ class JobAdaptive(Adaptive):
     """distributed's adaptive scaling, whose way down is the cluster's own."""
 
     cluster: Scaling
+
+    async def target(self) -> int:
+        """As many as the work needs, or the gangs that run or wait."""
+        controller = self.cluster.controller
+        gangs = 0 if controller is None else workers_wanted(controller.state.scheduler)
+        return max(int(await super().target()), gangs)
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Of those that stay: the others go by themselves, or are not the cluster's."""
@@ -164,6 +171,19 @@ class Scaling(Cluster):
         scaling.add_done_callback(lambda _: scaling.cancelled() or scaling.exception())
         scaling.add_done_callback(_scalings.discard)
         return scaling
+
+    def _tell_most_workers(self, controller: JobController) -> None:
+        """Let gangs know how many workers there may come to be."""
+
+        def most() -> float:
+            adaptive = self._adaptive
+            if controller.failure is not None:
+                return 0
+            if adaptive is not None and adaptive.state in ("starting", "running"):
+                return float(adaptive.maximum)
+            return len(self.plan)
+
+        controller.state.scheduler.extensions[MOST_WORKERS] = most
 
     def _wish(self, n: int) -> JobController:
         controller = self._running_controller()

@@ -1,0 +1,317 @@
+"""The scheduler's side of gangs: who gets which workers, when all start, and who failed first.
+
+A gang's ranks are plain Dask tasks, each restricted to one worker. Gangs never share a worker, so
+two of them cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask.typing import Key
+from distributed import Scheduler
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.metrics import monotonic, time
+from distributed.scheduler import WorkerState
+
+NAME = "hpcdask-gangs"
+#: Under this name a cluster tells how many workers it may come to have.
+MOST_WORKERS = "hpcdask-most-workers"
+POLL_S = 0.05
+#: Seconds in which the failure that caused the first one may still arrive.
+SETTLE_S = 1.0
+#: Seconds for which a worker that ended with a gang is expected back.
+RETURN_S = 60.0
+#: Seconds that calls get to end when nobody is left to say how many.
+GRACE_S = 5.0
+#: How an exception reads that is the consequence of another rank's end.
+_CONSEQUENCE = re.compile(
+    r"connect|broken ?pipe|\bpeer\b|\beof|remote process|nccl|socket|incomplete ?read", re.I
+)
+_TAKEN_AWAY = re.compile(r"hpcdask-(force-out-walltime)|hpcdask-force-out|retire")
+
+
+@dataclass
+class Failure:
+    """Why a gang ends: what happened to one rank."""
+
+    rank: int
+    worker: str
+    host: str
+    text: str
+    raised: bool
+    started: bool
+
+
+@dataclass
+class Gang:
+    """One gang, from the wish for workers to the end of its last call."""
+
+    size: int
+    client: str
+    workers: list[WorkerState] = field(default_factory=list)
+    hosts: dict[int, str] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    port: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    started: bool = False
+    over: bool = False
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, rank: int, text: str, *, raised: bool) -> None:
+        """Note that a rank failed; once for each."""
+        if rank not in (failure.rank for failure in self.failures):
+            worker, started = self.workers[rank], self.started
+            host = self.hosts.get(rank, worker.host)
+            self.failures.append(Failure(rank, str(worker.name), host, text, raised, started))
+
+    def calling(self) -> list[int]:
+        """The ranks whose call has come to its worker, and not ended."""
+        return [rank for rank in sorted(self.hosts) if rank not in self.left]
+
+
+class Gangs(SchedulerPlugin):
+    """All gangs of one scheduler, in the order in which they came."""
+
+    name = NAME
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._gangs: dict[str, Gang] = {}
+        self._ranks: dict[Key, tuple[Gang, int]] = {}
+        self._returning: dict[str, float] = {}
+        self._ending: set[asyncio.Task[Any]] = set()
+        scheduler.handlers |= {
+            "gang_reserve": self.reserve,
+            "gang_arrive": self.arrive,
+            "gang_failure": self.failure,
+            "gang_end": self.end,
+        }
+        scheduler.stream_handlers["gang-left"] = self.left
+
+    def wanted(self) -> int:
+        """How many workers the gangs need that run or wait."""
+        return sum(gang.size for gang in self._gangs.values())
+
+    # What clients ask
+
+    async def reserve(
+        self, gang: str, client: str, size: int, keys: Sequence[Key], held: Sequence[Any]
+    ) -> list[str] | float:
+        """Wait until workers are there for a gang, and return the addresses by rank.
+
+        If there will never be enough workers, return how many there are. `keys` are those of the
+        gang's Dask tasks, `held` those of the data of each rank.
+        """
+        if size > (most := self._most()):
+            return most
+        mine = self._gangs[gang] = Gang(size, client)
+        try:
+            while not (workers := self._choose(gang, mine, held)):
+                await asyncio.sleep(POLL_S)
+                if mine.over:
+                    return []
+        except BaseException:
+            self._gangs.pop(gang, None)
+            raise
+        mine.workers = workers
+        self._ranks.update({key: (mine, rank) for rank, key in enumerate(keys)})
+        return [ws.address for ws in workers]
+
+    async def failure(self, gang: str) -> dict[str, Any] | None:
+        """Wait until a gang fails, and return what happened first; None if it is over before."""
+        mine = self._gangs.get(gang)
+        first: float | None = None
+        while mine is not None and not mine.over:
+            if mine.failures:
+                first = first or monotonic()
+                failure = min(mine.failures, key=_is_consequence)
+                if not _is_consequence(failure) or monotonic() > first + SETTLE_S:
+                    return vars(failure)
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def end(self, gang: str, grace_s: float) -> dict[str, Any]:
+        """Have a gang's calls end, and restart the workers on which they do not.
+
+        Returns what it was doing: whether it had `started`, its `calling` ranks, and the names of
+        the workers that are restarted, by rank, as `stuck`.
+        """
+        mine = self._gangs.get(gang)
+        if mine is None:
+            return {"started": False, "calling": [], "stuck": {}}
+        state = {"started": mine.started, "calling": mine.calling()}
+        mine.over = True
+        mine.decided.set()
+        deadline = monotonic() + grace_s
+        while (stuck := self._there(mine)) and monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        try:
+            if stuck:
+                await self._restart([mine.workers[rank] for rank in stuck])
+        finally:
+            self._gangs.pop(gang, None)
+            self._ranks = {key: one for key, one in self._ranks.items() if one[0] is not mine}
+        return {**state, "stuck": {rank: str(mine.workers[rank].name) for rank in stuck}}
+
+    async def _restart(self, workers: Collection[WorkerState]) -> None:
+        for ws in workers:
+            self._expect(ws)
+        await self._scheduler.restart_workers(
+            [ws.address for ws in workers],
+            wait_for_workers=False,
+            on_error="return",
+            stimulus_id=f"hpcdask-gang-{time()}",
+        )
+
+    # What ranks tell
+
+    async def arrive(self, gang: str, rank: int, host: str, port: int) -> dict[str, Any]:
+        """Wait for the other ranks, and return where all meet; nothing if the gang is over."""
+        mine = self._gangs.get(gang)
+        if mine is None or mine.over:
+            return {}
+        mine.hosts[rank] = host
+        mine.port = port or mine.port
+        if len(mine.hosts) == mine.size and not mine.failures:
+            mine.started = True
+            mine.decided.set()
+        await mine.decided.wait()
+        if mine.over:
+            return {}
+        hosts = [ws.host for ws in mine.workers]
+        return {
+            "rank": rank,
+            "world_size": mine.size,
+            "local_rank": hosts[:rank].count(hosts[rank]),
+            "local_world_size": hosts.count(hosts[rank]),
+            "master_addr": hosts[0],
+            "master_port": mine.port,
+        }
+
+    def left(self, gang: str, rank: int, worker: str) -> None:
+        """A rank's call has ended."""
+        if gang in self._gangs:
+            self._gangs[gang].left.add(rank)
+
+    # What the scheduler tells
+
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """See `SchedulerPlugin.transition`."""
+        if finish == "erred" and key in self._ranks:
+            gang, rank = self._ranks[key]
+            gang.fail(rank, str(self._scheduler.tasks[key].exception_text), raised=True)
+
+    def remove_worker(
+        self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
+    ) -> None:
+        """See `SchedulerPlugin.remove_worker`: the end of a rank whose result is not elsewhere."""
+        for key, (gang, rank) in self._ranks.items():
+            ws = gang.workers[rank]
+            ts = scheduler.tasks.get(key)
+            if ws.address != worker or (ts is not None and ts.state == "memory"):
+                continue
+            gang.fail(rank, _why_gone(stimulus_id), raised=False)
+            if not _TAKEN_AWAY.search(stimulus_id):
+                self._expect(ws)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """See `SchedulerPlugin.remove_client`: its gangs end with it."""
+        for name, gang in self._gangs.items():
+            if gang.client == client and not gang.over:
+                task = asyncio.create_task(self.end(name, GRACE_S))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    # Workers
+
+    def _choose(self, name: str, gang: Gang, held: Sequence[Any]) -> list[WorkerState]:
+        """The workers of a gang by rank; none if there are not enough, or others come first.
+
+        A rank goes where its data are. The others get the least busy workers, by host and name.
+        """
+        running = self._scheduler.running
+        for other_name, other in self._gangs.items():
+            if other_name == name:
+                break
+            if not other.workers and not other.over and other.size <= len(running):
+                return []
+        taken = {ws.address for one in self._gangs.values() for ws in one.workers}
+        free = {ws for ws in running if ws.address not in taken}
+        if len(free) < gang.size:
+            return []
+        chosen: list[WorkerState | None] = []
+        for keys in [*held, *[()] * (gang.size - len(held))]:
+            holder = self._holder(keys, free)
+            free -= {holder}
+            chosen.append(holder)
+        rest = sorted(free, key=lambda ws: (max(0, len(ws.processing) + 1 - ws.nthreads), _of(ws)))
+        others = iter(sorted(rest[: chosen.count(None)], key=_of))
+        return [ws or next(others) for ws in chosen]
+
+    def _holder(self, keys: Collection[Key], free: Collection[WorkerState]) -> WorkerState | None:
+        """Which of these workers has most of the data."""
+        nbytes: dict[WorkerState, int] = {}
+        for key in keys:
+            ts = self._scheduler.tasks.get(key)
+            for ws in (ts and ts.who_has) or ():
+                if ws in free and ts is not None:
+                    nbytes[ws] = nbytes.get(ws, 0) + ts.get_nbytes()
+        return max(sorted(nbytes, key=_of), key=nbytes.__getitem__, default=None)
+
+    def _most(self) -> float:
+        """How many workers there are, or will be without further ado."""
+        there = {str(ws.name) for ws in self._scheduler.workers.values()}
+        self._returning = {
+            name: until
+            for name, until in self._returning.items()
+            if until > monotonic() and name not in there
+        }
+        told: Callable[[], float] = self._scheduler.extensions.get(MOST_WORKERS, lambda: 0)
+        return max(len(there) + len(self._returning), told())
+
+    def _there(self, gang: Gang) -> list[int]:
+        """The ranks whose call runs on, on a worker that is still there."""
+        workers = self._scheduler.workers
+        return [rank for rank in gang.calling() if gang.workers[rank].address in workers]
+
+    def _expect(self, ws: WorkerState) -> None:
+        """A worker will be back by its nanny."""
+        if ws.nanny:
+            self._returning[str(ws.name)] = monotonic() + RETURN_S
+
+
+def install(dask_scheduler: Scheduler) -> None:
+    """Have a scheduler know gangs."""
+    if NAME not in dask_scheduler.plugins:
+        dask_scheduler.add_plugin(Gangs(dask_scheduler))
+
+
+def workers_wanted(scheduler: Scheduler) -> int:
+    """How many workers the gangs of a scheduler need."""
+    plugin = scheduler.plugins.get(NAME)
+    return plugin.wanted() if isinstance(plugin, Gangs) else 0
+
+
+def _of(ws: WorkerState) -> list[Any]:
+    """Sort workers by host, then name, with numbers in them as numbers."""
+    parts = (re.split(r"(\d+)", text) for text in (ws.host, str(ws.name)))
+    return [[(int(part), "") if part.isdigit() else (-1, part) for part in one] for one in parts]
+
+
+def _is_consequence(failure: Failure) -> bool:
+    return failure.raised and bool(_CONSEQUENCE.search(failure.text))
+
+
+def _why_gone(stimulus_id: str) -> str:
+    """Why a worker is removed, from what distributed and `clusters.retire` call it."""
+    taken = _TAKEN_AWAY.search(stimulus_id)
+    if taken is None:
+        return "its worker died: it was killed, or ran out of memory, or its node was lost"
+    if taken[1]:
+        return "its worker's job reached its walltime. Request a longer one, or save in between"
+    return "its worker was taken away, as the cluster was scaled down or its job came to its end"
