@@ -5,6 +5,7 @@ import collections.abc
 import datetime
 import distributed.scheduler
 import distributed.security
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from distributed import Client
@@ -24,6 +25,7 @@ __all__ = [
     "SGECUDACluster",
     "SLURMCUDACluster",
     "connect",
+    "gang",
     "initialize",
 ]
 
@@ -365,6 +367,12 @@ def connect(
     deserializers: list[str] | None = None, extensions: dict[str, Any] = ...,
     direct_to_workers: bool | None = None, connection_limit: int = 512,
 ) -> Client: ...
+
+def gang(
+    function: Callable[..., Any], *arguments: Sequence[Any], client: Client | None = None,
+    size: int | None = None, timeout: str | float = '1h',
+    shared: Mapping[str, Any] | None = None, grace: str | float = '5s',
+) -> Any: ...
 
 def initialize(
     *, exit: bool = True, worker_options: dict[str, Any] | None = None,

@@ -23,6 +23,7 @@ HEAD = """\
 # fmt: off
 """
 IMPORTS = """\
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from distributed import Client
@@ -37,7 +38,8 @@ def parameter(one: inspect.Parameter) -> str:
     plain = isinstance(one.default, bool | int | float | str | None)
     default = repr(one.default) if plain else "..."
     given = "" if one.default is one.empty else f" = {default}"
-    return f"{one.name}: {type_text(one.annotation)}{given}"
+    star = "*" if one.kind is one.VAR_POSITIONAL else ""
+    return f"{star}{one.name}: {type_text(one.annotation)}{given}"
 
 
 def function(name: str, signature: inspect.Signature, first: tuple[str, ...] = ()) -> str:
@@ -45,7 +47,7 @@ def function(name: str, signature: inspect.Signature, first: tuple[str, ...] = (
     indent = "    " if first else ""
     words = list(first)
     for one in signature.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and "*" not in words:
+        if one.kind is one.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
         words.append(parameter(one))
     # a parameter stays in one piece

@@ -192,6 +192,7 @@ class _Gang:
 
     async def _attempt(self, scheduler: Any, name: str, futures: list[Future[Any]]) -> list[Any]:
         """Take workers, call all ranks and wait for them; `futures` gets theirs."""
+        import cloudpickle
         from dask.utils import funcname
         from distributed import wait
         from distributed.client import futures_of
@@ -213,9 +214,10 @@ class _Gang:
                 f"a gang of {self.size} needs as many workers, and the cluster has "
                 f"{int(addresses)}. Ask for a smaller size, or scale the cluster first"
             )
+        pickled = cloudpickle.dumps(self.function)
         for rank, address in enumerate(addresses):
             arguments = self.items[rank] if self.items else ()
-            call = (self.function, name, rank, self.shared, *arguments)
+            call = (pickled, name, rank, self.shared, *arguments)
             place = {"workers": [address], "allow_other_workers": False, "priority": PRIORITY}
             futures.append(
                 self.client.submit(call_rank, *call, key=keys[rank], retries=0, pure=False, **place)
@@ -249,7 +251,7 @@ class _Gang:
 
     async def _end(self, scheduler: Any, name: str, futures: list[Future[Any]]) -> dict[str, Any]:
         """Cancel what still runs, and let its workers go; say which of them are restarted."""
-        if any(not future.done() for future in futures):
+        if any(future.status != "finished" for future in futures):
             await self.client.cancel(futures, asynchronous=True, force=True)
         ended: dict[str, Any] = await scheduler.gang_end(gang=name, grace_s=self.grace_s)
         for rank, worker in ended["stuck"].items():
@@ -283,28 +285,26 @@ class _NotStarted(Exception):
 async def _error(failure: Mapping[str, Any], futures: Sequence[Future[Any]]) -> Exception:
     """What is raised for a failure, with what the rank raised as its cause."""
     rank, worker, host = failure["rank"], failure["worker"], failure["host"]
-    error = GangError(
-        f"rank {rank} of {len(futures)} failed on worker {worker}, host {host}: {failure['text']}",
-        rank,
-        worker,
-        host,
-    )
-    if failure["raised"]:
-        error.__cause__ = await futures[rank].exception()
-    elif not failure["started"]:
-        return _NotStarted(error)
-    return error
+    cause = await futures[rank].exception() if failure["raised"] else None
+    text = failure["text"] or repr(cause)
+    what = f"rank {rank} of {len(futures)} failed on worker {worker}, host {host}: {text}"
+    error = GangError(what, rank, worker, host)
+    error.__cause__ = cause
+    return error if failure["raised"] or failure["started"] else _NotStarted(error)
 
 
-def call_rank(
-    function: Callable[..., Any], gang: str, rank: int, shared: Mapping[str, Any], *items: Any
-) -> Any:
-    """The Dask task of one rank: wait for the others, and call the function."""
+def call_rank(pickled: bytes, gang: str, rank: int, shared: Mapping[str, Any], *items: Any) -> Any:
+    """The Dask task of one rank: wait for the others, and call the function.
+
+    A worker that cannot import the function says so; distributed's own message would end it.
+    """
+    import cloudpickle
     from distributed import get_worker
     from distributed.comm import get_address_host
     from distributed.utils import sync
 
     worker: Any = get_worker()
+    function = cloudpickle.loads(pickled)
     host = get_address_host(worker.address)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(_free_port(host)) if rank == 0 else 0

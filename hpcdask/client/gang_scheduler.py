@@ -70,8 +70,8 @@ class Gang:
             self.failures.append(Failure(rank, str(worker.name), host, text, raised, started))
 
     def calling(self) -> list[int]:
-        """The ranks whose call has come to its worker, and not ended."""
-        return [rank for rank in sorted(self.hosts) if rank not in self.left]
+        """The ranks whose call has begun, and not ended."""
+        return [rank for rank in range(self.size) if self.started and rank not in self.left]
 
 
 class Gangs(SchedulerPlugin):
@@ -172,16 +172,16 @@ class Gangs(SchedulerPlugin):
 
     async def arrive(self, gang: str, rank: int, host: str, port: int) -> dict[str, Any]:
         """Wait for the other ranks, and return where all meet; nothing if the gang is over."""
-        mine = self._gangs.get(gang)
-        if mine is None or mine.over:
+        if self._is_over(gang):
             return {}
+        mine = self._gangs[gang]
         mine.hosts[rank] = host
         mine.port = port or mine.port
         if len(mine.hosts) == mine.size and not mine.failures:
             mine.started = True
             mine.decided.set()
         await mine.decided.wait()
-        if mine.over:
+        if self._is_over(gang):
             return {}
         hosts = [ws.host for ws in mine.workers]
         return {
@@ -192,6 +192,9 @@ class Gangs(SchedulerPlugin):
             "master_addr": hosts[0],
             "master_port": mine.port,
         }
+
+    def _is_over(self, gang: str) -> bool:
+        return gang not in self._gangs or self._gangs[gang].over
 
     def left(self, gang: str, rank: int, worker: str) -> None:
         """A rank's call has ended."""
@@ -204,7 +207,8 @@ class Gangs(SchedulerPlugin):
         """See `SchedulerPlugin.transition`."""
         if finish == "erred" and key in self._ranks:
             gang, rank = self._ranks[key]
-            gang.fail(rank, str(self._scheduler.tasks[key].exception_text), raised=True)
+            # a failed argument has no text of its own
+            gang.fail(rank, self._scheduler.tasks[key].exception_text or "", raised=True)
 
     def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
