@@ -121,24 +121,28 @@ def gang(
     """
     from distributed import get_client
 
-    client = client or get_client()
     items = [_items(argument) for argument in arguments]
+    number = _size(items, size)
+    return _Gang(
+        client or get_client(),
+        function,
+        list(zip(*items, strict=True)),
+        dict(shared or {}),
+        size=number,
+        timeout_s=parse_deadline(timeout, "gang: timeout"),
+        grace_s=parse_deadline(grace, "gang: grace"),
+    ).start()
+
+
+def _size(items: Sequence[Sequence[Any]], size: int | None) -> int | None:
+    """How many ranks the arguments are for; None if nothing says so."""
     sizes = {len(one) for one in items} | ({size} if size is not None else set())
     if len(sizes) > 1 or 0 in sizes:
         raise UsageError(
             f"gang: every argument is a sequence of one item per rank, and these have "
             f"{', '.join(map(str, sorted(sizes)))} (size included). What all share goes into shared"
         )
-    attempt = _Gang(
-        client,
-        function,
-        list(zip(*items, strict=True)),
-        dict(shared or {}),
-        size=min(sizes, default=None),
-        timeout_s=parse_deadline(timeout, "gang: timeout"),
-        grace_s=parse_deadline(grace, "gang: grace"),
-    )
-    return client.sync(attempt.run)
+    return min(sizes, default=None)
 
 
 def _items(argument: Sequence[Any]) -> list[Any]:
@@ -163,6 +167,10 @@ class _Gang:
     size: int | None
     timeout_s: float
     grace_s: float
+
+    def start(self) -> Any:
+        """Run it; an awaitable if the client is asynchronous."""
+        return self.client.sync(self.run)
 
     async def run(self) -> list[Any]:
         """Try until all ranks were called, and return their results."""

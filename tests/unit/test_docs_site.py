@@ -188,6 +188,7 @@ def test_every_command_and_option_is_in_the_reference():
 
 FUNCTIONS = [
     hpcdask.connect,
+    hpcdask.gang,
     hpcdask.initialize,
     svd.svd_rows,
     svd.svd_exact,
