@@ -274,8 +274,8 @@ class _Gang:
         waited = f"gang of {self.size}: not done within {self.timeout_s:g} s"
         if not ended["started"]:
             return GangError(
-                f"{waited}: its workers were not all there and free. Allow more time, or scale "
-                f"the cluster"
+                f"{waited}: its workers were not all there and free, or its arguments not yet "
+                f"computed. Allow more time, or scale the cluster"
             )
         rank = calling[0] if len(calling) == 1 else None
         which = ", ".join(map(str, calling))

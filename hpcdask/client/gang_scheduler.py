@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,7 @@ class Gangs(SchedulerPlugin):
         self._gangs: dict[str, Gang] = {}
         self._ranks: dict[Key, tuple[Gang, int]] = {}
         self._returning: dict[str, float] = {}
+        self._cancelled: deque[str] = deque(maxlen=100)  # before the wish for workers arrived
         self._ending: set[asyncio.Task[Any]] = set()
         scheduler.handlers |= {
             "gang_reserve": self.reserve,
@@ -109,6 +111,8 @@ class Gangs(SchedulerPlugin):
         """
         if size > (most := self._most()):
             return most
+        if gang in self._cancelled:
+            return []
         mine = self._gangs[gang] = Gang(size, client)
         try:
             while not (workers := self._choose(gang, mine, held)):
@@ -143,6 +147,7 @@ class Gangs(SchedulerPlugin):
         """
         mine = self._gangs.get(gang)
         if mine is None:
+            self._cancelled.append(gang)
             return {"started": False, "calling": [], "stuck": {}}
         state = {"started": mine.started, "calling": mine.calling()}
         mine.over = True

@@ -321,6 +321,11 @@ def test_asynchronous(started: tuple, client: Client):
             assert await asyncio.gather(*several) == [[0], [0, 1], [0, 1, 2]]
             with pytest.raises(GangError, match="rank 1 of 2"):
                 await hpcdask.gang(act, ["sleep", "raise"], client=own, grace=1)
+            for _ in range(20):  # wherever it is just then
+                cancelled = asyncio.ensure_future(hpcdask.gang(act, ["fine"] * SIZE, client=own))
+                await asyncio.sleep(random.uniform(0, 0.2))
+                cancelled.cancel()
+                await asyncio.wait([cancelled])
             hanging = asyncio.ensure_future(
                 hpcdask.gang(act, ["sleep"] * SIZE, client=own, grace=1)
             )
