@@ -414,10 +414,15 @@ def test_ctrl_c(client: Client, tmp_path: Path):
         wait_until_runs(tmp_path, SIZE)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    # dask-jobqueue, where another test has imported it, ends the process
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        hpcdask.gang(hold, [str(tmp_path)] * SIZE, client=client, grace=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hpcdask.gang(hold, [str(tmp_path)] * SIZE, client=client, grace=1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     thread.join()
 
 
