@@ -1,0 +1,433 @@
+"""What dependencies keep to themselves and hpcdask uses: it stands behind one seam, and is there.
+
+A test that fails here after an update says what moved. `hpcdask.upstream` has a module for each
+dependency, docs/upstream.md what would make it superfluous.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import inspect
+import multiprocessing
+import re
+import subprocess
+import sys
+from multiprocessing import forkserver as mp_forkserver
+from multiprocessing import resource_tracker, util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Scheduler, Worker
+from distributed.core import Status
+from distributed.shuffle import _core
+from tornado.tcpserver import TCPServer
+
+import hpcdask
+from hpcdask.comm import p2p
+from hpcdask.errors import UsageError
+from hpcdask.node import forkserver
+from hpcdask.upstream import (
+    dask_cuda,
+    dask_jobqueue,
+    distributed,
+    distributed_p2p,
+    tornado,
+    zarr,
+)
+from hpcdask.upstream import multiprocessing as mp
+from launching import needs
+
+PACKAGE = Path(hpcdask.__file__).parent
+SERVER = mp_forkserver._forkserver
+
+# The seam
+
+#: Private by their names only: Python documents them.
+DOCUMENTED = {"_asdict", "_exit", "_replace"}
+
+
+def private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_[a-z]\w*", name) is not None
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def defined(node: ast.AST) -> object:
+    """The name that a piece of a program gives to something of its own."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(getattr(node, "ctx", None), ast.Store):
+        name = ast.unparse(node).removeprefix("self.").removeprefix("cls.")
+        return name if name.isidentifier() else None
+    return None
+
+
+def named(node: ast.AST) -> list[object]:
+    """What a piece of a program may name of others."""
+    match node:
+        case ast.Attribute(attr=name):
+            return [name]
+        case ast.Import(names=found):
+            return [part for one in found for part in one.name.split(".")]
+        case ast.ImportFrom(module=str(module), names=found, level=0):
+            parts = [*module.split("."), *(one.name for one in found)]
+            return [] if parts[0] == "hpcdask" else parts
+        case ast.Call(func=ast.Name("getattr" | "setattr" | "hasattr" | "delattr"), args=given):
+            return [one.value for one in given if isinstance(one, ast.Constant)]
+    return []
+
+
+def uses(trees: dict[Path, ast.AST]) -> list[str]:
+    """Private names of others outside of the seam: none that the same room defines."""
+    own: dict[str, set[object]] = {}
+    for path, tree in trees.items():
+        own.setdefault(room(path), set(DOCUMENTED)).update(map(defined, ast.walk(tree)))
+    return [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
+        for path, tree in trees.items()
+        if room(path) != "upstream"
+        for node in ast.walk(tree)
+        for name in named(node)
+        if private(name) and name not in own[room(path)]
+    ]
+
+
+def test_private_parts_of_dependencies_stand_behind_the_seam():
+    found = uses({path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")})
+    assert not found, "these belong into hpcdask/upstream"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "server._workdir.release()",
+        "self._adaptive.stop()",
+        "from dask._task_spec import Task",
+        "from distributed.http.routing import _descend_routes",
+        "import ucxx._lib.libucxx",
+        'folder = getattr(server, "_workdir", None)',
+    ],
+)
+def test_each_kind_of_use_is_found(line):
+    path = PACKAGE / "clusters" / "cluster.py"
+    assert len(uses({path: ast.parse(line)})) == 1
+
+
+def test_the_seam_is_empty_by_itself():
+    """The probe passes through before distributed is imported."""
+    code = "import hpcdask.upstream.multiprocessing, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=-1, text=True, timeout=60, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert not {"asyncio", "dask", "distributed"} & loaded
+    ours = {name for name in loaded if name.startswith("hpcdask.upstream.")}
+    assert ours == {"hpcdask.upstream.multiprocessing"}
+
+
+# multiprocessing
+
+
+def test_what_this_python_has_is_enough():
+    mp.check()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "moved"),
+    [
+        (mp_forkserver, "main", "forkserver.main()"),
+        (mp_forkserver, "_serve_one", "forkserver._serve_one()"),
+        (mp_forkserver, "write_signed", "forkserver.write_signed"),
+        (SERVER, "_forkserver_pid", "forkserver._forkserver._forkserver_pid"),
+        (resource_tracker._resource_tracker, "_fd", "resource_tracker._resource_tracker._fd"),
+        (multiprocessing.current_process(), "_config", "current_process()._config"),
+    ],
+)
+def test_a_private_part_that_moved_is_named(tmp_path, monkeypatch, holder, name, moved):
+    monkeypatch.delattr(holder, name)
+    with pytest.raises(UsageError, match=re.escape(f"multiprocessing.{moved}. Use Python 3.11 ")):
+        forkserver.start(str(tmp_path), lambda: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [
+        (lambda listener_fd, alive_r, preload, *, token: None, "forkserver.main()"),
+        (lambda listener_fd, alive_r, preload, *, authkey_r=None: None, "_forkserver_authkey"),
+    ],
+    ids=["wants more", "has its key elsewhere"],
+)
+def test_a_fork_server_that_wants_more_is_named(tmp_path, monkeypatch, given, moved):
+    monkeypatch.delattr(SERVER, "_forkserver_authkey", raising=False)
+    monkeypatch.setattr(mp_forkserver, "main", given)
+    with pytest.raises(UsageError, match=re.escape(moved)):
+        forkserver.start(str(tmp_path), lambda: None)
+
+
+def test_semaphores_and_the_folder_of_sockets_are_named_by_the_process(tmp_path, monkeypatch):
+    config = dict(multiprocessing.current_process()._config)
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
+    mp.name_files("/hpcdask-test", str(tmp_path))
+    assert multiprocessing.get_context("spawn").Lock()._semlock.name.startswith("/hpcdask-test-")
+    monkeypatch.setattr(util, "get_temp_dir", lambda: "elsewhere")
+    with pytest.raises(UsageError, match=re.escape('_config["tempdir"]. Use Python')):
+        mp.name_files("/hpcdask-test", str(tmp_path))
+    del config["semprefix"]
+    with pytest.raises(UsageError, match=re.escape('_config["semprefix"]. Use Python')):
+        mp.check()
+
+
+# distributed
+
+
+async def servers(test: Any) -> None:
+    local = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+    async with (
+        Scheduler(**local) as scheduler,
+        Worker(scheduler.address, **local) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        test(scheduler, worker, client)
+
+
+def test_what_is_set_on_live_servers_is_there():
+    """Each of these would be set in silence, and do nothing, if distributed had moved it."""
+
+    def test(scheduler: Any, worker: Any, client: Any) -> None:
+        to_worker = scheduler.stream_comms[worker.address]
+        for stream in (to_worker, worker.batched_stream, client.scheduler_comm):
+            distributed.set_interval(stream, 0.0)
+        distributed.set_message_limit(worker, 2**30)
+        assert worker.state.transfer_message_bytes_limit == 2**30
+        finalizer = worker._workdir._finalizer
+        distributed.leave_folder(worker)
+        assert not finalizer.alive
+        worker._workdir = None
+        distributed.leave_folder(worker)
+        assert "/health" in distributed.paths(scheduler.http_application.default_router)
+
+    asyncio.run(servers(test))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda there: distributed.set_interval(there, 0.0),
+        lambda there: distributed.set_message_limit(there, 1),
+        distributed.leave_folder,
+        lambda there: tornado.accept_by(there, None),
+        dask_jobqueue.prologue,
+        lambda there: distributed_p2p.send_by(there, None),
+        lambda there: distributed_p2p.set_message_size(there, 1),
+        lambda there: distributed_p2p.fail(there, ValueError()),
+        lambda there: dask_cuda.device_limit(SimpleNamespace(device_buffer=there)),
+        lambda there: dask_cuda.on_device(SimpleNamespace(device_buffer=there)),
+        lambda there: zarr.chunk_key(there, (0,)),
+        zarr.is_plain,
+        zarr.first_index_type,
+    ],
+)
+def test_what_moved_is_named(use):
+    """With the versions that have it, before it is set."""
+    part = SimpleNamespace()
+    there = SimpleNamespace(state=part, _comm_buffer=part, metadata=part, fast=part)
+    with pytest.raises(UsageError, match=r"private parts of (\S+), .* changed .* Use \1 \d"):
+        use(there)
+
+
+@pytest.mark.parametrize(
+    ("module", "texts"),
+    [
+        ("worker", [distributed.HEARTBEAT_FAILED, *distributed.PEER_LEFT]),
+        ("worker", [f'reason="{distributed.CONNECTION_BROKEN}"']),
+        ("worker", [f'reason="{distributed.HEARTBEAT_ERROR}"']),
+        ("nanny", [f'"{distributed.NOT_CONNECTED}"']),
+        ("comm.tcp", [distributed.HANDSHAKE_FAILED]),
+        ("scheduler", [f'"reason": "{distributed.SCHEDULER_CLOSED}"']),
+    ],
+)
+def test_distributed_still_says(module, texts):
+    """Lines of its log that hpcdask leaves out, and reasons of workers that close, have moved."""
+    source = inspect.getsource(importlib.import_module(f"distributed.{module}"))
+    assert [text for text in texts if text in source] == texts
+
+
+OVERRIDING = {
+    "hpcdask.clusters.cluster": ["JobCluster"],
+    "hpcdask.clusters.scaling": ["JobAdaptive", "Scaling"],
+    "hpcdask.comm.peers": ["PeerPool", "PeerWorker"],
+    "hpcdask.node.device_worker": ["DeviceWorker"],
+    "hpcdask.node.nanny": ["BoundNanny"],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, found in OVERRIDING.items() for name in found]
+)
+def test_what_is_overridden_is_there(module, name):
+    """distributed would not call a method of ours whose name it has given up."""
+    kind = getattr(importlib.import_module(module), name)
+    called = set(re.findall(r"super\(\)\.(\w+)", inspect.getsource(kind))) - {"__init__"}
+    assert called
+    assert not [one for one in called if not any(hasattr(base, one) for base in kind.__bases__)]
+
+
+def test_a_cluster_has_its_loop_its_adaptive_and_its_log():
+    from distributed.deploy.cluster import Cluster
+
+    async def test() -> None:
+        cluster = Cluster(asynchronous=True, quiet=True)
+        assert callable(distributed.loop_runner(cluster).start)
+        assert distributed.adaptive(cluster) is None
+        distributed.log(cluster, "a line")
+        assert [line for _, line in cluster._cluster_manager_logs] == ["a line"]
+        cluster.status = Status.closed
+
+    asyncio.run(test())
+
+
+def test_nannies_preload_nothing_into_the_fork_server(monkeypatch):
+    """distributed's `get_mp_context` reads this, and imports every optional package else."""
+    import distributed.utils
+
+    monkeypatch.setattr(distributed.utils, "_forkserver_preload_set", False)
+    hpcdask.upstream.distributed.preload_nothing()
+    assert "_forkserver_preload_set" in distributed.utils.get_mp_context.__code__.co_names
+    monkeypatch.delattr(distributed.utils, "_forkserver_preload_set")
+    with pytest.raises(UsageError, match=r"distributed\.utils\._forkserver_preload_set"):
+        hpcdask.upstream.distributed.preload_nothing()
+
+
+def test_p2p_has_what_its_runs_override():
+    """Private parts of distributed, as `hpcdask.comm.p2p` knows them."""
+    run = distributed_p2p.ArrayRechunkRun
+    for name, function in vars(p2p.DeviceRechunkRun).items():
+        if inspect.isfunction(function) and name not in ("attend", "_keep", "_pop", "_take"):
+            ours, theirs = inspect.signature(function), inspect.signature(getattr(run, name))
+            assert list(ours.parameters) == list(theirs.parameters), name
+    create = list(inspect.signature(_core.ShuffleSpec.create_run_on_worker).parameters)
+    assert create == ["self", "run_id", "span_id", "worker_for", "plugin"]
+    for setting in (p2p.MESSAGE_LIMIT, p2p.BUFFER_LIMIT):
+        assert not p2p._is_given(setting)
+        with dask.config.set({setting: "3 MiB"}):
+            assert p2p._is_given(setting)
+
+
+# The others
+
+
+def test_tornado_lets_another_accept():
+    server = TCPServer()
+    assert server._sockets == server._handlers == {}
+    assert callable(server._handle_connection)
+
+
+def test_jobs_have_their_prologue():
+    from dask_jobqueue.slurm import SLURMJob
+
+    lines = ["module load cuda"]
+    job = SLURMJob(None, "job", cores=1, memory="1GB", job_script_prologue=lines)
+    assert list(dask_jobqueue.prologue(job)) == lines
+
+
+@needs("dask_cuda")
+def test_the_store_counts_what_is_on_the_device(tmp_path):
+    from dask_cuda.device_host_file import DeviceHostFile
+
+    store = DeviceHostFile(str(tmp_path), device_memory_limit=1000, memory_limit=1000)
+    assert dask_cuda.device_limit(store) == 1000
+    assert dask_cuda.on_device(store).total_weight == 0
+    assert dask_cuda.device_limit({}) is dask_cuda.on_device({}) is None
+
+
+@needs("zarr")
+@pytest.mark.parametrize(("index", "kind"), [("start", "<u8"), ("end", "")])
+def test_shards_say_where_their_index_is(tmp_path, index, kind):
+    import zarr as package
+
+    shards = {"shape": (4, 4), "index_location": index}
+    array = package.create_array(tmp_path, shape=(4, 4), chunks=(2, 2), shards=shards, dtype="u1")
+    assert zarr.first_index_type(array) == kind
+    assert zarr.chunk_key(array, (0, 0)) == "c/0/0"
+    assert not zarr.is_plain(array)
+
+
+UCX = """
+import inspect, sys, types
+from hpcdask.upstream import ucxx as upstream
+from ucxx._lib import libucxx
+from ucxx._lib_async import Endpoint, application_context
+if sys.argv[1:]:  # as if it imported the class by name
+    application_context.ucx_api = types.SimpleNamespace(**vars(libucxx))
+upstream.start()
+from ucxx._lib_async.exchange_peer_info import exchange_peer_info
+features = libucxx.Feature
+allowed = int(features.TAG.value | features.STREAM.value | features.WAKEUP.value)
+assert upstream._context().context.feature_flags == allowed
+assert upstream.worker().epoll_file_descriptor >= 0
+told = list(inspect.signature(exchange_peer_info).parameters)
+assert told == ["endpoint", "msg_tag", "listener", "connect_timeout"], told
+assert list(inspect.signature(Endpoint).parameters) == ["endpoint", "ctx", "tags"]
+listener = upstream.base.UCXXListener("0", None)
+assert upstream.listened_port(listener) == 0 and callable(upstream.array_type())
+resource = upstream.keep_running_for(listener)
+assert resource < upstream.keep_running()
+"""
+
+
+@needs("distributed_ucxx")
+@pytest.mark.parametrize("patched", [True, False])
+def test_ucx_starts_without_active_messages_or_not_at_all(patched):
+    """A security boundary: with them a stranger has a worker allocate what he says."""
+    command = [sys.executable, "-W", "ignore", "-c", UCX, *([] if patched else ["unpatched"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode == 0) is patched, done.stderr
+    assert ("private parts of ucxx" in done.stderr) is not patched, done.stderr
+
+
+# CuPy
+
+TWO_THREADS = """
+import sys, threading
+from hpcdask.comm.peers import SENDING, load
+
+load(["cupy"])
+print(type(sys.modules.get("cupyx")).__name__, flush=True)
+inside, goes_on = threading.Event(), threading.Event()
+
+class Slow:
+    '''Holds what imports cupyx up half-way, until the other has begun, or has nothing to do.'''
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "cupyx.linalg":
+            inside.set()
+            goes_on.wait(1)
+
+sys.meta_path.insert(0, Slow())
+
+def graphs():
+    inside.wait(60)
+    import dask.array
+
+threads = [threading.Thread(target=graphs, daemon=True),
+           threading.Thread(target=load, args=(SENDING,), daemon=True)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+print(any(thread.is_alive() for thread in threads), flush=True)
+"""
+
+
+@needs("cupy")
+def test_two_threads_that_import_what_is_for_cupy_do_not_wait_for_each_other() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["NoneType", "False"], "")
