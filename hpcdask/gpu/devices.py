@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hpcdask.errors import DeviceError, MissingExtra
+from hpcdask.spec.records import Record
 
 from .driver import DriverFile, cuda_extra, has_nvidia_driver
 
@@ -24,7 +25,7 @@ EACH_A_GPU = "--gpus-per-task=1 --gpu-bind=none"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Record):
     """One CUDA GPU or MIG slice, as this process sees it, with its memory in bytes.
 
     The UUID is ``GPU-...`` or ``MIG-...``, as ``CUDA_VISIBLE_DEVICES`` takes it; ``cores`` are the
@@ -35,11 +36,6 @@ class Gpu:
     name: str
     memory: int
     cores: tuple[int, ...] = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Gpu:
-        """Read what ``dataclasses.asdict`` and JSON made of a GPU."""
-        return cls(**{**data, "cores": tuple(data["cores"])})
 
 
 def start_nvml() -> None:

@@ -12,8 +12,10 @@ import importlib
 import threading
 from collections.abc import Iterator
 
+from hpcdask.upstream.cupy import import_cupy
+
 #: What a Dask task with arrays imports; the second comes with numba.
-MODULES = ("dask.array", "distributed.protocol.cupy", "cupy")
+MODULES = ("dask.array", "distributed.protocol.cupy")
 
 
 class FirstUse:
@@ -50,11 +52,11 @@ def _steps() -> Iterator[None]:
 
     Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
     """
+    cupy = import_cupy()  # first: the modules import it, too
+    yield
     for module in MODULES:
         importlib.import_module(module)
         yield
-    import cupy
-
     random = cupy.random.RandomState(1)
     for dtype in ("f8", "f4"):
         x = random.random_sample((64, 64), dtype)

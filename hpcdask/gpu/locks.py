@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import random
@@ -12,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpcdask.errors import DeviceError
+from hpcdask.logs import plural
 from hpcdask.security import private
 
 from .devices import Gpu
@@ -56,7 +56,7 @@ def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = 
             os.close(file)
         if time.monotonic() > deadline:
             raise DeviceError(
-                f"{socket.gethostname()} shows this job {len(gpus)} GPU{'s' * (len(gpus) != 1)} "
+                f"{socket.gethostname()} shows this job {plural(len(gpus), 'GPU')} "
                 f"and it needs {count}, but {len(others)} of them "
                 f"{'is' if len(others) == 1 else 'are'} in use: {'; '.join(others)}. "
                 f"Have the queue give each job GPUs of its own"
@@ -67,24 +67,21 @@ def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = 
 def _lock(gpu: Gpu, owner: str, folder: str) -> int:
     """Lock the file of a GPU, and return its descriptor. The file itself stays for the next."""
     path = os.path.join(folder, f"hpcdask-{os.getuid()}-{gpu.uuid.replace('/', '-')}.lock")
+    file = -1
     try:
         file = private.open_lock(path)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise _Taken(f"{gpu.uuid} cannot be locked, {path}: {error.strerror}") from None
-            other = os.pread(file, 200, 0).decode(errors="replace") or "another process"
-            raise _Taken(f"{gpu.uuid} by {other}") from None
-        with contextlib.suppress(OSError):  # a full disk; the lock holds without words
-            os.ftruncate(file, 0)
-            os.pwrite(file, owner.encode(), 0)
-    except BaseException:
-        os.close(file)
-        raise
+        why = f"{gpu.uuid} cannot be locked, {path}: {error.strerror}"
+        if file >= 0:
+            if isinstance(error, BlockingIOError):
+                other = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+                why = f"{gpu.uuid} by {other}"
+            os.close(file)
+        raise _Taken(why) from None
+    with contextlib.suppress(OSError):  # a full disk; the lock holds without words
+        os.ftruncate(file, 0)
+        os.pwrite(file, owner.encode(), 0)
     return file
 
 

@@ -15,6 +15,7 @@ from dask.utils import format_bytes
 
 from hpcdask.errors import DeviceError
 from hpcdask.logs import say
+from hpcdask.upstream.cupy import import_cupy
 
 from .memory_plan import ALIGNMENT, MemoryPlan
 from .oom import device_out_of_memory, free, holders
@@ -84,7 +85,7 @@ def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
 def _allocate_through_rmm(library: str) -> None:
     # dask-cuda's RMMSetup does the same, for CuPy and PyTorch only
     if library == "cupy":
-        import cupy
+        cupy = import_cupy()
         from rmm.allocators.cupy import rmm_cupy_allocator
 
         cupy.cuda.set_allocator(rmm_cupy_allocator)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dask.utils import format_bytes
 
 from hpcdask.errors import MissingExtra, UsageError
+from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
 from .devices import Gpu
@@ -26,7 +27,7 @@ PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(Record):
     """How one worker uses the memory of its device. The default is a worker on the CPU.
 
     Sizes are in bytes; ``total`` is that of the slice where it is one. The allocators ``pool``,
@@ -43,11 +44,6 @@ class MemoryPlan:
     libraries: tuple[str, ...] = ()
     device_store: bool = False
     device_memory_limit: int | None = None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
-        """Read what ``dataclasses.asdict`` and JSON made of a plan."""
-        return cls(**{**data, "libraries": tuple(data["libraries"])})
 
     @property
     def device(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask.utils import format_bytes, parse_bytes
 
 from hpcdask.errors import HpcdaskError
+from hpcdask.upstream import dask_cuda
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -166,7 +167,7 @@ def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
         if issubclass(type(one), BaseException) and device_out_of_memory(one):
             traceback.clear_frames(one.__traceback__)
     gc.collect()
-    fast = getattr(getattr(data, "device_buffer", None), "fast", None)
+    fast = dask_cuda.on_device(data)
     if fast is not None and plan.device_memory_limit and asked and asked <= plan.total:
         try:
             fast.evict_until_below_target(max(0, fast.total_weight - asked))
@@ -187,7 +188,7 @@ def _held(data: Any) -> int:
     """Bytes of results on the device, without bringing spilled ones back."""
     from dask.sizeof import sizeof
 
-    on_device = getattr(getattr(data, "device_buffer", None), "fast", None)
+    on_device = dask_cuda.on_device(data)
     if on_device is not None:
         return int(on_device.total_weight)
     values = list(getattr(data, "fast", data).values())

@@ -5,8 +5,12 @@ GPUs, in NVML's order, with ``uuid`` and, where it matters, ``name``, ``memory``
 (PCI bus id), ``cores`` (near CPU cores; null: not supported) and ``mig`` (null: not capable;
 empty: disabled; else one entry per slot: a slice with ``uuid``, ``name`` and ``memory``, or null
 where the slot is free), ``forbidden`` (true: a cgroup keeps it from this process) and ``nvlink``
-(UUIDs of the GPUs that NVLink joins it to; null, or left out: not told). Without FAKE_NVML there is
-no driver. Like the real one it refuses calls before nvmlInit, and counts the starts in `starts`.
+(UUIDs of the GPUs that NVLink joins it to; null, or left out: not told). What a GPU or slice does
+now stands under ``now``: ``utilisation`` (percent), ``used`` (bytes), ``power`` (mW), ``energy``
+(mJ), ``reasons`` (a bit mask), ``clock`` (MHz), ``temperature`` (°C), and ``fields``: values by
+``number:scope``. What is left out is not supported. FAKE_NVML may be the name of a file. Without
+FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit, and counts the
+starts in `starts`.
 """
 
 import json
@@ -16,6 +20,16 @@ from types import SimpleNamespace
 NVML_DEVICE_MIG_DISABLE = 0
 NVML_DEVICE_MIG_ENABLE = 1
 NVML_P2P_CAPS_INDEX_NVLINK = 2
+NVML_SUCCESS = 0
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+NVML_TEMPERATURE_GPU = 0
+NVML_VALUE_TYPE_UNSIGNED_LONG_LONG = 3
+NVML_FI_DEV_ECC_SBE_VOL_TOTAL = 3
+NVML_FI_DEV_ECC_DBE_VOL_TOTAL = 4
+NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
+NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
+nvmlMemory_v2 = 0x2000028
 NVML_P2P_STATUS_OK = 0
 NVML_P2P_STATUS_NOT_SUPPORTED = 5
 NVML_P2P_STATUS_UNKNOWN = 6
@@ -45,18 +59,27 @@ class NVMLError_NotFound(NVMLError):
     """There is no such slice."""
 
 
+class NVMLError_FunctionNotFound(NVMLError):
+    """The driver is older than that."""
+
+
 class NVMLError_InvalidArgument(NVMLError):
     """There is no such index."""
 
 
 starts = 0  # of NVML from nothing; those while it runs take no time
 _inits = 0
+calls = []  # the UUIDs whose handles were asked for
 
 
 def _gpus():
     if not _inits:
         raise NVMLError_Uninitialized("Uninitialized")
-    return json.loads(os.environ["FAKE_NVML"])
+    told = os.environ["FAKE_NVML"]
+    if not told.startswith("["):
+        with open(told) as file:
+            told = file.read()
+    return json.loads(told)
 
 
 def nvmlInit():
@@ -100,11 +123,72 @@ def nvmlDeviceGetUUID(handle):
     return handle["uuid"]
 
 
-def nvmlDeviceGetMemoryInfo(handle):
+def nvmlDeviceGetMemoryInfo(handle, version=None):
     memory = handle.get("memory", 80 << 30)
     if memory is None:
         raise NVMLError_NotSupported("Not Supported")
-    return SimpleNamespace(total=memory)
+    return SimpleNamespace(total=memory, used=_now(handle, "used") if version else 0)
+
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    calls.append(uuid)
+    for index, gpu in enumerate(_gpus()):
+        if gpu["uuid"] == uuid:
+            return nvmlDeviceGetHandleByIndex(index)
+        for slot in gpu.get("mig") or []:
+            if slot is not None and slot["uuid"] == uuid:
+                return slot
+    raise NVMLError_NotFound("Not Found")
+
+
+def nvmlDeviceGetIndex(handle):
+    for index, gpu in enumerate(_gpus()):
+        if gpu["uuid"] == handle["uuid"]:
+            return index
+    raise NVMLError_NotSupported("Not Supported")
+
+
+def _now(handle, name):
+    """What a GPU does at this moment, which may change between two calls."""
+    for gpu in _gpus():
+        for one in (gpu, *filter(None, gpu.get("mig") or [])):
+            if one["uuid"] == handle["uuid"] and name in one.get("now", {}):
+                return one["now"][name]
+    raise NVMLError_NotSupported("Not Supported")
+
+
+def nvmlDeviceGetUtilizationRates(handle):
+    return SimpleNamespace(gpu=_now(handle, "utilisation"))
+
+
+def nvmlDeviceGetPowerUsage(handle):
+    return _now(handle, "power")
+
+
+def nvmlDeviceGetTotalEnergyConsumption(handle):
+    return _now(handle, "energy")
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle):
+    return _now(handle, "reasons")
+
+
+def nvmlDeviceGetClockInfo(handle, kind):
+    return _now(handle, "clock") if kind == NVML_CLOCK_SM else 2619
+
+
+def nvmlDeviceGetTemperature(handle, sensor):
+    return _now(handle, "temperature")
+
+
+def nvmlDeviceGetFieldValues(handle, fields):
+    def value(number, scope):
+        told = _now(handle, "fields").get(f"{number}:{scope}")
+        code = NVML_ERROR_NOT_SUPPORTED if told is None else NVML_SUCCESS
+        kind, union = NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, SimpleNamespace(ullVal=told)
+        return SimpleNamespace(nvmlReturn=code, valueType=kind, value=union)
+
+    return [value(number, scope) for number, scope in fields]
 
 
 def nvmlDeviceGetP2PStatus(first, second, index):

@@ -1,0 +1,236 @@
+"""What is read of NVML's stand-in (tests/fakes/pynvml.py), and what a run's sums make of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdask.gpu import samples
+from hpcdask.gpu.samples import GpuSample, Reading, Sampler
+from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
+from launching import wait_for
+
+FAKES = str(Path(__file__).parents[1] / "fakes")
+GIB = 2**30
+BUSY = {
+    "utilisation": 80,
+    "used": 20 * GIB,
+    "power": 350_250,
+    "energy": 9_000_000,
+    "reasons": 0x4 | 0x1,
+    "clock": 1755,
+    "temperature": 61,
+    "fields": {"3:0": 0, "4:0": 0, "138:4294967295": 2000, "139:0": 10, "139:1": 20},
+}
+SLICE = {"uuid": "MIG-a", "name": "slice", "now": {"used": GIB}}
+NODE = [
+    {"uuid": "GPU-a", "name": "NVIDIA H100", "now": BUSY},
+    {"uuid": "GPU-b", "mig": [SLICE]},
+    {"uuid": "GPU-c", "forbidden": True},
+]
+
+
+@pytest.fixture
+def nvml(monkeypatch, tmp_path):
+    """Writes what the stand-in tells from now on."""
+    file = tmp_path / "nvml.json"
+    monkeypatch.setenv("FAKE_NVML", str(file))
+    monkeypatch.syspath_prepend(FAKES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    yield lambda gpus: file.write_text(json.dumps(gpus))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that each reading finds a second later."""
+    ticks = iter(range(10**6))
+    own = SimpleNamespace(monotonic=lambda: float(next(ticks)), time=time.time)
+    monkeypatch.setattr(samples, "time", own)  # other threads have the clock of before
+
+
+def test_what_nvml_tells(nvml):
+    nvml(NODE)
+    reading = Sampler(["GPU-a"]).read()
+    (one,) = reading.samples
+    assert reading.unseen == []
+    assert (one.uuid, one.index, one.model) == ("GPU-a", 0, "NVIDIA H100")
+    assert one.label == f"{one.host} GPU 0"
+    assert (one.utilisation, one.memory_used, one.memory_total) == (80, 20 * GIB, 80 * GIB)
+    assert (one.power_w, one.energy_j) == (350.25, 9000.0)
+    assert one.held_back == ["power cap"]
+    assert (one.clock_mhz, one.memory_clock_mhz, one.temperature_c) == (1755, 2619, 61)
+    assert (one.ecc_corrected, one.ecc_uncorrected) == (0, 0)
+    # one direction as a whole, the other link by link
+    assert (one.nvlink_sent, one.nvlink_received) == (2000 * 1024, 30 * 1024)
+    assert (one.pcie_sent, one.memory_temperature_c) == (
+        None,
+        None,
+    )  # the package has no such field
+    assert Reading.from_json(json.loads(json.dumps(reading.to_json()))) == reading
+
+
+def test_what_is_not_told_is_unknown(nvml):
+    nvml(NODE)
+    reading = Sampler(["MIG-a", "GPU-c", "GPU-nowhere"]).read()
+    assert reading.unseen == ["GPU-c", "GPU-nowhere"]
+    (one,) = reading.samples
+    assert one.label == f"{one.host} GPU MIG-a"
+    assert one.memory_used == GIB
+    told = (one.index, one.utilisation, one.power_w, one.energy_j, one.held_back, one.nvlink_sent)
+    assert told == (None,) * 6
+    assert Sampler(["GPU-a"]).read().samples[0].busy_s == 0
+
+
+def test_without_a_driver_all_is_unseen(nvml, monkeypatch):
+    monkeypatch.delenv("FAKE_NVML")
+    assert Sampler(["GPU-a"]).read() == Reading([], ["GPU-a"])
+
+
+def test_sums(nvml, clock):
+    sampler = Sampler(["GPU-a"])
+    for utilisation, used, reasons in ((50, 1, 0), (100, 5, 0x4), (20, 2, 0x60)):
+        now = {**BUSY, "utilisation": utilisation, "used": used, "reasons": reasons}
+        nvml([{**NODE[0], "now": now}])
+        (one,) = sampler.read().samples
+    assert (one.sampled_s, one.busy_s, one.peak_memory) == (2, pytest.approx(1.2), 5)
+    assert one.held_back_s == {
+        "power cap": 1,
+        "temperature (software)": 1,
+        "temperature (hardware)": 1,
+    }
+
+
+def test_the_thread_reads_until_it_is_stopped(nvml, monkeypatch):
+    monkeypatch.setattr(samples, "INTERVAL_S", 0.01)
+    nvml(NODE)
+    sampler = Sampler(["GPU-a"])
+    sampler.start()
+    wait_for(lambda: sampler.latest.samples and sampler.latest.samples[0].sampled_s, what="samples")
+    sampler.stop()
+
+
+# Sums over a run
+
+
+def sample(at: float, **values: object) -> GpuSample:
+    """A sample of a GPU that was busy for half of the time, after so many seconds."""
+    how = {
+        "host": "n1",
+        "index": 0,
+        "model": "H100",
+        "memory_total": 80 * GIB,
+        "memory_used": 10 * GIB,
+        "peak_memory": 10 * GIB,
+        "utilisation": 50,
+        "sampled_s": at,
+        "busy_s": at / 2,
+        "energy_j": 1000 + 360 * at,
+        "nvlink_sent": 10 + at,
+        "ecc_corrected": 7,
+        "ecc_uncorrected": 1,
+    }
+    return GpuSample("GPU-a", 1000 + at, **{**how, **values})
+
+
+def used(*told: GpuSample, held_s: float = 100.0) -> GpuUsage:
+    usage = GpuUsage(held_s=held_s)
+    for before, now in zip((None, *told), told, strict=False):
+        usage.add(before, now)
+    return usage
+
+
+def test_a_run():
+    usage = summary([used(sample(0), sample(50, peak_memory=60 * GIB), sample(100))])
+    assert usage == RunUsage(
+        models={"H100": 1},
+        gpu_hours=100 / 3600,
+        utilisation=50.0,
+        peak_memory=60 * GIB,
+        memory_total=80 * GIB,
+        energy_kwh=0.01,
+        nvlink_bytes=100,
+        problems=[],
+    )
+    text = (
+        "GPUs: 1 x H100, 0.0278 GPU hours, mean utilisation 50 %, peak memory 60.00 GiB of "
+        "80.00 GiB, energy 0.01 kWh, 100 B over NVLink"
+    )
+    assert usage.lines() == [text]
+    assert RunUsage.from_json(json.loads(json.dumps(usage.to_json()))) == usage
+
+
+def test_a_sampler_that_begins_anew():
+    again = replace(sample(80), began=7.0, sampled_s=10.0, busy_s=5.0)
+    usage = used(sample(0), sample(50), again)
+    assert (usage.sampled_s, usage.busy_s) == (60, 30)
+    assert usage.energy_j == pytest.approx(360 * 80)
+
+
+def test_what_a_slice_does_not_tell():
+    unknown = dict.fromkeys(
+        (
+            *("utilisation", "busy_s", "energy_j", "nvlink_sent", "memory_used", "peak_memory"),
+            *("ecc_corrected", "ecc_uncorrected", "index", "memory_total"),
+        )
+    )
+    usage = summary([used(sample(0, **unknown), sample(100, **unknown))])
+    assert usage.problems == []
+    assert usage.line() == (
+        "1 x H100, 0.0278 GPU hours, mean utilisation unknown, peak memory unknown, energy unknown"
+    )
+    assert summary([]) is None
+    assert summary([GpuUsage(held_s=3)]) is None
+
+
+def test_what_was_wrong():
+    held = {"power cap": 50.0, "temperature (hardware)": 1.5, "sync boost": 2.0}
+    hot = used(sample(0), sample(100, held_back_s=held, ecc_uncorrected=3, ecc_corrected=8))
+    idle = [
+        used(*(sample(at, busy_s=0.01 * at, index=index) for at in (0, 100)))
+        for index in range(1, 11)
+    ]
+    eight = ", ".join(f"n1 GPU {index}" for index in range(1, 9))
+    assert summary([hot, *idle]).problems == [
+        "clocks were held back by power cap, up to 50 % of the time: n1 GPU 0",
+        "clocks were held back by temperature (hardware), up to 2 % of the time: n1 GPU 0",
+        "2 uncorrected ECC errors of memory: n1 GPU 0",
+        "1 corrected ECC error of memory: n1 GPU 0",
+        f"idle, with a mean utilisation below 5 %: {eight} and 2 more",
+    ]
+    brief = [used(*(sample(at, busy_s=0.0) for at in (0, 5)))]
+    assert summary(brief).problems == []
+
+
+def test_nothing_is_imported_where_workers_start():
+    program = (
+        "import sys; import hpcdask.node.device_worker, hpcdask.runner.scheduler; "
+        "print(*(m for m in sys.modules if m.startswith('hpcdask.gpu.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    later = {f"hpcdask.gpu.{name}" for name in ("samples", "monitor", "usage", "page", "metrics")}
+    assert "hpcdask.gpu.reporting" in loaded
+    assert not loaded & later
+
+
+def test_sampling_takes_one_percent_of_a_core_at_most():
+    assert samples.interval_s(0.001) == 1
+    assert samples.interval_s(0.014) == pytest.approx(1.4)
+    assert samples.interval_s(0.056) == pytest.approx(5.6)
+
+
+def test_what_one_gpu_does_now(nvml):
+    nvml(NODE)
+    found = samples.sample_of("GPU-a")
+    assert (found["utilisation"], found["memory_used"]) == (80, 20 * GIB)
+    assert samples.sample_of("GPU-of-another-node") == {}
