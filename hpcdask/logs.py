@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+LOGGERS = (
+    "distributed",
+    "distributed.scheduler",
+    "distributed.worker",
+    "distributed.nanny",
+    "distributed.core",
+    "tornado.application",
+    "asyncio",
+)
 
 
 def say(text: str) -> None:
@@ -23,20 +36,86 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def natural(name: str) -> list[int | str]:
+    """A key to sort names by, with numbers in them as numbers: w2 before w10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def some(names: Iterable[str], most: int = 5, joint: str = ", ") -> str:
+    """``a, b and 7 more``: each name once, and the first only where there are many."""
+    listed = list(dict.fromkeys(names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return joint.join(listed[:most]) + more
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """``0-3,8`` from 0, 1, 2, 3 and 8."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """``rank 3``, ``ranks 0-3,8``."""
+    return f"{noun}{'s' * (len(numbers) != 1)} {spans(numbers)}"
+
+
+def by_host(hosts: Iterable[str]) -> str:
+    """How many are where: ``4 on n1, 3 on n2``."""
+    return some(f"{count} on {host}" for host, count in Counter(hosts).items())
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns for a terminal; the first has their names."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """The same for a notebook."""
+    from html import escape
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = (f"<{tag} style='text-align: left'>{escape(cell)}</{tag}>" for cell in row)
+        return f"<tr>{''.join(cells)}</tr>"
+
+    head, *rest = rows
+    body = "".join(line("td", row) for row in rest)
+    return f"<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
+
+
+#: distributed's own format of a line.
+USUAL_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+def sign_lines(node: str, worker: str) -> None:
+    """Have lines of the log say whose they are, unless the user configured logging."""
+    import dask.config
+
+    usual = dask.config.get("distributed.admin.log-format", USUAL_FORMAT) == USUAL_FORMAT
+    if dask.config.get("logging", None) is not None or not usual:
+        return
+    who = f"{node} - {worker}".replace("%", "%%")
+    signed = logging.Formatter(f"%(asctime)s - {who} - %(levelname)s - %(name)s - %(message)s")
+    for name in LOGGERS:
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is logging.StreamHandler:  # not the one that keeps them in memory
+                handler.setFormatter(signed)
+
+
 def set_log_level(level: str = "WARNING") -> None:
     """Have distributed log from this level on, unless the user configured logging."""
     import dask.config
 
     if dask.config.get("logging", None) is None:
-        for name in (
-            "distributed",
-            "distributed.scheduler",
-            "distributed.worker",
-            "distributed.nanny",
-            "distributed.core",
-            "tornado.application",
-            "asyncio",
-        ):
+        for name in LOGGERS:
             logging.getLogger(name).setLevel(level)
         for name in ("distributed.comm.tcp", "distributed.nanny", "distributed.worker"):
             logging.getLogger(name).addFilter(_not_of_the_departed)
@@ -49,12 +128,13 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
     """
     from distributed.comm import CommClosedError
 
+    from hpcdask.upstream import distributed
+
     text, error = record.getMessage(), record.exc_info and record.exc_info[1]
-    if "during heartbeat" in text:
+    if distributed.HEARTBEAT_FAILED in text:
         return not isinstance(error, CommClosedError)
-    if text == "Worker failed to connect":  # the nanny says why
+    if text == distributed.NOT_CONNECTED:  # the nanny says why
         return False
-    told = ("Worker stream died", "failed during get data")
-    if text.startswith(told) and isinstance(error, CommClosedError):
+    if text.startswith(distributed.PEER_LEFT) and isinstance(error, CommClosedError):
         record.exc_info = record.exc_text = None  # it is fetched elsewhere, or computed again
-    return not ("TLS handshake failed" in text and "EOF" in text)
+    return not (distributed.HANDSHAKE_FAILED in text and "EOF" in text)

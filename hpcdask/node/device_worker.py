@@ -5,28 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from distributed.comm import CommClosedError
 from distributed.core import Status
-from distributed.shuffle._rechunk import ArrayRechunkSpec
+from distributed.metrics import time
+from distributed.protocol.serialize import dask_deserialize
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
-from hpcdask.client.batching import BATCH_INTERVAL_S
+from hpcdask.client.batching import send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, make_context
 from hpcdask.gpu.first_use import FirstUse
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
-from hpcdask.logs import say, set_log_level
+from hpcdask.gpu.reporting import GpuReporter
+from hpcdask.logs import say, set_log_level, sign_lines
 from hpcdask.process import mark, marks
+from hpcdask.security import ports
+from hpcdask.upstream.distributed_p2p import ArrayRechunkSpec
 
 from . import forkserver
+from .observe import make_observable
+from .profiling import task_range
 
+#: What a worker and its nanny are asked by who looks at them.
+LOOK = "hpcdask_look"
 #: Seconds that the failure of a Dask task gets to reach the scheduler before its worker ends.
 TOLD_DEADLINE_S = 1.0
 
@@ -38,6 +47,8 @@ class DeviceWorker(PeerWorker):
     starts. ``restarted``: it follows a worker that died.
     """
 
+    _reporter: GpuReporter | None = None
+
     def __init__(
         self,
         *args: Any,
@@ -45,11 +56,14 @@ class DeviceWorker(PeerWorker):
         bind_gpu: str | None = None,
         device_memory: MemoryPlan = ON_HOST,
         restarted: bool = False,
+        port_range: str | None = None,
         **kwargs: Any,
     ) -> None:
         forkserver.leave_signals_to_the_rank()
         set_log_level()
+        sign_lines(socket.gethostname(), str(kwargs.get("name")))
         mark("worker forked")
+        ports.use(port_range)
         if bind_cores:
             resources.widen_threads(bind_cores)
         if bind_gpu is not None:
@@ -65,22 +79,47 @@ class DeviceWorker(PeerWorker):
                 raise
             mark("device memory set up")
         take_device_arrays()
-        self.device_memory = device_memory
+        make_observable()
+        if bind_gpu is None:
+            dask_deserialize.register_lazy("cupy", _receive_cupy_arrays)
+        self.device_memory, self.port_range = device_memory, port_range
         self._context_lost = False
         self._first_use = FirstUse()
         super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
-        self.batched_stream.interval = BATCH_INTERVAL_S
+        if bind_gpu is not None:
+            self._reporter = GpuReporter(self, bind_gpu)
+        self.handlers[LOOK] = self._tell_work
+        send_at_once(self.batched_stream)
+
+    def _tell_work(self) -> dict[str, Any]:
+        """What it runs, and since when, for who looks at the cluster from outside."""
+        now = time()
+        tasks = {key: self.state.tasks.get(key) for key in self.active_keys}
+        return {
+            "status": self.status.name,
+            "memory": self.monitor.get_process_memory(),
+            "limit": self.memory_manager.memory_limit,
+            "running": {str(ident): str(key) for ident, key in self.active_threads.items()},
+            "seconds": {
+                str(key): now - (task.start_time or now) for key, task in tasks.items() if task
+            },
+            "fetches_from": list(self.state.in_flight_workers),
+            "ready": len(self.state.ready) + len(self.state.constrained),
+        }
 
     async def _warm(self) -> None:
         """Exchange with peers first, which shows how fast they are, then load what tasks need."""
         await super()._warm()
         if self.on_device and self.status in WORKING:
             self._first_use.start()
+            if self._reporter is not None:
+                self._reporter.announce()
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         self._first_use.stop()
-        event = await super().execute(*args, **kwargs)
+        with task_range(args[0]):
+            event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)
         if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
             if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
@@ -116,6 +155,8 @@ class DeviceWorker(PeerWorker):
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
         self._first_use.stop()
+        if self._reporter is not None:
+            self._reporter.stop()
         set_log_level("CRITICAL")
         try:
             return await super().close(*args, **kwargs)
@@ -139,6 +180,12 @@ def take_device_arrays() -> None:
 
     if create_run.__name__ != create_device_run.__name__:
         kind.create_run_on_worker = create_device_run
+
+
+def _receive_cupy_arrays() -> None:
+    from hpcdask.comm.host_arrays import receive_cupy_arrays
+
+    receive_cupy_arrays()
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:

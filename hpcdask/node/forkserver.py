@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import inspect
 import multiprocessing
 import os
 import platform
@@ -22,15 +21,15 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing import connection, reduction, resource_tracker
-from multiprocessing import forkserver as mp_forkserver
-from typing import TYPE_CHECKING, Any, NoReturn
+from multiprocessing import connection
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcdask.bootstrap import ranks
 from hpcdask.comm import ucx_hooks
-from hpcdask.errors import ClusterError, UsageError, root_cause
+from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import devices, driver
 from hpcdask.process import FILES, SIGNALS, detach_standard_streams, process_start
+from hpcdask.upstream import multiprocessing as upstream
 
 if TYPE_CHECKING:
     from hpcdask.spec.specs import WorkerSpec
@@ -61,20 +60,17 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     installed of ``preimport``, which must make no CUDA call, while the rank goes on.
     """
     import dask.config
-    import distributed.utils
 
-    _check_private_parts()
-    # The nanny would else import every optional package here, to name them to a fork server
-    # that is already running.
-    distributed.utils._forkserver_preload_set = True
+    from hpcdask.upstream import distributed
+
+    upstream.check()
+    distributed.preload_nothing()
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
-    server: Any = mp_forkserver._forkserver
-    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["semprefix"] = f"/hpcdask-{'.'.join(_life(os.getpid()))}"
+    # the folder is for a fork server of multiprocessing's, if this one is lost
+    short = folder if len(os.fsencode(folder)) < 80 else None
+    upstream.name_files(f"/hpcdask-{'.'.join(_life(os.getpid()))}", short)
     _purge_semaphores()
-    if len(os.fsencode(folder)) < 80:  # for a fork server of multiprocessing's, if this one is lost
-        config["tempdir"] = folder
     # A socket's path may have 107 characters, the folder's may have more
     address = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/template"
     listener = socket.socket(socket.AF_UNIX)
@@ -82,7 +78,7 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     os.chmod(address, 0o600)
     listener.listen()
     alive_read, alive_write = os.pipe()
-    key = os.urandom(32) if _wants_key() else b""
+    key = os.urandom(32) if upstream.wants_key() else b""
     key_option = _in_pipe(key) if key else {}
     pid = os.fork()
     if pid == 0:
@@ -92,7 +88,7 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
             leave_signals_to_the_rank()
             detach_standard_streams(output=False)
             multiprocessing.current_process().name = "template"
-            mp_forkserver.main(listener.detach(), alive_read, list(preimport), **key_option)
+            upstream.serve(listener.detach(), alive_read, preimport, **key_option)
         except Exception:
             traceback.print_exc()
         finally:
@@ -100,70 +96,15 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     listener.close()
     for end in (alive_read, *key_option.values()):
         os.close(end)
-    vars(mp_forkserver)["connect_to_new_process"] = _connect
-    if key:
-        server._forkserver_authkey = key
-    server._forkserver_address = address
-    server._forkserver_alive_fd = alive_write
-    server._forkserver_pid = pid
+    upstream.use_server(address, alive_write, pid, key, _connect)
 
 
-def _wants_key() -> bool:
-    """Whether this Python's fork server serves only who has its key, as from 3.14 on."""
-    main = getattr(mp_forkserver, "main", None)
-    return callable(main) and "authkey_r" in inspect.signature(main).parameters
-
-
-def _in_pipe(key: bytes) -> dict[str, Any]:
+def _in_pipe(key: bytes) -> dict[str, int]:
     """Where the fork server is to read its key from, as the option of its main function."""
     key_read, key_write = os.pipe()
     os.write(key_write, key)
     os.close(key_write)
     return {"authkey_r": key_read}
-
-
-def _check_private_parts() -> None:
-    """Refuse a Python whose fork server has other private parts than those that are used here.
-
-    Otherwise workers would not start, and nobody would say why.
-    """
-    server: Any = mp_forkserver
-    key = ["_forkserver_authkey"] if _wants_key() else []
-    parts: list[tuple[str, Any, list[str]]] = [
-        ("forkserver", server, ["MAXFDS_TO_SEND", "connect_to_new_process", "write_signed"]),
-        (
-            "forkserver._forkserver",
-            getattr(server, "_forkserver", None),
-            ["_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", *key],
-        ),
-        (
-            "resource_tracker._resource_tracker",
-            getattr(resource_tracker, "_resource_tracker", None),
-            ["_fd", "_pid"],
-        ),
-        ("current_process()", multiprocessing.current_process(), ["_config"]),
-    ]
-    moved = [
-        f"multiprocessing.{where}.{name}"
-        for where, holder, names in parts
-        for name in names
-        if not hasattr(holder, name)
-    ]
-    calls: dict[str, tuple[tuple[object, ...], dict[str, int]]] = {
-        "main": ((0, 0, []), {"authkey_r": 0} if key else {}),
-        "_serve_one": ((0, [], [], {}), {}),
-    }
-    for name, (arguments, options) in calls.items():
-        try:
-            inspect.signature(getattr(server, name)).bind(*arguments, **options)
-        except (AttributeError, TypeError):
-            moved.append(f"multiprocessing.forkserver.{name}()")
-    if moved:
-        raise UsageError(
-            f"hpcdask starts workers through private parts of Python, which Python "
-            f"{platform.python_version()} has moved or changed: {', '.join(moved)}. Use Python "
-            f"3.11 to 3.14, or a newer hpcdask"
-        )
 
 
 def adopt(pid: int, line: socket.socket) -> None:
@@ -173,13 +114,12 @@ def adopt(pid: int, line: socket.socket) -> None:
 
 def wait_for_worker(line: socket.socket) -> NoReturn:
     """Become what the parent starts next; end where the parent does, or gives the line up."""
-    server: Any = mp_forkserver
     code = 0
     try:
-        data, *others = reduction.recvfds(line, server.MAXFDS_TO_SEND)
+        order = upstream.receive_order(line)
         line.close()
         code = 1
-        code = server._serve_one(data, others, [], {})
+        code = upstream.obey(order)
     except EOFError:
         pass
     except Exception:
@@ -210,15 +150,15 @@ def _connect(fds: list[int]) -> tuple[int, int]:
     except Exception as error:
         problem = f"failed ({root_cause(error)}), with Python {platform.python_version()}"
     raise ClusterError(
-        f"the template on {socket.gethostname()}, of which workers are forks, {problem}"
+        f"the template on {socket.gethostname()}, of which workers are forks, {problem}. Start "
+        f"again; if it stays, leave the node out"
     )
 
 
 def _ask_template(fds: list[int], answer: Future[tuple[int, int]]) -> None:
     """Have the template fork, in a thread of its own: nothing else ends a wait for it."""
-    server: Any = mp_forkserver._forkserver
     try:
-        status, data = server.connect_to_new_process(fds)
+        status, data = upstream.ask_server(fds)
         connection.wait([status])  # for the id of the new process
         answer.set_result((status, data))
     except Exception as error:
@@ -226,15 +166,12 @@ def _ask_template(fds: list[int], answer: Future[tuple[int, int]]) -> None:
 
 
 def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int] | None:
-    """Send what `_serve_one` takes; None where the process is gone."""
-    server: Any = mp_forkserver
-    alive: Any = server._forkserver._forkserver_alive_fd
-    tracker: Any = resource_tracker.getfd()
+    """Send what the template's child would get; None where the process is gone."""
     status, status_write = os.pipe()
     data_read, data = os.pipe()
     try:
         with line:
-            reduction.sendfds(line, [data_read, alive, tracker, *fds])
+            upstream.send_order(line, data_read, fds)
     except OSError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -242,7 +179,7 @@ def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int
         os.close(data)
         return None
     else:
-        server.write_signed(status_write, pid)
+        upstream.write_number(status_write, pid)
         return status, data
     finally:
         os.close(data_read)
@@ -251,19 +188,15 @@ def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int
 
 
 def _tell_end(pid: int, status: int) -> None:
-    server: Any = mp_forkserver
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):  # nobody wants to know any more
-        server.write_signed(status, code)
+        upstream.write_number(status, code)
     os.close(status)
 
 
 def stop() -> None:
     """Close this process's hold on the template, which ends when its workers have too."""
-    server: Any = mp_forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    upstream.leave_server()
 
 
 def _life(pid: int) -> tuple[str, str, str]:
@@ -303,10 +236,7 @@ def _start_resource_tracker() -> None:
     )
     os.close(read_end)
     os.close(null)
-    tracker: Any = resource_tracker._resource_tracker
-    # As in a process that has it from its parent: Python 3.13.5 would wait at its end for that of a
-    # tracker of its own, which lives as long as the template and workers
-    tracker._fd, tracker._pid = write_end, None
+    upstream.use_tracker(write_end)
 
 
 def prepare_forks() -> None:

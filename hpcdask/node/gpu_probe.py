@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpcdask.bootstrap import ranks
 from hpcdask.comm import fabric
@@ -30,6 +30,8 @@ from hpcdask.gpu.context import start_cuda
 from hpcdask.gpu.devices import Gpu, foreseen_gpus, look_at_gpus
 from hpcdask.gpu.driver import driver_files, has_nvidia_driver
 from hpcdask.process import mark
+from hpcdask.spec import kinds
+from hpcdask.spec.records import Record
 
 #: Seconds that the driver gets to name the GPUs.
 PROBE_DEADLINE_S = 30.0
@@ -45,20 +47,31 @@ class EarlyOptions(NamedTuple):
     """What the probe knows of a command line that is not read yet; a wrong guess costs time only.
 
     ``in_run``: the ranks of a run meet, those of a job do not. ``elsewhere``: the rank's worker has
-    no GPU, or not the one that its number tells.
+    no GPU, or not the one that its number tells. ``kinds`` are those of the ranks of a node.
     """
 
     in_run: bool
     elsewhere: bool = False
     tcp: bool = False
     oversubscribe: bool = False
+    kinds: Sequence[str] = ()
 
     @classmethod
     def read(cls, arguments: Sequence[str], *, in_run: bool) -> EarlyOptions:
         """Look at all words, the program's too."""
         words = {word for argument in arguments for word in argument.split("=")}
         elsewhere = bool(words & {"cpu", "dedicated"})
-        return cls(in_run, elsewhere, "tcp" in words, "--oversubscribe" in words)
+        groups = kinds.kinds(" ".join(words)) if "--groups" in words else ()
+        return cls(in_run, elsewhere, "tcp" in words, "--oversubscribe" in words, groups)
+
+    def among_gpus(self, rank: ranks.Rank | None) -> ranks.Rank | None:
+        """The rank with its number among those of its node on GPUs; None if it is on the CPU."""
+        if rank is None or rank.local_size != len(self.kinds):
+            return rank
+        if self.kinds[rank.local_index] == "cpu":
+            return None
+        before, size = self.kinds[: rank.local_index].count("gpu"), self.kinds.count("gpu")
+        return dataclasses.replace(rank, local_index=before, local_size=size)
 
 
 #: Makes a process ready to be a worker, see `hpcdask.node.prestart.prestart`.
@@ -66,7 +79,7 @@ Prestart = Callable[[Callable[[], str | None], socket.socket, EarlyOptions, str 
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(Record):
     """What the probe saw: the GPUs that the rank may use, and what joins them; or its error.
 
     ``shown`` are those that NVML was asked about; None where the first rank of the node does that.
@@ -78,22 +91,6 @@ class ProbeResult:
     fabric: Fabric = field(default_factory=Fabric)
     error: str = ""
     prestarts: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
-        """Read what `to_json` and JSON made of it."""
-        gpus, shown = read_gpus(data["gpus"]), data["shown"]
-        read = {"gpus": gpus, "shown": None if shown is None else read_gpus(shown)}
-        return cls(**{**data, **read, "fabric": Fabric.from_json(data["fabric"])})
-
-
-def read_gpus(data: Sequence[Mapping[str, Any]]) -> tuple[Gpu, ...]:
-    """GPUs from JSON."""
-    return tuple(map(Gpu.from_json, data))
 
 
 class GpuProbe:
@@ -131,6 +128,10 @@ class GpuProbe:
                 os.close(read_end)
                 line.close()
                 _serve(write_end, theirs, early, prestart)
+            except Exception:
+                import traceback
+
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.close(write_end)
@@ -148,7 +149,10 @@ class GpuProbe:
         while chunk := self._read_until(deadline):
             text += chunk
         if not text:
-            raise DeviceError("the process that looks for GPUs has died")
+            raise DeviceError(
+                "the process that looks for GPUs has died: see whether nvidia-smi works on this "
+                "node, and leave the node out if it does not"
+            )
         found = ProbeResult.from_json(json.loads(text))
         if found.error:
             raise DeviceError(found.error)
@@ -184,7 +188,7 @@ class GpuProbe:
 
 def _serve(pipe: int, line: socket.socket, early: EarlyOptions, prestart: Prestart | None) -> None:
     """In the probe: look, tell, and be of use until the workers are there."""
-    rank, environ = ranks.detect(), dict(os.environ)
+    rank, environ = early.among_gpus(ranks.detect()), dict(os.environ)
     may = prestart if has_nvidia_driver() and _may_prestart(rank, early) else None
     files = driver_files() if may else []
     gpus = foreseen_gpus(files, environ)

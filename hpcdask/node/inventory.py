@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hpcdask.bootstrap import resources
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric, transport
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
+from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
-from .gpu_probe import GpuProbe, ProbeResult, read_gpus
+from .gpu_probe import GpuProbe, ProbeResult
 from .preflight import check_extras
 
 
 @dataclass(frozen=True)
-class Inventory:
+class Inventory(Record):
     """What one rank reports of itself, for the choice of devices and cores.
 
     The GPUs it sees are in CUDA's order. ``shown`` are those of the node about which NVML was
@@ -39,13 +38,6 @@ class Inventory:
     def cpus(self) -> int:
         """How many threads can run at a time."""
         return min(len(self.cores), self.quota or len(self.cores))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Inventory:
-        """Read what ``dataclasses.asdict`` and JSON made of it."""
-        shown = None if data["shown"] is None else read_gpus(data["shown"])
-        read = {"gpus": read_gpus(data["gpus"]), "cores": tuple(data["cores"]), "shown": shown}
-        return cls(**{**data, **read})
 
 
 def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:

@@ -25,6 +25,7 @@ from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.job import JobSpec
+from hpcdask.upstream.distributed import CONNECTION_BROKEN, HEARTBEAT_ERROR, SCHEDULER_CLOSED
 
 from .gpu_probe import GpuProbe
 from .inventory import Inventory
@@ -52,9 +53,8 @@ RECONNECT_DEADLINE_S = 2.0
 #: Seconds in which the scheduler has to say which workers it has.
 ANSWER_DEADLINE_S = 5.0
 FOREVER_S = 1e8
-#: Why a worker closes, in distributed's words: with the scheduler, and when nobody asked it to.
-SCHEDULER_CLOSED = "scheduler-close"
-ABNORMAL = (None, "worker-handle-scheduler-connection-broken", "worker-heartbeat-error")
+#: Why a worker closes when nobody asked it to.
+ABNORMAL = (None, CONNECTION_BROKEN, HEARTBEAT_ERROR)
 
 
 class _Signalled(Exception):
@@ -130,7 +130,10 @@ class JobAgent:
             await self.workers.start(placements, self.asked.scheduler, self.access)
         except Exception as error:
             await self._check_scheduler()
-            raise ClusterError(f"a worker did not start: {root_cause(error)}") from error
+            raise ClusterError(
+                f"a worker did not start: {root_cause(error).rstrip('.')}. See its lines above, "
+                f"and hpcdask doctor on this node"
+            ) from error
 
     def _place(self) -> list[WorkerPlacement]:
         found, fabric = self.workers.look(self.rank)
@@ -242,7 +245,10 @@ class JobAgent:
     def _loss(self) -> Exception:
         if any(nanny.reason == SCHEDULER_CLOSED for nanny in self.workers.nannies):
             return _Closed()
-        return ClusterError(f"the scheduler at {self.asked.scheduler} is gone, so the workers end")
+        return ClusterError(
+            f"the scheduler at {self.asked.scheduler} is gone, so the workers end. See what the "
+            f"cluster's own process printed"
+        )
 
     async def _scheduler_gone(self) -> None:
         """Return when the scheduler ends its side of the line and does not answer any more."""

@@ -59,14 +59,14 @@ def _check_access(scheduler: str, keys: str | None) -> None:
     if match[1] == "tcp" and keys:
         raise UsageError(f"--keys: {scheduler} does not use keys: leave them out, or name tls://")
     if keys and "tls_worker_key" not in load_credentials(keys):
-        raise UsageError(f"--keys: {keys} holds no key for workers")
+        raise UsageError(f"--keys: {keys} holds no key for workers: name a cluster's key folder")
 
 
 def identity() -> tuple[str, int]:
     """Id and restart count of this job."""
     restarts = os.environ.get("HPCDASK_RESTARTS") or "0"
     if not re.fullmatch(r"\d+", restarts):
-        raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number")
+        raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number. Unset it")
     if job := os.environ.get("HPCDASK_JOB_ID"):
         return job, int(restarts)
     if queued := environment.job_id():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import signal
+import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from distributed import Nanny, Security
 from distributed.comm import get_address_host, unparse_host_port
-from distributed.core import Status
+from distributed.core import Status, rpc
 from distributed.utils import get_ip
 
 from hpcdask.comm.ucx_config import ucx_environment
@@ -18,13 +20,16 @@ from hpcdask.comm.ucx_hooks import environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
 from hpcdask.logs import say
+from hpcdask.process import signal_name
 from hpcdask.security import listening
 from hpcdask.spec.specs import WorkerSpec
 
 from . import forkserver
-from .device_worker import DeviceWorker
+from .device_worker import LOOK, DeviceWorker
 from .gpu_probe import GpuProbe
+from .observe import observe
 from .placement import WorkerPlacement
+from .profiling import Profiler
 
 #: Why workers are closed at the end of a run, as they are told.
 RUN_IS_OVER = "the run is over"
@@ -32,6 +37,10 @@ RUN_IS_OVER = "the run is over"
 #: them; twice as long after each further one.
 RESTART_ATTEMPTS = 5
 RESTART_PAUSE_S = 1.0
+#: What a nanny is asked for its log and that of its worker.
+LOGS = "hpcdask_logs"
+#: Seconds that a worker's event loop, and the driver, have to answer their own node.
+ANSWER_S = 8.0
 NOT_RESTARTED = "the worker did not start again"
 
 
@@ -40,12 +49,18 @@ class BoundNanny(Nanny):
 
     ``reason`` is why its worker closed for good, as distributed names it; None if that was not
     said. The probe ``prestarted`` may have a process that is ready to be the first worker.
+    ``parts`` are the processes of its rank beside the workers. ``profile`` is the spec if py-spy is
+    to record its workers.
     """
 
     def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
         self.prestarted: GpuProbe | None = None
+        self.parts: Mapping[str, int] = {}
+        self.profile: WorkerSpec | None = None
+        self.profilers: list[Profiler] = []
+        self.handlers |= {LOOK: self.look, LOGS: self.tell_logs}
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -62,6 +77,60 @@ class BoundNanny(Nanny):
         self.reason = reason
         self._dismissed.set()
         super().close_gracefully(reason=reason)
+
+    async def look(self) -> dict[str, Any]:
+        """What its worker does now, and its rank's other processes, whether they answer or not."""
+        (work, problem), worker, *parts = await asyncio.gather(
+            self._ask_worker(),
+            asyncio.to_thread(observe, self.pid or 0),
+            *(asyncio.to_thread(observe, pid) for pid in self.parts.values()),
+        )
+        gpu: dict[str, Any] = {}
+        if uuid := self._own_env.get("CUDA_VISIBLE_DEVICES"):
+            from hpcdask.gpu.samples import sample_of
+
+            with contextlib.suppress(Exception):  # a driver that hangs or fails hides nothing else
+                async with asyncio.timeout(ANSWER_S):
+                    gpu = await asyncio.to_thread(sample_of, uuid)
+        return {
+            "name": str(self.name),
+            "host": socket.gethostname(),
+            "worker": asdict(worker),
+            "work": work,
+            "problem": problem,
+            "parts": {name: asdict(one) for name, one in zip(self.parts, parts, strict=True)},
+            "gpu": gpu,
+        }
+
+    async def tell_logs(self, start: float) -> dict[str, Any]:
+        """Its `node`, and the `lines` that it and its worker have logged since: time, level, text.
+
+        They are not `whole` if the worker does not answer.
+        """
+        found, whole = list(self.get_logs(start=start, timestamps=True)), True
+        if self.worker_address is not None:
+            access = self.security.get_connection_args("worker")
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    async with rpc(self.worker_address, connection_args=access) as worker:
+                        found += await worker.get_logs(start=start, timestamps=True)
+            except Exception:
+                whole = False
+        return {"node": socket.gethostname(), "lines": found, "whole": whole}
+
+    async def _ask_worker(self) -> tuple[dict[str, Any] | None, str]:
+        """What the worker's event loop tells; None, and why not, where it does not answer."""
+        if self.worker_address is None:
+            return None, "it has not registered"
+        access = self.security.get_connection_args("worker")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                async with rpc(self.worker_address, connection_args=access) as worker:
+                    return await getattr(worker, LOOK)(), ""
+        except TimeoutError:
+            return None, f"no answer within {ANSWER_S:g} s"
+        except Exception as error:
+            return None, root_cause(error)
 
     async def wait_closed(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""
@@ -95,7 +164,12 @@ class BoundNanny(Nanny):
                 raise
             if status != Status.running and (how := self._end_of_process()):
                 raise ClusterError(f"its process {how} while it started")
+            self._record()
             return status
+
+    def _record(self) -> None:
+        if self.profile is not None and self.pid is not None:
+            self.profilers.append(Profiler(self.profile, str(self.name), self.pid))
 
     def _is_over(self) -> bool:
         return self.status != Status.running
@@ -112,6 +186,7 @@ class BoundNanny(Nanny):
             try:
                 async with asyncio.timeout(self.death_timeout or None):
                     if await self.process.start() == Status.running:
+                        self._record()
                         return Status.running
                 why = f"its process {self._end_of_process() or 'did not register'}"
             except TimeoutError:  # what has hung so long is ended with the nanny
@@ -139,11 +214,7 @@ class BoundNanny(Nanny):
         code = self._exit_code
         if code is None:
             return ""
-        return (
-            f"ended with exit code {code}"
-            if code >= 0
-            else f"was killed by {signal.Signals(-code).name}"
-        )
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _on_worker_exit_sync(self, exitcode: int) -> None:
         self._exit_code = exitcode
@@ -175,12 +246,11 @@ def make_nanny(
     itself writes that it is warm.
     """
     tcp = "tls" if security.require_encryption else "tcp"
+    host = None
     if placement.interface is None:
         # nanny and worker listen on the network of the scheduler only; by itself a worker would
         # listen on all
         host = unparse_host_port(get_ip(get_address_host(scheduler)))
-    else:
-        host = None
     exchange = placement.protocol
     if exchange == "ucx" and spec.protocol == "auto":
         exchange = "auto"  # what was not asked for by name may fail to start
@@ -199,7 +269,7 @@ def make_nanny(
         nthreads=placement.nthreads,
         memory_limit=placement.memory_limit,
         local_directory=scratch,
-        resources=spec.resources,
+        resources=spec.all_resources(on_gpu=placement.gpu is not None),
         security=security,
         interface=placement.interface,
         death_timeout=spec.death_timeout,
@@ -218,5 +288,6 @@ def make_nanny(
         bind_cores=placement.cores,
         bind_gpu=placement.gpu and placement.gpu.uuid,
         device_memory=placement.device_memory,
+        port_range=spec.port_range,
         **{name: value for name, value in optional.items() if value is not None},
     )

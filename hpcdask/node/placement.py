@@ -6,13 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import Choice, Reach
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
+from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
 from .inventory import Inventory
@@ -24,20 +24,23 @@ def split_node(
     names: Sequence[str],
     sharers: Sequence[Inventory],
     count: int,
+    on_gpus: int = 0,
 ) -> list[WorkerPlacement]:
     """Workers of one node, each with its device (``given``) and name.
 
-    The ranks that share the node, and its ``count`` workers together, have cores and memory.
+    The ranks that share the node, and its ``count`` workers together, have cores and memory. Those
+    on the CPU share the threads that the others, ``on_gpus``, leave.
     """
     cores = owned_cores(sharers)
     cpus = min([len(cores), *(one.quota for one in sharers if one.quota)])
     memory = min(one.memory for one in sharers)
+    share = max(1, (cpus - on_gpus * (spec.nthreads or 1)) // max(1, count - on_gpus))
     return [
         WorkerPlacement(
             name=name,
             gpu=gpu,
             cores=tuple(worker_cores(cores, gpu)),
-            nthreads=spec.nthreads or (1 if gpu else max(1, cpus // count)),
+            nthreads=spec.nthreads or (1 if gpu else share),
             memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
         )
         for name, gpu in zip(names, given, strict=True)
@@ -54,6 +57,7 @@ def with_transport(
     """Complete the placements of each rank with what depends on the transport.
 
     ``links`` are what joins them, per rank; ``interfaces`` are of hosts that have one to listen on.
+    Beside workers on GPUs, those on the CPU take tcp.
     """
     sharers = Counter(
         (links[rank].host, one.gpu.uuid)
@@ -65,9 +69,10 @@ def with_transport(
     def complete(host: str, one: WorkerPlacement) -> WorkerPlacement:
         shared = sharers[host, one.gpu.uuid] if one.gpu else 1
         memory = memory_plan.plan(spec, one.gpu, protocol=choice.protocol, shared=shared)
+        protocol = choice.protocol if one.gpu or not sharers else "tcp"
         return dataclasses.replace(
             one,
-            protocol=choice.protocol,
+            protocol=protocol,
             reach=choice.reach,
             interface=interfaces.get(host),
             device_memory=memory,
@@ -91,7 +96,7 @@ def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class WorkerPlacement:
+class WorkerPlacement(Record):
     """Where one worker runs; its GPU is None for the CPU.
 
     ``memory_limit`` is bytes of host memory, 0 for no limit; ucx reaches ``all`` workers, or those
@@ -108,13 +113,3 @@ class WorkerPlacement:
     reach: Reach = "all"
     interface: str | None = None
     device_memory: MemoryPlan = ON_HOST
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> WorkerPlacement:
-        """Read what ``dataclasses.asdict`` and JSON made of a placement."""
-        read = {
-            "gpu": data["gpu"] and Gpu.from_json(data["gpu"]),
-            "cores": tuple(data["cores"]),
-            "device_memory": MemoryPlan.from_json(data["device_memory"]),
-        }
-        return cls(**{**data, **read})

@@ -14,6 +14,8 @@ from hpcdask.gpu.driver import cuda_extra
 from hpcdask.logs import say
 from hpcdask.spec.specs import WorkerSpec
 
+from . import profiling
+
 
 def check_extras(*, cuda: bool) -> None:
     """Refuse to start workers on GPUs without the package that makes their context."""
@@ -23,6 +25,12 @@ def check_extras(*, cuda: bool) -> None:
         found = None
     if not found:
         raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
+
+
+def check_parts(spec: WorkerSpec) -> None:
+    """Find here what workers are to load, and the tool that profiles them."""
+    check_preloads(spec)
+    profiling.check(spec)
 
 
 def check_preloads(spec: WorkerSpec) -> None:
@@ -40,7 +48,9 @@ def check_preloads(spec: WorkerSpec) -> None:
                 continue
             else:
                 what = f"there is no module {top or name} (a file's name ends in .py)"
-            raise UsageError(f"{option} {name}: {what}, on {socket.gethostname()}")
+            raise UsageError(
+                f"{option} {name}: {what}, on {socket.gethostname()}. Name what all nodes have"
+            )
 
 
 def tell_warnings(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> None:

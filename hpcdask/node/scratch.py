@@ -20,12 +20,8 @@ from hpcdask.security import private
 from hpcdask.spec.specs import WorkerSpec
 
 
-def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
-    """A new private folder on the node, 0700, by default where Dask's configuration has it.
-
-    ``announce`` is called with the path before there is anything, so that nothing is left whatever
-    happens.
-    """
+def base_folder(local_directory: str | None = None) -> str:
+    """Where scratch folders of this node are made. Raises UsageError for an unset variable."""
     base = local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
     # variables of this node, not of who submits; the program may go to another folder
     base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
@@ -34,6 +30,16 @@ def scratch_folder(local_directory: str | None, announce: Callable[[str], None])
             f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "
             "a folder on the node's own disk, or a variable that jobs have"
         )
+    return base
+
+
+def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
+    """A new private folder on the node, 0700, by default where Dask's configuration has it.
+
+    ``announce`` is called with the path before there is anything, so that nothing is left whatever
+    happens.
+    """
+    base = base_folder(local_directory)
     try:
         private.make_folders(base)
         private.refuse_open(base)

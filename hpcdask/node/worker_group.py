@@ -17,7 +17,7 @@ from hpcdask.process import leave, owner_text
 from hpcdask.security import private
 from hpcdask.spec.specs import WorkerSpec
 
-from . import forkserver
+from . import forkserver, profiling
 from .gpu_probe import GpuProbe
 from .inventory import Inventory, look
 from .nanny import RUN_IS_OVER, BoundNanny, make_nanny
@@ -31,7 +31,8 @@ class WorkerGroup:
     """The workers of a rank, or of a job on one node, each with its nanny.
 
     There is no probe where there is no driver, or once it was dismissed. ``tells``: each worker
-    writes that it is warm, where nobody says it for all.
+    writes that it is warm, where nobody says it for all. ``parts`` are other processes of the rank,
+    which can be looked at.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class WorkerGroup:
         tells: bool = False,
     ) -> None:
         self.nannies: list[BoundNanny] = []
+        self.parts: dict[str, int] = {}
         self.probe = probe
         self.scratch = scratch
         self._spec, self._host, self._tells = spec, host, tells
         self._ending = False
         self._watchers: list[asyncio.Task[None]] = []
+        self._first = True
 
     def dismiss_probe(self) -> None:
         """End the process that found the GPUs."""
@@ -58,6 +61,7 @@ class WorkerGroup:
 
     def look(self, rank: Rank) -> tuple[Inventory, Fabric]:
         """What this rank or job has here, and what joins its devices."""
+        self._first = rank.index == 0
         if self._spec.device == "cpu":
             self.dismiss_probe()
         return look(self._spec, rank, self.probe)
@@ -85,6 +89,10 @@ class WorkerGroup:
             )
             for one in placements
         ]
+        for nanny in self.nannies[:1]:
+            nanny.parts = self.parts
+        for nanny in self.nannies:
+            nanny.profile = self._spec if self._spec.profile == "py-spy" else None
         if len(placements) == 1:
             self.nannies[0].prestarted = self.probe
         elif self.probe is not None and self.probe.uuid is not None:
@@ -126,6 +134,9 @@ class WorkerGroup:
                     ),
                     return_exceptions=True,
                 )
+        ends = (profiler.end() for one in self.nannies for profiler in one.profilers)
+        if any(await asyncio.gather(*ends)) and self._first:
+            say(f"profiles: one file for each worker in {profiling.folder_of(self._spec)}")
         forkserver.stop()
 
     def leave(self, code: int) -> NoReturn:

@@ -1,0 +1,266 @@
+"""What a process does now, seen from another one: also where it is stuck, in Python or in C.
+
+py-spy reads its stacks where it is installed and may attach. Otherwise the process writes them
+itself, into a file in its memory, when it gets `NUMBER`: a handler in C that needs neither Python's
+lock nor its event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import linecache
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hpcdask.bootstrap.janitor import MARKER
+from hpcdask.process import process_start, process_status
+
+#: The signal at which a process writes its stacks; no launcher or library of the field uses it.
+NUMBER = int(signal.SIGRTMAX) - 5
+PR_SET_PTRACER = 0x59616D61
+#: Seconds over which it is seen how busy a process is, and that its stacks may take.
+SAMPLE_S, SPY_DEADLINE_S, WRITE_DEADLINE_S = 0.5, 10.0, 3.0
+#: How often it is looked at meanwhile.
+LOOKS = 20
+#: Seconds in which a file that grows no more is complete.
+QUIET_S = 0.2
+#: The system call of a thread that waits for a lock, by architecture.
+FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine(), "")
+STOPPED = "Tt"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack; `text` is the source, where it can be read."""
+
+    function: str
+    file: str
+    line: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class ThreadView:
+    """A thread of Python, innermost frame first.
+
+    `ident` is Python's. `owns_gil` and `in_lock`, whether it waits for a lock, are None where that
+    cannot be seen.
+    """
+
+    ident: int
+    frames: list[Frame]
+    owns_gil: bool | None = None
+    in_lock: bool | None = None
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """A process: its state as the kernel calls it, empty if it is gone; how many cores it uses.
+
+    `busy` is the share of looks at which one of its threads ran, or waited for a core to run on:
+    on a full node one that computes may get little of a core. `problem` tells why it has no
+    threads.
+    """
+
+    pid: int
+    state: str = ""
+    cores: float = 0.0
+    busy: float = 0.0
+    threads: list[ThreadView] = field(default_factory=list)
+    problem: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` and JSON made of it."""
+        threads = [
+            ThreadView(**{**one, "frames": [Frame(**frame) for frame in one["frames"]]})
+            for one in data["threads"]
+        ]
+        return cls(**{**data, "threads": threads})
+
+
+def make_observable() -> None:
+    """Let this process be observed by its rank, and write its stacks into memory that others read.
+
+    Where that is not possible it is merely not observable.
+    """
+    rank = os.environ.get(MARKER, "").rpartition(".")[2]
+    if rank.isdigit():  # Yama lets else only parents look, and a worker's is its template
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(int(rank)), 0, 0, 0)
+    if _file_of(os.getpid()) is None:
+        with contextlib.suppress(OSError):
+            file = os.memfd_create(_own_name(os.getpid()))
+            faulthandler.register(NUMBER, file, all_threads=True, chain=False)
+
+
+def _own_name(pid: int) -> str:
+    return f"hpcdask-stacks-{pid}"
+
+
+def observe(pid: int) -> ProcessView:
+    """Look at a process of this node: about a second, with both deadlines over 14 s at most."""
+    began, before = time.monotonic(), _cpu_seconds(pid)
+    if not process_start(pid):
+        return ProcessView(pid)
+    looks = [_wants_a_core(pid) for _ in range(LOOKS)]
+    cores = (_cpu_seconds(pid) - before) / (time.monotonic() - began)
+    state = (process_status(pid) or ["", ""])[1]
+    threads, problem = _spy(pid, state)
+    if not threads:
+        try:
+            threads, refusal = _have_written(pid, state)
+        except OSError:
+            threads, refusal = [], "it ended meanwhile"
+        problem = f"{problem}; {refusal}" if refusal else ""
+    busy = sum(looks) / LOOKS
+    return ProcessView(pid, state, round(max(0.0, cores), 2), busy, threads, problem)
+
+
+def _wants_a_core(pid: int) -> bool:
+    """Whether one of its threads runs or could, at the end of a part of `SAMPLE_S`."""
+    time.sleep(SAMPLE_S / LOOKS)
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
+
+
+def _cpu_seconds(pid: int) -> float:
+    status = process_status(pid)
+    return sum(map(int, status[12:14])) / os.sysconf("SC_CLK_TCK") if status else 0.0
+
+
+# By py-spy
+
+
+def find_spy() -> str | None:
+    """Where py-spy is: on PATH, or beside this Python."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    return shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
+
+
+def _spy(pid: int, state: str) -> tuple[list[ThreadView], str]:
+    """Stacks by py-spy; none, and why, where it cannot."""
+    program = find_spy()
+    if program is None:
+        return [], "py-spy is not installed"
+    # what is stopped cannot be stopped once more
+    command = [
+        program,
+        "dump",
+        "--json",
+        "--pid",
+        str(pid),
+        *["--nonblocking"] * (state in STOPPED),
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SPY_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+        )
+        found = json.loads(done.stdout) if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return [], f"py-spy has not answered for {SPY_DEADLINE_S:g} s"
+    except (OSError, ValueError) as error:
+        return [], f"py-spy failed: {error}"
+    if not found:
+        return [], f"py-spy failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    return [_of_spy(pid, one) for one in found], ""
+
+
+def _of_spy(pid: int, told: Mapping[str, Any]) -> ThreadView:
+    frames = [
+        _frame(one["name"].rpartition(".")[2], one["filename"], one["line"])
+        for one in told["frames"]
+    ]
+    in_lock = _is_in_lock(pid, told["os_thread_id"])
+    return ThreadView(told["thread_id"], frames, bool(told["owns_gil"]), in_lock)
+
+
+def _is_in_lock(pid: int, thread: int | None) -> bool | None:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/syscall") as file:
+            return file.read().split()[0] == FUTEX if FUTEX else None
+    except (OSError, IndexError):
+        return None
+
+
+def _frame(function: str, file: str, line: int) -> Frame:
+    """A line of a stack, with the last three parts of its path."""
+    text = linecache.getline(file, line).strip()[:120] if os.path.isabs(file) else ""
+    return Frame(function, "/".join(file.split("/")[-3:]), line, text)
+
+
+# By faulthandler
+
+
+def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
+    """Stacks as the process itself writes them; none, and why, where it does not."""
+    path = _file_of(pid)
+    if path is None or not _catches(pid):
+        return [], "it does not write its stacks itself"
+    if state in STOPPED:
+        return [], "a stopped process cannot write its stacks"
+    start = os.stat(path).st_size
+    os.kill(pid, NUMBER)
+    deadline, size, since = time.monotonic() + WRITE_DEADLINE_S, start, time.monotonic()
+    while time.monotonic() < deadline and (size == start or time.monotonic() < since + QUIET_S):
+        time.sleep(0.02)
+        if (now := os.stat(path).st_size) != size:
+            size, since = now, time.monotonic()
+    with open(path) as file:
+        file.seek(start)
+        threads = read_written(file.read())
+    return threads, "" if threads else f"it has not written them within {WRITE_DEADLINE_S:g} s"
+
+
+def _file_of(pid: int) -> str | None:
+    """The file in memory that a process has for its stacks; a fork has its parent's, too."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_own_name(pid)} "):
+                    return f"{folder}/{name}"
+    return None
+
+
+def _catches(pid: int) -> bool:
+    """Whether it has a handler for the signal, which would else end it."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.M)
+    except OSError:
+        return False
+    return bool(masks and int(masks[1], 16) >> (NUMBER - 1) & 1)
+
+
+def read_written(text: str) -> list[ThreadView]:
+    """The threads in what faulthandler has written."""
+    threads: list[ThreadView] = []
+    for line in text.splitlines():
+        if head := re.match(r"(?:Current thread|Thread) 0x(\w+)", line):
+            threads.append(ThreadView(int(head[1], 16), []))
+        elif threads and (told := re.match(r'  File "(.*)", line (\d+) in (.*)', line)):
+            threads[-1].frames.append(_frame(told[3], told[1], int(told[2])))
+    return threads

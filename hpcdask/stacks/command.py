@@ -1,0 +1,92 @@
+"""hpcdask stacks and logs. What they need is imported when one runs: every command imports this."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcdask.jobs.command import folder_option
+
+if TYPE_CHECKING:
+    from hpcdask.jobs.logs import LogLine
+
+#: Seconds between two looks.
+LOOK_S = 1.0
+
+
+@click.command(epilog="Example: hpcdask stacks cluster.json")
+@folder_option
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+def stacks(base: str | None, as_json: bool, name: str | None) -> None:
+    """Show what a run that hangs does, and why.
+
+    That is: what program, scheduler and workers of a run or cluster do now, and what is most likely
+    wrong.
+
+    NAME is a cluster's (hpcdask jobs), or the process id of a run's rank 0 on this node. FILE is
+    the run's scheduler file. Without either it is the only one that is there.
+
+    It also works while the scheduler does not answer. The exit code is 1 if nothing of it could be
+    reached.
+    """
+    from hpcdask.logs import set_log_level
+
+    from .diagnose import diagnose
+    from .look import find, look
+    from .show import lines
+
+    set_log_level("CRITICAL")
+    report = asyncio.run(look(find(name, base)))
+    if as_json:
+        content = {**dataclasses.asdict(report), "likely": diagnose(report)}
+        click.echo(json.dumps(content, indent=2, default=str))
+    else:
+        click.echo("\n".join(lines(report)))
+    if not report.workers and report.work is None:
+        sys.exit(1)
+
+
+@click.command(epilog="Example: hpcdask logs -f cluster.json")
+@folder_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the cluster ends, or Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last lines, at first.")
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+def logs(base: str | None, follow: bool, lines: int | None, name: str | None) -> None:
+    """Show the logs of all workers as one.
+
+    Lines are in order, with time, node, worker, level and text.
+
+    NAME is a cluster's, also of one that has ended: what its jobs have written. FILE is a run's
+    scheduler file: what Dask's scheduler, nannies and workers have logged and keep in memory; what
+    else they print goes to the launcher's output. The exit code is 1 if none of them answers.
+    """
+    from hpcdask.logs import say, some
+
+    from .log_reading import reader_of
+
+    reader = reader_of(name, base)
+    found = reader.read()
+    if reader.silent:
+        again = " ".join(["hpcdask stacks", *filter(None, [name])])
+        say(f"warning: no answer from {some(reader.silent)}. {again} tells why")
+        if not reader.goes_on():
+            sys.exit(1)
+    _print(found[max(0, len(found) - lines) :] if lines is not None else found)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            follow = reader.goes_on()  # before it is read: what ended meanwhile is read once more
+            _print(reader.read())
+            time.sleep(LOOK_S * follow)
+
+
+def _print(lines: list[LogLine]) -> None:
+    for line in lines:
+        click.echo(str(line))

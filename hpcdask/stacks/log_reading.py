@@ -1,0 +1,118 @@
+"""Reads all logs of a cluster or run as one, for hpcdask logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from hpcdask.errors import SchedulerFileError, UsageError
+from hpcdask.jobs.folder import ClusterFolder, list_clusters
+from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
+from hpcdask.node.nanny import LOGS
+
+from .look import AT_ONCE, NODE_S, Target, find
+
+#: Time, node, worker, level and text.
+Record = tuple[float, str, str, str, str]
+#: Stands for the scheduler among the names of workers.
+SCHEDULER = "scheduler"
+
+
+def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
+    """What reads the logs of a cluster by its name, or of a run by its file."""
+    clusters = {one.name: one for one in list_clusters(base)}
+    if name in clusters:
+        return _Jobs(clusters[name])
+    target = find(name, base)
+    if target.name in clusters:  # the only one
+        return _Jobs(clusters[target.name])
+    return _Run(target, name, base)
+
+
+class _Jobs(ClusterLogs):
+    """The logs of a cluster of jobs."""
+
+    silent: ClassVar[list[str]] = []  # files, which all answer
+
+    def goes_on(self) -> bool:
+        """Whether there may be more."""
+        return ClusterFolder.open(self.folder.path).lives() is not False
+
+
+@dataclass
+class _Door:
+    """How far a process was read: all until `since`, of later lines those `seen`."""
+
+    since: float = 0.0
+    seen: set[Record] = field(default_factory=set)
+
+    def new(self, told: Iterable[Record], *, whole: bool) -> list[Record]:
+        """Those that were not seen yet. An answer that is not `whole` is asked for again."""
+        told = set(told)
+        new = told - self.seen
+        if whole:
+            self.since = max((one[0] for one in told), default=self.since)
+        self.seen = {one for one in self.seen | told if one[0] >= self.since}
+        return sorted(new)
+
+
+@dataclass
+class _Run:
+    """What the processes of a run keep of their logs."""
+
+    target: Target
+    name: str | None
+    base: str | None
+    silent: list[str] = field(default_factory=list)
+    _reached: int = 0
+    _doors: defaultdict[str, _Door] = field(default_factory=lambda: defaultdict(_Door))
+
+    def goes_on(self) -> bool:
+        """Whether it is still there; workers that came meanwhile are asked, too."""
+        with contextlib.suppress(SchedulerFileError, UsageError):
+            self.target = find(self.name, self.base)
+        return self._reached > 0
+
+    def read(self) -> list[LogLine]:
+        """Lines that are new, in order; `silent` has who does not answer."""
+        records = asyncio.run(self._ask())
+        return merged(_lines(*one) for one in sorted(records))
+
+    async def _ask(self) -> list[Record]:
+        from distributed.core import rpc
+
+        room = asyncio.Semaphore(AT_ONCE)
+        args = self.target.security.get_connection_args("client")
+
+        async def ask(name: str, address: str) -> list[Record] | None:
+            door = self._doors[address]
+            with contextlib.suppress(Exception):
+                async with room, asyncio.timeout(NODE_S), rpc(address, connection_args=args) as one:
+                    if name == SCHEDULER:
+                        lines = await one.get_logs(start=door.since, timestamps=True)
+                        told = {"node": self.target.host, "lines": lines, "whole": True}
+                    else:
+                        told = await getattr(one, LOGS)(start=door.since)
+                    records = [(at, told["node"], name, *rest) for at, *rest in told["lines"]]
+                    return door.new(records, whole=told["whole"])
+            return None
+
+        doors = {SCHEDULER: self.target.address, **self.target.doors}
+        answers = await asyncio.gather(*(ask(*one) for one in doors.items()))
+        self.silent = [name for name, one in zip(doors, answers, strict=True) if one is None]
+        self._reached = len(doors) - len(self.silent)
+        return [record for answer in answers for record in answer or ()]
+
+
+def _lines(at: float, node: str, worker: str, level: str, text: str) -> list[LogLine]:
+    """A record, which may have several lines."""
+    line = LogLine(at, node, worker, level, "")
+    found = []
+    for part in text.splitlines():
+        line = line.followed_by(part)
+        found.append(replace(line, time=at, level=level))
+    return found

@@ -1,0 +1,127 @@
+"""`--profile`: real py-spy beside workers; a stand-in for nsys and nvtx."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from clock import clock
+from running import Site
+
+pytestmark = pytest.mark.mpi
+
+WORK = """
+import os, signal, time
+from distributed import Client
+
+def burn_visibly(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+    return os.getpid()
+
+def main():
+    client = Client()
+    addresses = {}
+    def look():
+        found = client.scheduler_info()["workers"]
+        addresses.update({one["name"]: address for address, one in found.items()})
+        return len(found)
+
+    look()
+    names, first = sorted(addresses), dict(addresses)
+    given = {"pure": False}
+    pids = client.gather([client.submit(burn_visibly, 1, workers=[n], **given) for n in names])
+    if os.environ.get("KILL"):
+        os.kill(pids[0], signal.SIGKILL)
+        while look() < len(names) or first[names[0]] == addresses[names[0]]:
+            time.sleep(0.05)
+        again = client.submit(burn_visibly, 1, workers=[names[0]], pure=False)
+        assert again.result(120) != pids[0]
+
+if __name__ == "__main__":
+    main()
+    raise SystemExit(3)
+"""
+#: Runs the command as a child, as nsys does, and writes a report with its exit code.
+NSYS = """#!/usr/bin/env python3
+import json, os, subprocess, sys
+arguments = sys.argv[1:]
+file = arguments[arguments.index("--output") + 1]
+command = arguments[arguments.index("--output") + 2:]
+code = subprocess.call(command)
+json.dump({"code": code}, open(file + ".nsys-rep", "w"))
+sys.exit(code)
+"""
+NVTX = """
+import os
+def start_range(message, domain):
+    open(os.environ["RANGES"], "a").write(message + "\\n")
+    return 1
+def end_range(mark):
+    open(os.environ["RANGES"], "a").write("end\\n")
+"""
+
+
+@pytest.fixture
+def program(site: Site) -> Path:
+    path = site.folder / "work.py"
+    path.write_text(WORK)
+    return path
+
+
+def start(site: Site, program: Path, *options: str, **given: object) -> object:
+    return site.run(*options, program, find=False, timeout=120, **given)
+
+
+def test_a_flame_graph_for_each_life_of_each_worker(site: Site, program: Path) -> None:
+    ended = start(
+        site, program, "--profile", "py-spy", "--profile-folder", "graphs", env={"KILL": "1"}
+    )
+    since = clock()
+    assert ended.code == 3, str(ended)
+    graphs = sorted((site.folder / "graphs").iterdir())
+    assert len(graphs) == 3, ended
+    assert sum("burn_visibly" in graph.read_text() for graph in graphs) == 3
+    assert f"profiles: one file for each worker in {site.folder / 'graphs'}" in ended.err
+    site.check_nothing_left(since)
+
+
+def test_ranks_and_missing_tools(site: Site, program: Path) -> None:
+    ended = start(site, program, "--profile", "py-spy", "--profile-ranks", "1-7")
+    assert ended.code == 3, str(ended)
+    assert len(list((site.folder / "hpcdask-profile").iterdir())) == 1
+    missing = start(site, program, "--profile", "nsys")
+    assert missing.code == 2
+    (line,) = missing.errors
+    assert "there is no nsys on PATH" in line
+    refused = start(site, program, "--profile-ranks", "3-1")
+    assert refused.code == 2
+    assert "'3-1' is not a rank or a span of ranks" in refused.err
+
+
+@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+def test_ranks_under_a_stand_in_for_nsys(site: Site, program: Path) -> None:
+    tools = site.folder / "tools"
+    tools.mkdir()
+    (tools / "nsys").write_text(NSYS)
+    (tools / "nsys").chmod(0o755)
+    (tools / "nvtx.py").write_text(NVTX)
+    ranges = site.folder / "ranges"
+    path = os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")]))
+    env = {
+        "PATH": f"{tools}:{site.launcher.env['PATH']}",
+        "PYTHONPATH": path,
+        "RANGES": str(ranges),
+    }
+    ended = start(site, program, "--profile", "nsys", "--profile-folder", "reports", env=env)
+    since = clock()
+    assert ended.code == 3, str(ended)
+    reports = sorted((site.folder / "reports").iterdir())
+    assert [report.name for report in reports] == ["rank-0.nsys-rep", "rank-1.nsys-rep"]
+    assert json.loads(reports[0].read_text()) == {"code": 3}
+    assert ranges.read_text().split().count("burn_visibly") == 2
+    site.check_nothing_left(since)

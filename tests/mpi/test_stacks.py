@@ -1,0 +1,230 @@
+"""`hpcdask stacks`: dead-locks made on purpose are named, whoever of the run still answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from distributed import Client
+
+import deadlocks
+import hpcdask
+from clock import PATIENCE, clock
+from hpcdask.stacks.command import logs
+from hpcdask.stacks.diagnose import diagnose
+from hpcdask.stacks.look import Report, find, look
+from hpcdask.stacks.show import lines
+from launching import openmpi_launcher, wait_for
+from running import Running, Site
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+SIZE = 3
+TESTS = Path(__file__).parents[1]
+
+
+class Hanging:
+    """A run of which parts hang, and a client of it."""
+
+    def __init__(self, site: Site, run: Running) -> None:
+        self.site, self.run = site, run
+        self.file = str(site.folder / "cluster.json")
+        self.client: Client = hpcdask.connect(self.file)
+        self.workers = [one["name"] for one in self.infos()]
+
+    def infos(self) -> list[dict]:
+        found = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        return sorted(found, key=lambda one: one["name"])
+
+    def addresses(self) -> dict[str, str]:
+        """The workers' names by their addresses."""
+        found = self.client.scheduler_info(n_workers=-1)["workers"]
+        return {address: one["name"] for address, one in found.items()}
+
+    def wait_until_there(self, *names: str) -> None:
+        for name in names:
+            wait_for((self.site.folder / name).exists, 30, name)
+
+    def look(self, *, likely: str) -> tuple[Report, str]:
+        """Look until the most likely is as expected: stacks that are in their last line soon."""
+
+        def found() -> tuple[Report, str] | None:
+            nonlocal text
+            report = asyncio.run(look(find(self.file)))
+            text = "\n".join(lines(report))
+            return (report, text) if likely in diagnose(report)[0] else None
+
+        text = ""
+        try:
+            return wait_for(found, 60, likely)
+        except AssertionError:
+            pytest.fail(f"not {likely!r}, but\n{text}", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Hanging]:
+    with Site(openmpi_launcher()) as site:
+        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        options = ("--scheduler-file", "cluster.json", "--memory-limit", "600MB", "--nthreads", "2")
+        run = site.start(*options, n=SIZE, env={"PYTHONPATH": path})
+        run.line("hpcdask: scheduler at", stream="err", timeout=120)
+        hanging = Hanging(site, run)
+        yield hanging
+        hanging.client.close(timeout=5)
+        run.signal(signal.SIGTERM)
+        run.end(60)
+        site.check_nothing_left(clock())
+
+
+@pytest.fixture
+def hanging(whole: Hanging) -> Iterator[Hanging]:
+    """The run, whose workers start anew after each test."""
+    yield whole
+    for path in whole.site.folder.glob("*.there"):
+        path.unlink()
+    whole.client.restart(timeout=60, wait_for_workers=False)  # what hangs is killed before that
+    whole.client.wait_for_workers(SIZE, timeout=PATIENCE * 60)
+
+
+def test_locks_of_dask_that_two_tasks_want_in_two_orders(hanging: Hanging):
+    pairs = [("a.there", "b.there"), ("b.there", "a.there")]
+    tasks = [
+        hanging.client.submit(deadlocks.cluster_locks, *pair, workers=[name], pure=False)
+        for pair, name in zip(pairs, hanging.workers, strict=False)
+    ]
+    hanging.wait_until_there("a.there", "b.there")
+    report, text = hanging.look(likely="2 Dask tasks wait for a lock of Dask")
+    assert "deadlocks.py" in diagnose(report)[0]
+    assert "'a.there' (1 wait)" in diagnose(report)[0]
+    assert f"2 workers ({', '.join(hanging.workers[:2])}): Dask task cluster_locks-" in text, text
+    assert f"1 worker ({hanging.workers[2]}): run no Dask task" in text
+    del tasks
+
+
+@pytest.mark.long
+def test_locks_of_a_process_that_two_threads_want_in_two_orders(hanging: Hanging):
+    names = ["inner.there", "outer.there"]
+    tasks = hanging.client.map(deadlocks.process_locks, names, workers=hanging.workers[:1])
+    hanging.wait_until_there(*names)
+    report, _ = hanging.look(likely="2 Dask tasks on ")
+    where = f"{hanging.workers[0]} wait for a lock of the worker's process at process_locks ("
+    assert where in diagnose(report)[0]
+    del tasks
+
+
+def test_a_rank_that_never_comes_to_the_barrier_of_its_gang(hanging: Hanging):
+    gang = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import hpcdask, deadlocks, sys; client = hpcdask.connect(sys.argv[1]);"
+                "hpcdask.gang(deadlocks.barrier, size=3, client=client)"
+            ),
+            hanging.file,
+        ],
+        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    try:
+        hanging.wait_until_there(*(f"rank{rank}.there" for rank in range(SIZE)))
+        report, text = hanging.look(likely="A gang is in a dead-lock: 2 ranks wait at come_to_")
+        assert "rank 2 at" in diagnose(report)[0], text
+        assert not report.unreached
+    finally:
+        gang.kill()
+        gang.wait()
+
+
+def test_workers_that_are_full(hanging: Hanging):
+    """Each of them holds what Dask does not know of, above the limit at which it pauses."""
+    full = hanging.client.map(deadlocks.full, [0.87 + i / 1000 for i in range(SIZE)], pure=False)
+    wait_for(lambda: {one["status"] for one in hanging.infos()} == {"paused"}, 60, "a pause")
+    more = hanging.client.map(deadlocks.nothing, range(10))
+    report, text = hanging.look(likely=f"Workers {', '.join(hanging.workers)} are full and paused")
+    assert f"{SIZE} workers" in text
+    assert report.work["states"].keys() & {"no-worker", "queued", "waiting", "processing"}
+    hanging.client.run(deadlocks.forget)
+    del full, more
+
+
+def test_a_worker_that_is_stopped(hanging: Hanging):
+    name = hanging.workers[1]
+    (address,) = (one for one, its in hanging.addresses().items() if its == name)
+    worker = psutil.Process(hanging.client.run(os.getpid)[address])
+    worker.suspend()
+    try:
+        report, text = hanging.look(likely=f"Worker {name} is lost: its process {worker.pid}")
+        assert f"1 worker ({name}): are stopped" in text
+        assert f"kill -CONT {worker.pid}" in text
+        assert not report.unreached
+    finally:
+        worker.resume()
+
+
+def test_a_loop_in_c_that_holds_python_s_lock(hanging: Hanging):
+    task = hanging.client.submit(deadlocks.compiled, "c.there", workers=hanging.workers[:1])
+    hanging.wait_until_there("c.there")
+    report, text = hanging.look(likely=f"Worker {hanging.workers[0]} is in a loop of compiled code")
+    assert "compiled (" in diagnose(report)[0]
+    assert "deadlocks.py" in diagnose(report)[0]
+    assert f"(Dask task {task.key})" in diagnose(report)[0]
+    assert f"1 worker ({hanging.workers[0]}): do not answer, Dask task {task.key}" in text
+
+
+def test_a_scheduler_that_does_not_answer(hanging: Hanging):
+    """All the same, workers and what they do are there, and the scheduler's line."""
+    task = hanging.client.submit(deadlocks.works, "w.there", workers=hanging.workers[:1])
+    hanging.wait_until_there("w.there")
+    path = Path(hanging.site.folder / "s.there")
+
+    def stick(dask_scheduler: object) -> None:
+        import time
+
+        path.touch()
+        while path.exists():
+            time.sleep(0.1)
+
+    client = hanging.client
+    client.loop.add_callback(client.run_on_scheduler, stick, asynchronous=True)
+    hanging.wait_until_there("s.there")
+    report, text = hanging.look(likely="The scheduler's event loop does not answer: it is at stick")
+    assert report.work is None
+    assert "scheduler: no answer within" in text
+    assert f"Dask task {task.key} for " in text
+    path.unlink()
+
+
+def test_the_logs_of_a_run_are_one(hanging: Hanging):
+    def say(dask_worker: object) -> None:
+        import logging
+
+        logging.getLogger("distributed.worker").warning("said\nin two lines")
+
+    hanging.client.run(say)
+    done = CliRunner().invoke(logs, [hanging.file])
+    assert done.exit_code == 0, done.output
+    host = socket.gethostname()
+    for name in hanging.workers:
+        assert f" {host} {name} WARNING distributed.worker - said\n" in done.output
+        assert f" {host} {name} WARNING in two lines\n" in done.output
+
+
+def test_the_command(hanging: Hanging):
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask", "stacks", hanging.file],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{hanging.file}: {SIZE} workers reached\n\nScheduler (process ")
+    assert f"{SIZE} workers ({', '.join(hanging.workers)}): run no Dask task" in done.stdout
+    assert done.stdout.endswith("Most likely:\n  - Nothing is known to be wrong\n")

@@ -1,0 +1,138 @@
+"""Logs of many jobs as one, in order."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpcdask.client import scheduler_file
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.logs import ClusterLogs
+from hpcdask.logs import USUAL_FORMAT, numbered, sign_lines, some, spans
+from hpcdask.stacks.command import logs
+from hpcdask.stacks.log_reading import _Door
+
+FIRST = """hpcdask: job 1 on n1: 1 worker on 2 cores, tcp
+2026-11-23 10:00:02,500 - n1 - c-1-0-0 - WARNING - distributed.worker - late
+printed
+Traceback:
+2026-11-23 10:00:09,000 - distributed.nanny - ERROR - it died
+"""
+SECOND = """2026-11-23 10:00:01,000 - n2 - c-2-0-0 - INFO - distributed.worker - early
+2026-11-23 10:00:03,000 - n2 - c-2-0-0 - INFO - distributed.worker - between
+hpcdask: error: job 2 on n2: no scheduler
+"""
+
+
+def test_many_names_and_numbers_are_short():
+    assert some("abcba") == "a, b, c"
+    assert some("abcdefgh", 2) == "a, b and 6 more"
+    assert spans([3, 0, 1, 2, 8]) == "0-3,8"
+    assert (numbered("rank", [3]), numbered("rank", range(1000))) == ("rank 3", "ranks 0-999")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ClusterFolder:
+    found = ClusterFolder.create("c", "local", tmp_path / "base")
+    found.write_script("")
+    found.new_submission().record(["1", "2"])
+    for path in (found.path / "submissions").glob("*/ids"):
+        os.utime(path, (0, time.mktime((2026, 11, 23, 10, 0, 0, 0, 0, -1))))
+    found.log_path("1").write_text(FIRST)
+    found.log_path("2").write_text(SECOND)
+    return found
+
+
+MERGED = """2026-11-23 10:00:00 n1 job-1 - hpcdask: job 1 on n1: 1 worker on 2 cores, tcp
+2026-11-23 10:00:01 n2 c-2-0-0 INFO distributed.worker - early
+2026-11-23 10:00:02 n1 c-1-0-0 WARNING distributed.worker - late
+2026-11-23 10:00:02 n1 c-1-0-0 - printed
+2026-11-23 10:00:02 n1 c-1-0-0 - Traceback:
+2026-11-23 10:00:03 n2 c-2-0-0 INFO distributed.worker - between
+2026-11-23 10:00:03 n2 c-2-0-0 ERROR hpcdask: error: job 2 on n2: no scheduler
+2026-11-23 10:00:09 n1 c-1-0-0 ERROR distributed.nanny - it died
+"""
+
+
+def test_lines_of_all_jobs_are_in_order(folder: ClusterFolder):
+    reader = ClusterLogs(folder)
+    assert "".join(f"{line}\n" for line in reader.read()) == MERGED
+    assert not reader.read()
+    with folder.log_path("2").open("a") as file:
+        file.write("half a")
+        file.flush()
+        assert not reader.read()
+        file.write(" line\n")
+    (line,) = reader.read()
+    assert str(line) == "2026-11-23 10:00:03 n2 c-2-0-0 - half a line"
+
+
+def test_the_command_shows_a_cluster_that_has_ended(folder: ClusterFolder):
+    folder.mark_ended()
+    base = str(folder.path.parent)
+    done = CliRunner().invoke(logs, ["--folder", base, "c"])
+    assert (done.exit_code, done.output) == (0, MERGED)
+    done = CliRunner().invoke(logs, ["--folder", base, "-f", "-n", "1", "c"])
+    assert done.output == MERGED.splitlines()[-1] + "\n"
+
+
+def test_a_worker_s_lines_say_whose_they_are():
+    stream, logger = io.StringIO(), logging.getLogger("distributed.worker")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(USUAL_FORMAT))
+    logger.addHandler(handler)
+    formatters = {one: one.formatter for one in logging.getLogger("distributed").handlers}
+    try:
+        sign_lines("n1", "100%-0")
+        logger.warning("slow")
+    finally:
+        logger.removeHandler(handler)
+        for one, formatter in formatters.items():
+            one.setFormatter(formatter)
+    assert stream.getvalue().partition(" - ")[2] == (
+        "n1 - 100%-0 - WARNING - distributed.worker - slow\n"
+    )
+
+
+def test_lines_of_a_run_come_once_and_are_not_asked_for_again():
+    first, second, third = ((float(at), "n", "w", "INFO", "text") for at in range(3))
+    door = _Door()
+    assert door.new([first, second], whole=True) == [first, second]
+    assert door.since == 1
+    assert door.new([third], whole=False) == [third]  # its worker did not answer, the nanny did
+    assert door.since == 1
+    late = (1.5, "n", "w", "INFO", "of the worker")
+    assert door.new([second, late, third], whole=True) == [late]
+    assert door.since == 2
+    assert not door.new([third], whole=True)
+
+
+def test_a_run_that_does_not_answer(tmp_path: Path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+        path = str(tmp_path / "cluster.json")
+        scheduler_file.write(path, address, {}, job=None, doors={"w0": ""})
+        done = CliRunner().invoke(logs, [path])
+    assert done.exit_code == 1
+    assert f"no answer from scheduler, w0. hpcdask stacks {path} tells why" in done.output
+
+
+def test_lines_that_come_just_before_the_end_are_shown(
+    folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+):
+    def lives(self: ClusterFolder) -> bool:
+        with self.log_path("2").open("a") as file:
+            file.write("the last words\n")
+        return False
+
+    monkeypatch.setattr(ClusterFolder, "lives", lives)
+    done = CliRunner().invoke(logs, ["--folder", str(folder.path.parent), "--follow", folder.name])
+    assert done.output.endswith("the last words\n"), done.output

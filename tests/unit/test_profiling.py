@@ -1,0 +1,71 @@
+"""Profiles: where they cannot be written, and the time to write them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.node import forkserver, profiling, worker_group
+from hpcdask.node.worker_group import WorkerGroup
+from hpcdask.runner import runner as runners
+from hpcdask.runner.runner import Runner
+from hpcdask.spec.specs import WorkerSpec
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nsys").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    spec = WorkerSpec(profile="nsys", profile_folder=str(tmp_path / "nsys" / "profiles"))
+    profiling.run_under_nsys(spec, "rank-0", Janitor(0, -1))
+
+
+def test_profiles_of_a_rank_are_written_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "set_log_level", lambda level: None)
+    monkeypatch.setattr(forkserver, "stop", lambda: None)
+    ended = []
+
+    async def close() -> None:
+        both = asyncio.Barrier(2)
+
+        async def end() -> bool:
+            await both.wait()
+            ended.append(True)
+            return False
+
+        async def close(**options: object) -> None:
+            pass
+
+        group = WorkerGroup(WorkerSpec(device="cpu"), "n1", "", None)
+        profilers = [SimpleNamespace(end=end)]
+        group.nannies = [SimpleNamespace(close=close, profilers=profilers) for _ in range(2)]
+        async with asyncio.timeout(10):
+            await group.close()
+
+    asyncio.run(close())
+    assert len(ended) == 2
+
+
+@pytest.mark.parametrize(("profile", "code"), [("none", -9), ("py-spy", 0)])
+def test_a_runner_lets_its_rank_write_profiles(
+    profile: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "CLOSE_DEADLINE_S", 0.01)
+    runner = Runner(device="cpu", profile=profile)
+    line, theirs = socket.socketpair()
+    with theirs:
+        program = "import asyncio, sys; sys.stdin.read(); import distributed"
+        with subprocess.Popen([sys.executable, "-c", program], stdin=theirs) as process:
+            runner._line, runner._process = line, process
+            runner.close()
+    assert process.returncode == code

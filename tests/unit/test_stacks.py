@@ -1,0 +1,324 @@
+"""What is seen of a run: one process in two ways, a thousand workers on one screen, the guess."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcdask.errors import UsageError
+from hpcdask.gpu import samples
+from hpcdask.node import nanny, observe
+from hpcdask.node.observe import Frame, ProcessView, ThreadView, read_written
+from hpcdask.security import private
+from hpcdask.stacks.blocks import BUSY, blocks
+from hpcdask.stacks.diagnose import diagnose
+from hpcdask.stacks.look import Report, WorkerLook, find
+from hpcdask.stacks.show import lines
+from launching import unavailable, wait_for
+
+HANGING = """
+import itertools, sys, threading
+from hpcdask.node.observe import make_observable
+
+def wait_for_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def loop_in_c():
+    print("hangs", flush=True)
+    sum(itertools.repeat(0))
+
+make_observable()
+make_observable()
+if sys.argv[1] == "c":
+    loop_in_c()
+threading.Thread(target=wait_for_lock).start()
+print("hangs", flush=True)
+"""
+
+
+@pytest.fixture
+def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    command = [sys.executable, "hanging.py", request.param]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as process:
+        try:
+            assert process.stdout.readline() == b"hangs\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("spy", [True, False])
+@pytest.mark.parametrize("hanging", ["c", "lock"], indirect=True)
+def test_a_process_is_seen_by_py_spy_or_writes_its_stacks_itself(
+    hanging: subprocess.Popen, spy: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if spy and observe.find_spy() is None:
+        unavailable("py-spy is not installed")
+    if not spy:
+        monkeypatch.setattr(observe, "find_spy", lambda: None)
+    in_c = hanging.args[-1] == "c"
+    wanted = "loop_in_c" if in_c else "wait_for_lock"
+
+    def found() -> ThreadView | None:
+        view = observe.observe(hanging.pid)
+        assert not view.problem, view
+        told = ProcessView.from_json(json.loads(json.dumps(dataclasses.asdict(view))))
+        assert told == view
+        return next((one for one in view.threads if wanted == one.frames[0].function), None)
+
+    thread = wait_for(found, 10, wanted)
+    assert thread.frames[0].text == ("sum(itertools.repeat(0))" if in_c else "lock.acquire()")
+    if spy:
+        assert thread.owns_gil == in_c
+    assert (observe.observe(hanging.pid).busy >= BUSY) == in_c
+    assert hanging.poll() is None
+
+
+@pytest.mark.parametrize("hanging", ["lock"], indirect=True)
+def test_a_stopped_process_and_one_that_is_gone(
+    hanging: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(observe, "find_spy", lambda: None)
+    hanging.send_signal(signal.SIGSTOP)
+    view = wait_for(lambda: (v := observe.observe(hanging.pid)).state == "T" and v, 10, "its stop")
+    assert view.problem == "py-spy is not installed; a stopped process cannot write its stacks"
+    hanging.kill()
+    hanging.wait()
+    assert observe.observe(hanging.pid) == ProcessView(hanging.pid)
+
+
+@pytest.mark.parametrize("hanging", ["lock"], indirect=True)
+def test_a_process_that_ends_while_it_is_looked_at(
+    hanging: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+):
+    """As one that has no memory left: what asked its node is to hear of the others all the same."""
+    monkeypatch.setattr(observe, "find_spy", lambda: None)
+    monkeypatch.setattr(observe, "NUMBER", signal.SIGKILL)
+    monkeypatch.setattr(observe, "_catches", lambda pid: True)
+    assert observe.observe(hanging.pid).problem.endswith("it ended meanwhile")
+
+
+def test_a_process_that_has_no_handler_gets_no_signal(monkeypatch: pytest.MonkeyPatch):
+    """It would end by it."""
+    monkeypatch.setattr(observe, "find_spy", lambda: None)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        view = observe.observe(process.pid)
+        assert "it does not write its stacks itself" in view.problem
+        assert process.poll() is None
+        process.kill()
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_driver_that_gives_no_answer_hides_nothing_else(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def sample_of(uuid: str) -> dict[str, Any]:
+        if how == "fails":
+            raise RuntimeError("GPU is lost")
+        over.wait(60)
+        return {}
+
+    async def ask() -> tuple[None, str]:
+        return None, "no answer within 8 s"
+
+    monkeypatch.setattr(samples, "sample_of", sample_of)
+    monkeypatch.setattr(nanny, "ANSWER_S", 0.1)
+    environ = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    me = SimpleNamespace(_ask_worker=ask, pid=None, parts={}, _own_env=environ, name="n1-0")
+
+    async def look() -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(20):
+                return await nanny.BoundNanny.look(me)
+        finally:
+            over.set()
+
+    told = asyncio.run(look())
+    assert (told["problem"], told["gpu"]) == ("no answer within 8 s", {})
+
+
+def test_py_spy_that_may_not_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spy = tmp_path / "py-spy"  # a mock: whether it may is the kernel's setting
+    spy.write_text("#!/bin/sh\necho 'Error: Permission Denied' >&2\nexit 1\n")
+    spy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        problem = observe.observe(process.pid).problem
+        process.kill()
+    assert problem.startswith("py-spy failed: Error: Permission Denied; it does not write")
+
+
+def test_what_python_writes_is_read_in_all_versions():
+    text = """Thread 0x00007f1c [Dask-Default] (most recent call first):
+  File "/usr/lib/python3.14/threading.py", line 12 in wait
+  File "<stdin>", line 3 in f
+
+Current thread 0x00007f1d (most recent call first):
+  <no Python frame>
+"""
+    first, second = read_written(text)
+    assert (first.ident, list(map(str, first.frames))) == (
+        0x7F1C,
+        ["wait (lib/python3.14/threading.py:12)", "f (<stdin>:3)"],
+    )
+    assert (second.ident, second.frames) == (0x7F1D, [])
+
+
+# Many of them, made up
+
+
+def process(*frames: Frame, state: str = "S", busy: float = 0.0, gil: bool = False) -> ProcessView:
+    outer = Frame("_run_task_simple", "site-packages/distributed/worker.py", 2829)
+    threads = [ThreadView(7, [*frames, outer], gil)] if frames else []
+    return ProcessView(1, state, busy, busy, threads)
+
+
+def worker(number: int, view: ProcessView, **told: Any) -> WorkerLook:
+    running = {"7": f"f-{number}"} if view.threads else {}
+    work = {"status": "running", "running": running, "seconds": {f"f-{number}": number}, **told}
+    return WorkerLook(f"w{number}", f"n{number // 4}", view, work)
+
+
+def report(reached: list[WorkerLook], /, **work: Any) -> Report:
+    told = {
+        "workers": {
+            one.name: {
+                "address": f"tls://{one.name}",
+                "host": one.host,
+                "status": "running",
+                "silent_s": 1.0,
+                "limit": 100,
+                "processing": [],
+                "seconds": {},
+            }
+            for one in reached
+        },
+        "states": {},
+        "unrunnable": [],
+        "waiting": {},
+        "locks": {},
+        "gangs": [],
+        **work,
+    }
+    return Report("cluster.json", "n0", told, reached, {}, {})
+
+
+HERE, THERE = Frame("meet", "me/a.py", 5, "barrier()"), Frame("load", "me/a.py", 9, "read()")
+
+
+def test_a_thousand_workers_are_one_screen():
+    many = [worker(number, process(HERE)) for number in range(990)]
+    many += [worker(number, process(THERE)) for number in range(990, 1000)]
+    seen = dataclasses.replace(
+        report(many), unreached={f"worker x{n}": f"reason {n}" for n in range(100)}
+    )
+    assert [len(one.workers) for one in blocks(seen)] == [990, 10]
+    text = list(lines(seen))
+    assert len("\n".join(text).splitlines()) < 40
+    assert "w3, w4 and 985 more): Dask task f-989 for 16 min" in str(text)
+
+
+CASES = {
+    "rank left": (
+        report(
+            [
+                worker(n, process(HERE, Frame("call_rank", "hpcdask/client/gang.py", 1)))
+                for n in (0, 1)
+            ],
+            gangs=[
+                {
+                    "size": 3,
+                    "workers": ["w0", "w1", "w2"],
+                    "arrived": [0, 1, 2],
+                    "started": True,
+                    "calling": [0, 1],
+                }
+            ],
+        ),
+        "rank 2 returned, and ranks 0, 1 still wait at meet (me/a.py:5): barrier()",
+    ),
+    "rank missing": (
+        report(
+            [],
+            workers={"x": {"status": "running", "silent_s": 0, "limit": 1}},
+            gangs=[
+                {"size": 2, "workers": ["a", "b"], "arrived": [0], "started": False, "calling": []}
+            ],
+        ),
+        "A gang of 2 waits at its start for rank 1 (worker b)",
+    ),
+    "ranks that are all there": (
+        report(
+            [],
+            workers={"x": {"status": "running", "silent_s": 0, "limit": 1}},
+            gangs=[{"size": 1, "workers": ["a"], "arrived": [0], "started": False, "calling": []}],
+        ),
+        "Nothing is known to be wrong",
+    ),
+    "no workers": (report([], workers={}), "The scheduler has no worker"),
+    "unrunnable": (
+        report([worker(0, process())], unrunnable=["f-1"]),
+        "No worker may run these Dask tasks: f-1",
+    ),
+    "full device": (
+        report(
+            [
+                dataclasses.replace(
+                    worker(0, process(THERE)),
+                    gpu={"memory_used": 99, "memory_total": 100, "utilisation": 0},
+                )
+            ]
+        ),
+        "The GPU of worker w0 is full and idle",
+    ),
+    "only slow": (
+        report([worker(0, process(THERE, busy=1.0))]),
+        "Nothing is known to be wrong: Dask tasks run. The longest is f-0, for 0 s, computing at",
+    ),
+    "gone": (report([worker(0, ProcessView(1))]), "Worker w0 is lost: there is no process"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_guess(case: str):
+    seen, likely = CASES[case]
+    assert likely in diagnose(seen)[0]
+
+
+def test_a_node_that_does_not_answer_is_lost():
+    seen = report([worker(0, process()), worker(1, process())])
+    seen.work["workers"]["w1"]["silent_s"] = 200
+    seen = dataclasses.replace(
+        seen, workers=seen.workers[:1], unreached={"worker w1": "its node does not answer"}
+    )
+    assert "Worker w1 is lost: neither its node n0" in diagnose(seen)[0]
+
+
+def test_a_name_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "runs"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(private, "node_folder", lambda name: str(folder))
+    (folder / "77").symlink_to(tmp_path / "ended")
+    with pytest.raises(UsageError, match="None is known here"):
+        find(None, str(tmp_path))
+    with pytest.raises(UsageError, match="no cluster of yours that lives is called abc"):
+        find("abc", str(tmp_path))
