@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 
+from hpcdask.upstream import distributed
+
 if TYPE_CHECKING:
     from distributed import Client
 
@@ -25,8 +27,12 @@ PRELOADS = "distributed.client.preload"
 
 def dask_setup(client: Client) -> None:
     """Have a client that has just connected send at once; distributed calls it."""
-    stream: Any = client.scheduler_comm
-    stream.interval = BATCH_INTERVAL_S
+    send_at_once(client.scheduler_comm)
+
+
+def send_at_once(stream: Any) -> None:
+    """Have messages of a stream of distributed's wait for no others."""
+    distributed.set_interval(stream, BATCH_INTERVAL_S)
 
 
 def prompt_clients() -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcdask.errors import GangError, UsageError
 from hpcdask.logs import plural, say
+from hpcdask.security import ports
 from hpcdask.spec.parsing import parse_deadline
 
 if TYPE_CHECKING:
@@ -315,7 +316,8 @@ def call_rank(pickled: bytes, gang: str, rank: int, shared: Mapping[str, Any], *
     function = cloudpickle.loads(pickled)
     host = get_address_host(worker.address)
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(_free_port(host)) if rank == 0 else 0
+        port_range = getattr(worker, "port_range", None)
+        port = stack.enter_context(_free_port(host, port_range)) if rank == 0 else 0
         told: dict[str, Any] = {"gang": gang, "rank": rank, "port": port}
         told["host"] = socket.gethostname()
         meeting: Any = sync(worker.loop, worker.scheduler.gang_arrive, **told)
@@ -331,10 +333,10 @@ def call_rank(pickled: bytes, gang: str, rank: int, shared: Mapping[str, Any], *
 
 
 @contextlib.contextmanager
-def _free_port(host: str) -> Iterator[int]:
+def _free_port(host: str, port_range: str | None) -> Iterator[int]:
     """A port that nobody else gets before all ranks have come."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.bind(("", 0))
+        ports.choose(lambda port: sock.bind(("", port)), port_range)
         yield sock.getsockname()[1]
 
 

@@ -7,6 +7,7 @@ two of them cannot wait for each other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -19,10 +20,13 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.metrics import monotonic, time
 from distributed.scheduler import WorkerState
 
+from hpcdask.logs import natural
+
 NAME = "hpcdask-gangs"
 #: Under this name a cluster tells how many workers it may come to have.
 MOST_WORKERS = "hpcdask-most-workers"
-POLL_S = 0.05
+#: Seconds after which a wait looks by itself: no plugin is told that a worker is paused no more.
+LOOK_S = 1.0
 #: Seconds in which the failure that caused the first one may still arrive.
 SETTLE_S = 1.0
 #: Seconds for which a worker that ended with a gang is expected back.
@@ -87,6 +91,7 @@ class Gangs(SchedulerPlugin):
         self._returning: dict[str, float] = {}
         self._cancelled: deque[str] = deque(maxlen=100)  # before the wish for workers arrived
         self._ending: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
         scheduler.handlers |= {
             "gang_reserve": self.reserve,
             "gang_arrive": self.arrive,
@@ -98,6 +103,19 @@ class Gangs(SchedulerPlugin):
     def wanted(self) -> int:
         """How many workers the gangs need that run or wait."""
         return sum(gang.size for gang in self._gangs.values())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How far each gang is: its workers by rank, and which ranks have come, or call."""
+        return [
+            {
+                "size": gang.size,
+                "workers": [str(ws.name) for ws in gang.workers],
+                "arrived": sorted(gang.hosts),
+                "started": gang.started,
+                "calling": gang.calling(),
+            }
+            for gang in self._gangs.values()
+        ]
 
     # What clients ask
 
@@ -116,27 +134,29 @@ class Gangs(SchedulerPlugin):
         mine = self._gangs[gang] = Gang(size, client)
         try:
             while not (workers := self._choose(gang, mine, held)):
-                await asyncio.sleep(POLL_S)
+                await self._change()
                 if mine.over:
                     return []
         except BaseException:
             self._gangs.pop(gang, None)
+            self._tell()
             raise
         mine.workers = workers
+        self._tell()
         self._ranks.update({key: (mine, rank) for rank, key in enumerate(keys)})
         return [ws.address for ws in workers]
 
     async def failure(self, gang: str) -> dict[str, Any] | None:
         """Wait until a gang fails, and return what happened first; None if it is over before."""
         mine = self._gangs.get(gang)
-        first: float | None = None
+        settled: float | None = None
         while mine is not None and not mine.over:
             if mine.failures:
-                first = first or monotonic()
+                settled = settled or monotonic() + SETTLE_S
                 failure = min(mine.failures, key=_is_consequence)
-                if not _is_consequence(failure) or monotonic() > first + SETTLE_S:
+                if not _is_consequence(failure) or monotonic() >= settled:
                     return vars(failure)
-            await asyncio.sleep(POLL_S)
+            await self._change(LOOK_S if settled is None else settled - monotonic())
         return None
 
     async def end(self, gang: str, grace_s: float) -> dict[str, Any]:
@@ -152,15 +172,17 @@ class Gangs(SchedulerPlugin):
         state = {"started": mine.started, "calling": mine.calling()}
         mine.over = True
         mine.decided.set()
+        self._tell()
         deadline = monotonic() + grace_s
-        while (stuck := self._there(mine)) and monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+        while (stuck := self._there(mine)) and (left_s := deadline - monotonic()) > 0:
+            await self._change(left_s)
         try:
             if stuck:
                 await self._restart([mine.workers[rank] for rank in stuck])
         finally:
             self._gangs.pop(gang, None)
             self._ranks = {key: one for key, one in self._ranks.items() if one[0] is not mine}
+            self._tell()
         return {**state, "stuck": {rank: str(mine.workers[rank].name) for rank in stuck}}
 
     async def _restart(self, workers: Collection[WorkerState]) -> None:
@@ -172,6 +194,17 @@ class Gangs(SchedulerPlugin):
             on_error="return",
             stimulus_id=f"hpcdask-gang-{time()}",
         )
+
+    def _tell(self) -> None:
+        """Wake all that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self, seconds: float = LOOK_S) -> None:
+        """Wait until anything of gangs or workers changes, or for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     # What ranks tell
 
@@ -205,6 +238,7 @@ class Gangs(SchedulerPlugin):
         """A rank's call has ended."""
         if gang in self._gangs:
             self._gangs[gang].left.add(rank)
+            self._tell()
 
     # What the scheduler tells
 
@@ -214,6 +248,11 @@ class Gangs(SchedulerPlugin):
             gang, rank = self._ranks[key]
             # a failed argument has no text of its own
             gang.fail(rank, self._scheduler.tasks[key].exception_text or "", raised=True)
+            self._tell()
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """See `SchedulerPlugin.add_worker`: a gang may have waited for it."""
+        self._tell()
 
     def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
@@ -227,6 +266,7 @@ class Gangs(SchedulerPlugin):
             gang.fail(rank, _why_gone(stimulus_id), raised=False)
             if not _TAKEN_AWAY.search(stimulus_id):
                 self._expect(ws)
+        self._tell()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """See `SchedulerPlugin.remove_client`: its gangs end with it."""
@@ -308,8 +348,7 @@ def workers_wanted(scheduler: Scheduler) -> int:
 
 def _of(ws: WorkerState) -> list[Any]:
     """Sort workers by host, then name, with numbers in them as numbers."""
-    parts = (re.split(r"(\d+)", text) for text in (ws.host, str(ws.name)))
-    return [[(int(part), "") if part.isdigit() else (-1, part) for part in one] for one in parts]
+    return [natural(ws.host), natural(str(ws.name))]
 
 
 def _is_consequence(failure: Failure) -> bool:
@@ -324,3 +363,9 @@ def _why_gone(stimulus_id: str) -> str:
     if taken[1]:
         return "its worker's job reached its walltime. Request a longer one, or save in between"
     return "its worker was taken away, as the cluster was scaled down or its job came to its end"
+
+
+def describe(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """How far each gang of a scheduler is."""
+    plugin = scheduler.plugins.get(NAME)
+    return plugin.describe() if isinstance(plugin, Gangs) else []

@@ -23,10 +23,18 @@ from hpcdask.security.credentials import (
 
 #: Environment variable that names the scheduler file, for plain `Client()`.
 VARIABLE = "HPCDASK_SCHEDULER_FILE"
+#: Folder of a node with a link to the file of each run whose rank 0 is there.
+RUNS = "runs"
 
 
 def write(
-    path: str, address: str, credentials: Credentials, *, job: str | None, gpus: bool = False
+    path: str,
+    address: str,
+    credentials: Credentials,
+    *,
+    job: str | None,
+    gpus: bool = False,
+    **facts: object,
 ) -> None:
     """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it."""
     path = os.path.abspath(path)
@@ -44,9 +52,17 @@ def write(
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "gpus": gpus,
+            **facts,
         },
     }
     private.write_private(path, json.dumps(content, indent=2))
+
+
+def note(path: str, **facts: Any) -> None:
+    """Add to what a scheduler file of ours says. Raises SchedulerFileError or OSError."""
+    content = read(path)
+    content["hpcdask"] |= facts
+    private.write_private(os.path.abspath(path), json.dumps(content, indent=2))
 
 
 def remove(path: str, address: str) -> None:
