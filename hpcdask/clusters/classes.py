@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from hpcdask.logs import say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.spec.signatures import Keyword, describe, spell_out
@@ -25,6 +25,9 @@ _PARAMETERS = """
     ----------
     n_workers : int
         Workers to start with.
+    groups : dict of dict
+        Workers of several kinds: the keywords of each group's jobs, by its name. Those that a group
+        does not give are the cluster's. Default: one kind.
     gpus_per_job : int
         GPUs that each job requests, on all its nodes together; the job starts one worker per GPU.
         Default: 1; 0 with ``device="cpu"``, and then ``processes`` workers per job. Directives of
@@ -45,12 +48,24 @@ _PARAMETERS = """
         Credentials. Default: new ones for this cluster (TLS); False for none.
     shared_temp_directory : str
         Folder on a file system that the nodes share, for scripts, logs and keys (0700).
-        Default: ``~/.hpcdask``.
+        Default: the variable ``HPCDASK_HOME``, or ``~/.hpcdask``.
     config_name : str
         Section of the configuration to read instead; what it leaves out is that of
         ``jobqueue.{config}``.
     name : str
         Name of the cluster. Default: a random one.
+    detached : bool
+        The scheduler and the control of jobs run in a process of their own, which outlives this
+        one. Default: False. See `hpcdask.attach`.
+    scheduler_job : dict
+        Of a detached cluster: keywords of its scheduler's job. Default: one core and 4 GiB, and
+        queue, account and walltime of the workers' jobs. None for a process of this host.
+    scheduler_timeout : str or float
+        Time that the scheduler's job gets to start before an error says so; it goes on to wait.
+        Default: 600 s.
+    idle_timeout : str or float
+        Time without clients, attached notebooks and Dask tasks after which a detached cluster ends.
+        Default: 3600 s.
     scheduler_options : dict
         Passed to the scheduler, such as ``{{"interface": "eth0", "dashboard_address": ":8788"}}``.
         The dashboard listens on 127.0.0.1 if nothing is said of it.
@@ -91,7 +106,7 @@ class LocalJobCluster(JobCluster):
         device = job_keywords.get("device", "auto")
         gpus = [] if device == "cpu" else [gpu.uuid for gpu in visible_gpus()]
         if device == "auto" and not gpus:
-            print("hpcdask: no GPU on this machine: workers use the CPU", file=sys.stderr)
+            say("no GPU on this machine: workers use the CPU")
             job_keywords["device"] = "cpu"
         share = max(1, len(gpus))
         job_keywords.setdefault("cores", max(1, len(launcher_cores()) // share))

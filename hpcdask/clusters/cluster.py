@@ -10,11 +10,10 @@ import asyncio
 import atexit
 import contextlib
 import inspect
+import itertools
 import os
-import re
-import sys
 import weakref
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -25,35 +24,37 @@ from tornado.ioloop import IOLoop
 
 from hpcdask.client.defaults import suiting_devices
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, prune
+from hpcdask.jobs.state import OVER
+from hpcdask.logs import say
 from hpcdask.queues.base import Queue
 from hpcdask.spec.specs import Protocol
+from hpcdask.spec.tags import group_id
+from hpcdask.upstream import distributed as upstream
 
-from .configuration import configured, import_job_class, log_directory, refuse_schedulers, section
+from .configuration import configured, import_job_class, section
 from .controller import JobController
+from .detachable import Detachable
 from .display import JobTable, html, text
-from .job import Policy
-from .keywords import number, seconds
-from .options import JobOptions, read_job_options
-from .scaling import Scaling
+from .groups import OF_GROUPS, common_device, read_groups
+from .job import Job
+from .job_logs import JobLogs
+from .keywords import USUAL_JOB, refuse_detached, seconds
 from .scheduler import ClusterScheduler, read_scheduler_options
-from .state import ClusterState
 
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
-#: Seconds that the workers of a job that runs get to connect.
-START_TIMEOUT_S = 300.0
 
 
-class JobCluster(Scaling):
+class JobCluster(JobLogs, Detachable):
     """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`."""
 
     #: Name of the queue in `hpcdask.queues.registry`, and what the queue says of dask-jobqueue.
     queue_name: ClassVar[str]
     jobqueue: ClassVar[tuple[str, str]]
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
-    _folder: ClusterFolder | None = None
     _making: asyncio.Future[ClusterFolder] | None = None
     _watchdog: Any = None
     _ending: asyncio.Future[None] | None = None
@@ -62,6 +63,7 @@ class JobCluster(Scaling):
         self,
         n_workers: int = 0,
         *,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
         gpus_per_job: int | None = None,
         gpu_type: str | None = None,
         nodes_per_job: int = 1,
@@ -76,48 +78,47 @@ class JobCluster(Scaling):
         config_name: str | None = None,
         silence_logs: int | str | bool = "error",
         name: str | None = None,
+        detached: bool = False,
+        scheduler_job: dict[str, Any] | None = USUAL_JOB,
+        scheduler_timeout: str | float | timedelta | None = None,
+        idle_timeout: str | float | timedelta | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         **job_keywords: Any,
     ) -> None:
-        self._n_workers = number(n_workers or 0, "n_workers", "workers")
+        given = {name: value for name, value in locals().items() if name in OF_GROUPS}
         job_cls = import_job_class(self.jobqueue)
         usual = job_cls.default_config_name()
         config_name = config_name or usual
-        refuse_schedulers(job_keywords)
+        refuse_detached(detached, scheduler_job, scheduler_timeout, idle_timeout)
+        if groups is not None:
+            job_keywords |= common_device(groups)
         self.queue = self._make_queue(job_keywords)
         with section(config_name, usual):
             interface = configured("interface", {"interface": interface}, config_name)
-            self.options = read_job_options(
+            self.groups = read_groups(
+                groups,
+                {**job_keywords, **given, "interface": interface},
                 job_cls,
                 self.queue,
                 config_name,
-                gpus_per_job=gpus_per_job,
-                gpu_type=gpu_type,
-                nodes_per_job=nodes_per_job,
-                protocol=protocol,
-                given={**job_keywords, "interface": interface},
                 own=set(inspect.signature(JobCluster).parameters) - {"job_keywords"},
             )
             self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
-            self._start_timeout_s = seconds(start_timeout, "start_timeout") or START_TIMEOUT_S
-            base = configured("shared_temp_directory", {}, config_name)
-            self._base = shared_temp_directory or base
-            self._logs = log_directory(job_keywords, config_name)
+            self._read_folders(shared_temp_directory, job_keywords, config_name)
             local = self.queue.is_local
             chosen = read_scheduler_options(scheduler_options, config_name, interface, local=local)
         self._own_scheduler = ClusterScheduler(
-            scheduler_cls, chosen, security, local=local, say=self._say
+            scheduler_cls, chosen, security, local, self._say, self._port_range
         )
-        if n_workers:
+        if any(group.n_workers for group in self.groups.values()):
             self.queue.check()
-        self._exits = _until_closed(silence_logs, self.options)
+        on_gpu = any(group.on_gpu for group in self.groups.values())
+        self._exits = _until_closed(silence_logs, on_gpu)
         loop = IOLoop.current() if loop is None and asynchronous else loop
         super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
-        self.id = _new_id(self.name)
         self._instances.add(self)
-        if not self.called_from_running_loop:
-            self._start_now()
+        self._start_now()
 
     def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
         """The door to the queue; takes from the keywords what belongs to it."""
@@ -126,7 +127,10 @@ class JobCluster(Scaling):
         return queue_class(self.queue_name).of_cluster(job_keywords)
 
     def _start_now(self) -> None:
-        self._loop_runner.start()
+        """Start, unless the user's event loop does."""
+        if self.called_from_running_loop:
+            return
+        upstream.loop_runner(self).start()
         try:
             self.sync(self._start)
         except BaseException:
@@ -137,6 +141,11 @@ class JobCluster(Scaling):
     def scheduler(self) -> Scheduler | None:
         """The scheduler; None before the start."""
         return self._own_scheduler.server
+
+    @property
+    def _port_range(self) -> str | None:
+        """What all of it listens in, the scheduler too: it is the same for all groups."""
+        return next(iter(self.groups.values())).options.spec.port_range
 
     @property
     def security(self) -> Security:
@@ -154,26 +163,19 @@ class JobCluster(Scaling):
         folder = await asyncio.shield(self._making)
         await self._own_scheduler.start()
         self.scheduler_comm = self._own_scheduler.connect()
-        await asyncio.to_thread(folder.write_script, self.job_script())
-        for directive in self.queue.replaced(self.options.job):
-            self._say(
-                f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs by a "
-                f"tag in its place"
-            )
+        for name, group in self.groups.items():
+            await asyncio.to_thread(folder.write_script, self.job_script(name), name)
+            for directive in self.queue.replaced(group.options.job):
+                self._say(
+                    f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
+                    f"by a tag in its place"
+                )
         self._watchdog = await asyncio.to_thread(watchdog.start_watchdog, folder)
         await asyncio.to_thread(prune, self._base)
         assert self.scheduler is not None
-        state = ClusterState(
-            self.scheduler,
-            self.id,
-            size=self.options.workers,
-            policy=Policy(
-                start_timeout_s=self._start_timeout_s, walltime_s=self.options.walltime_s
-            ),
-            say=self._say,
-        )
+        groups = self.groups.values()
         self.controller = JobController(
-            state,
+            [group.new_state(self.scheduler, self.id, self._say) for group in groups],
             self.queue,
             folder,
             poll_interval_s=self._poll_interval_s,
@@ -182,11 +184,11 @@ class JobCluster(Scaling):
         self.controller.start()
         self._tell_most_workers(self.controller)
         await super()._start()
-        if self._n_workers:
-            await self._scale(self._n_workers)
+        if wishes := {group.name: group.n_workers for group in groups if group.n_workers}:
+            await self._scale(wishes)
 
     def _make_folders(self) -> ClusterFolder:
-        folder = self._folder = ClusterFolder.create(self.id, self.queue_name, base=self._base)
+        folder = self._make_folder()
         if self._logs is not None:
             folder.logs_in(self._logs)
         self._own_scheduler.save_keys(str(folder.keys))
@@ -215,8 +217,8 @@ class JobCluster(Scaling):
         problem: HpcdaskError | None = None
         if self._making is not None:
             await asyncio.wait([self._making])
-        if self._adaptive is not None:
-            self._adaptive.stop()
+        if (adaptive := upstream.adaptive(self)) is not None:
+            adaptive.stop()
         if self.controller is not None:
             self.controller.closing()
         await self._own_scheduler.close()
@@ -225,9 +227,9 @@ class JobCluster(Scaling):
                 await self.controller.close()
             except HpcdaskError as error:
                 problem = error
-        await super()._close()
         if self._folder is not None:
             self._folder.remove_keys()
+        await super()._close()
         if self._watchdog is not None and problem is None:
             self._watchdog.dismiss()
         self._own_scheduler.remove_scratch()
@@ -252,7 +254,7 @@ class JobCluster(Scaling):
             result: Awaitable[None] | None = super().close(timeout)
         finally:
             if not self.asynchronous and self.status == Status.closed:
-                self._loop_runner.stop()
+                upstream.loop_runner(self).stop()
         return result
 
     async def _ready(self) -> JobCluster:
@@ -277,8 +279,8 @@ class JobCluster(Scaling):
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if self.controller is not None and self.controller.failure is not None:
-                    raise self.controller.failure
+                if self.controller is not None and (failure := self._too_few(n_workers)):
+                    raise failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
         finally:
@@ -286,47 +288,51 @@ class JobCluster(Scaling):
 
     # What it shows
 
-    def job_script(self) -> str:
-        """The exact script of every job."""
+    def job_script(self, group: str | None = None) -> str:
+        """The exact script of every job, or of those of a group. Default: of the first one."""
+        name = next(iter(self.groups)) if group is None else group
+        if name not in self.groups:
+            raise UsageError(f"job_script: no group {name}. There are {', '.join(self.groups)}")
         folder = str(self._folder.path) if self._folder else "<folder>"
-        return self.options.script(
+        return self.groups[name].options.script(
             self.queue,
-            self.id,
+            group_id(self.id, name),
             folder,
             self._own_scheduler.address,
             tls=self.security.require_encryption,
         )
 
+    @property
+    def job_header(self) -> str:
+        """The directives of the script of every job, or of the first group's."""
+        return "\n".join(itertools.takewhile(bool, self.job_script().splitlines()[1:]))
+
+    @property
+    def job_name(self) -> str:
+        """The jobs' name in the queue, or that of the first group's."""
+        return next(iter(self.groups.values())).options.name
+
+    @property
+    def workers(self) -> dict[str, Job]:
+        """The jobs that are not over, by id: an entry for each job, as in dask-jobqueue."""
+        return {job.id: job for job in self.jobs() if job.state not in OVER}
+
     def jobs(self) -> JobTable:
         """The state of all jobs, including those that are over."""
-        return JobTable(self.controller.state.jobs.values() if self.controller else ())
+        return JobTable(self.controller.jobs() if self.controller else ())
 
-    def job_logs(
-        self, *ids: str | int | Iterable[str | int], lines: int | None = None
-    ) -> dict[str, str]:
-        """The logs of jobs, by id, including those of jobs that are over.
-
-        Parameters
-        ----------
-        *ids
-            Ids of jobs, or lists of ids. Default: all jobs.
-        lines
-            How many of the last lines of each log. Default: all.
-        """
-        if self._folder is None:
-            return {}
-        known = [str(job.id) for job in self.jobs()]
-        chosen = _chosen(ids, known) if ids else known
-        return {job_id: "\n".join(self._folder.tail(job_id, lines)) for job_id in chosen}
+    def gpus(self) -> GpuTable:
+        """What the GPUs of all workers do now; empty while none was sampled."""
+        return GpuTable.of(self.scheduler)
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Why the cluster submits no more jobs; None while all is well."""
+        """Why the cluster, or a group of it, submits no more jobs; None while all is well."""
         return self.controller.failure if self.controller else None
 
     def _say(self, line: str) -> None:
-        self._log(line)
-        print(f"hpcdask: {line}", file=sys.stderr, flush=True)
+        upstream.log(self, line)
+        say(line)
 
     @property
     def dashboard_link(self) -> str:
@@ -339,35 +345,23 @@ class JobCluster(Scaling):
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.failure, self._own_scheduler.tunnel())
+        status = html(self.jobs(), self.gpus(), self.failure, self._own_scheduler.tunnel())
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 
-def _chosen(ids: Iterable[str | int | Iterable[str | int]], known: Collection[str]) -> list[str]:
-    """Ids of jobs from ids and lists of them."""
-    asked: list[str] = []
-    for some in ids:
-        asked += [str(some)] if isinstance(some, str | int) else map(str, some)
-    if unknown := set(asked) - set(known):
-        raise UsageError(
-            f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
-        )
-    return asked
-
-
-def _until_closed(level: int | str | bool, options: JobOptions) -> contextlib.ExitStack:
+def _until_closed(level: int | str | bool, on_gpu: bool) -> contextlib.ExitStack:
     """Leaves out distributed's messages below this level; on GPUs, has chunks suit them."""
     exits = contextlib.ExitStack()
     if level:
         exits.enter_context(silence_logging_cmgr(level=level))
-    if options.gpus and options.spec.device != "cpu":
+    if on_gpu:
         exits.enter_context(suiting_devices())
     return exits
 
 
-def _new_id(name: str) -> str:
-    """No dot and no dash but the last: see the tags of Moab and of hpcdask submit."""
-    return re.sub(r"[^A-Za-z0-9_]+", "_", f"{name}")[:40] + f"-{os.urandom(3).hex()}"
+# the keywords are those of __init__, though __new__ sees them first
+_SIGNATURE = inspect.signature(JobCluster.__init__, eval_str=True)
+JobCluster.__new__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -42,6 +42,12 @@ def import_jobqueue(module: str) -> Any:
 def import_job_class(jobqueue: tuple[str, str]) -> Any:
     """Import a Job class of dask-jobqueue: its module and its name."""
     module, name = jobqueue
+    if module == "flux":  # dask-jobqueue has none
+        import_jobqueue("local")
+        from . import flux_job
+
+        flux_job.configure()
+        return flux_job.FluxJob
     return getattr(import_jobqueue(module), name)
 
 

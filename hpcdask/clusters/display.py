@@ -5,15 +5,17 @@ from __future__ import annotations
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from html import escape
 
-from hpcdask.errors import HpcdaskError
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs.state import OVER, JobState
+from hpcdask.logs import html_table, text_table
 
 from .job import Job
 
-COLUMNS = ("job", "state", "reason", "exit code", "workers", "nodes", "age")
+COLUMNS = ("group", "job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.
 ROWS = 50
 
@@ -23,12 +25,17 @@ class JobTable(tuple[Job, ...]):
 
     A tuple of `hpcdask.clusters.job.Job`, with times as unix times in seconds and memory in bytes.
     It is shown as a table. Its column ``age`` is the time since the job started, or since it was
-    submitted if it has not started, in hours, minutes and seconds.
+    submitted if it has not started, in hours, minutes and seconds. Below it stands `problem`: why
+    nothing can be submitted.
     """
 
-    def __new__(cls, jobs: Iterable[Job] = ()) -> JobTable:
+    problem: str
+
+    def __new__(cls, jobs: Iterable[Job] = (), problem: str = "") -> JobTable:
         """Sort the jobs; those of one submission keep their order."""
-        return super().__new__(cls, sorted(jobs, key=lambda job: job.submitted))
+        table = super().__new__(cls, sorted(jobs, key=lambda job: job.submitted))
+        table.problem = problem
+        return table
 
     def counts(self) -> str:
         """How many there are in each state, such as ``2 pending (Resources), 6 running``."""
@@ -37,42 +44,38 @@ class JobTable(tuple[Job, ...]):
             if job.state in OVER and (job.state == JobState.COMPLETED or job.cancelled):
                 continue
             why = job.reason if job.state not in OVER else ""  # it waits, or is suspended
-            found[f"{job.state} ({why})" if why else str(job.state)] += 1
+            state = f"{job.group} {job.state}".strip()
+            found[f"{state} ({why})" if why else state] += 1
         return ", ".join(f"{count} {what}" for what, count in found.items())
+
+    def _columns(self) -> tuple[str, ...]:
+        return COLUMNS if any(job.group for job in self) else COLUMNS[1:]
 
     def _rows(self) -> list[tuple[str, ...]]:
         live = [job for job in self if job.state not in OVER]
         over = [job for job in self if job.state in OVER]
         shown = set(map(id, [*live[:ROWS], *over[-max(0, ROWS - len(live)) :]][:ROWS]))
         now = time.time()
-        return [_row(job, now) for job in self if id(job) in shown]
+        count = len(self._columns())
+        return [_row(job, now)[-count:] for job in self if id(job) in shown]
 
     def __repr__(self) -> str:
-        rows = [COLUMNS, *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        if len(self) > len(rows) - 1:
-            lines.append(f"… {len(self) - len(rows) + 1} more")
-        return "\n".join(lines)
+        rows = self._rows()
+        more = len(self) - len(rows)
+        lines = [f"… {more} more"] if more else []
+        return "\n".join(
+            [text_table([self._columns(), *rows]), *lines, *filter(None, [self.problem])]
+        )
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align: left'>{name}</th>" for name in COLUMNS)
-        body = "".join(
-            "<tr>"
-            + "".join(f"<td style='text-align: left'>{escape(c)}</td>" for c in row)
-            + "</tr>"
-            for row in self._rows()
-        )
-        more = len(self) - len(self._rows())
-        rest = f"<p>… {more} more</p>" if more else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+        rows = self._rows()
+        more = len(self) - len(rows)
+        return html_table([self._columns(), *rows]) + (f"<p>… {more} more</p>" if more else "")
 
 
 def _row(job: Job, now: float) -> tuple[str, ...]:
     return (
+        job.group,
         job.id,
         str(job.state),
         job.reason,
@@ -89,32 +92,63 @@ def _age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
+def text(
+    jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str, saves: str = ""
+) -> list[str]:
     """What a terminal shows beside distributed's own summary of a cluster."""
     failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
     parts = [
         jobs.counts(),
+        jobs.problem,
         f"dashboard {link}{tunnel and f' ({tunnel})'}" if link else "",
         f"failed: {failed}" if failed else "",
+        f"before its end: {saves}" if saves else "",
     ]
     return [part for part in parts if part]
 
 
-def html(jobs: JobTable, failure: HpcdaskError | None, tunnel: str = "") -> str:
+def html(
+    jobs: JobTable,
+    gpus: GpuTable,
+    failure: HpcdaskError | None,
+    tunnel: str = "",
+    saves: str = "",
+) -> str:
     """What a notebook shows beside distributed's own summary of a cluster."""
     parts = []
     if failure is not None:
         # It may end with lines of a log
         text = f"<strong>Failed:</strong> {escape(str(failure))}"
         parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
+    if jobs.problem:
+        parts.append(f"<strong>{escape(jobs.problem)}</strong>")
     if tunnel:
         text = "The dashboard listens on this machine only. For a browser on yours:"
         parts.append(f"{text} <code>{escape(tunnel)}</code>")
+    if saves:
+        parts.append(f"<strong>Before its end:</strong> {escape(saves)}")
     if jobs:
         counts = escape(jobs.counts()) or "all over"
         summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"
         parts.append(f"<details>{summary}{jobs._repr_html_()}</details>")
+    if gpus:
+        summary = f"<summary><strong>GPUs:</strong> {escape(gpus.summary())}</summary>"
+        parts.append(f"<details>{summary}{gpus._repr_html_()}</details>")
     # Notebooks put what is in a table to the right
     return "".join(
         f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
     )
+
+
+def chosen_jobs(
+    ids: Iterable[str | int | Iterable[str | int]], known: Collection[str]
+) -> list[str]:
+    """Ids of jobs from ids and lists of them."""
+    asked: list[str] = []
+    for some in ids:
+        asked += [str(some)] if isinstance(some, str | int) else map(str, some)
+    if unknown := set(asked) - set(known):
+        raise UsageError(
+            f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
+        )
+    return asked

@@ -61,6 +61,8 @@ class Job:
     overdue
         Its workers did not connect, return or leave in time, or the queue failed to start it and
         holds it.
+    group
+        The group that it belongs to; empty in a cluster without groups.
     """
 
     id: str
@@ -84,12 +86,19 @@ class Job:
     leaving: bool = False
     expiring: bool = False
     overdue: bool = False
+    group: str = ""
+
+    @property
+    def job_id(self) -> str:
+        """The id, by the name that dask-jobqueue's jobs have for it."""
+        return self.id
 
     def report(self) -> JobReport:
         """What other processes are told of it."""
         since = self.started or self.submitted
         count = len(self.workers)
-        return JobReport(self.id, self.state, self.reason, count, self.size, self.nodes, since)
+        size, nodes, group = self.size, self.nodes, self.group
+        return JobReport(self.id, self.state, self.reason, count, size, nodes, since, group)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import shlex
+import warnings
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,6 +37,8 @@ MEANT = {
 SHARED = {"interface", "local_directory", "death_timeout"}
 #: Lines of shell, which may hold any character.
 SHELL = {"job_script_prologue", "env_extra"}
+#: What stands for a scheduler's job of which nothing is said.
+USUAL_JOB: dict[str, Any] = {}
 #: Keywords of dask-jobqueue's classes, their types and texts; those that one system alone has stand
 #: with its queue.
 OF_JOBS: tuple[tuple[str, Any, str], ...] = (
@@ -123,6 +126,21 @@ def refuse_other_workers(given: Mapping[str, Any]) -> None:
         raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
 
 
+def refuse_detached(
+    detached: bool, scheduler_job: Any, scheduler_timeout: Any, idle_timeout: Any
+) -> None:
+    """Refuse what belongs to a detached cluster, which is made before one comes here."""
+    if detached:
+        raise UsageError(
+            "detached=True: a class with an __init__ of its own cannot be detached, since the "
+            "cluster's process does not know it. Use the class of hpcdask"
+        )
+    if scheduler_job is not USUAL_JOB or scheduler_timeout is not None or idle_timeout is not None:
+        raise UsageError(
+            "scheduler_job, scheduler_timeout and idle_timeout are for clusters with detached=True"
+        )
+
+
 def refuse_texts(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> None:
     """Refuse a text for a list, which would be taken for a list of its characters."""
     for name, takes, _ in (*OF_JOBS, *queue.keywords):
@@ -134,7 +152,10 @@ def refuse_texts(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> 
 def worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, Any]:
     """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
     args = configured("worker_extra_args", for_job, config_name)
-    args = args or configured("extra", for_job, config_name, [])
+    if (old := configured("extra", for_job, config_name)) is not None:
+        text = "extra has been renamed to worker_extra_args, which counts if both are given"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+    args = args or old or []
     for_job.pop("extra", None)
     for_job["worker_extra_args"] = []
     words = [word for arg in args for word in shlex.split(str(arg))]
@@ -172,7 +193,7 @@ def number(value: Any, name: str, of: str, least: int = 0) -> int:
     Raises UsageError if it is a text, has a fraction or is less than `least`.
     """
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, str) and int(value) == value >= least:
+        if not isinstance(value, str | bool) and int(value) == value >= least:
             return int(value)
     some = ", ".join(str(least + more) for more in range(3))
     raise UsageError(f"{name}={value!r} is not a number of {of}: {some}, …")

@@ -63,7 +63,8 @@ def _in_its_present_life(job: Job, seen: QueueStatus | None, lives: Collection[i
     """The job, or a new one with its id if the queue or a worker shows that it was restarted."""
     newest = max(job.restarts, seen.restarts if seen else 0, *lives)
     if newest > job.restarts or _put_back(job, seen, job.restarts in lives):
-        return Job(job.id, job.size, job.submitted, JobState.REQUEUED, restarts=newest)
+        kept: dict[str, Any] = {"restarts": newest, "group": job.group}
+        return Job(job.id, job.size, job.submitted, JobState.REQUEUED, **kept)
     return job
 
 

@@ -22,6 +22,7 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.script import check_lines
+from hpcdask.security.ports import check_size
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT
 from hpcdask.spec.specs import WorkerSpec
 
@@ -139,9 +140,12 @@ def read_job_options(
         check_lines(value, what)
     job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
     workers = gpus or int(job.worker_processes) * nodes
+    per_node = workers // nodes
+    ucx = spec.protocol == "ucx"
+    check_size(spec.port_range, per_node, ucx=ucx, more=0, where="per node")
     return JobOptions(
         job,
-        _share_of_job(spec, job, workers // nodes, on_gpu=bool(gpus) and spec.device != "cpu"),
+        _share_of_job(spec, job, per_node, on_gpu=bool(gpus) and spec.device != "cpu"),
         gpus,
         gpu_type,
         nodes,
@@ -194,8 +198,7 @@ def _gpus(
     """GPUs per job, and whether the user's own directives ask for them already."""
     written, count = _gpu_directive(queue, nodes, for_job, config_name)
     if asked is not None:
-        if type(asked) is not int or asked < 0:
-            raise UsageError(f"gpus_per_job={asked!r} is not a number of GPUs: 0, 1, 2, …")
+        asked = number(asked, "gpus_per_job", "GPUs")
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
         if written is not None:
@@ -241,8 +244,8 @@ def _make_job(
     if processes:
         keywords["processes"] = processes
     for name in ("cores", "processes"):
-        if name in keywords and (not isinstance(keywords[name], int) or keywords[name] < 1):
-            raise UsageError(f"{name}={keywords[name]!r} is not a number from 1 on")
+        if name in keywords:
+            keywords[name] = number(keywords[name], name, name, least=1)
     check_memory(configured("memory", for_job, config_name))
     quiet: dict[str, Any] = {
         f"jobqueue.{config_name}.log-directory": None,

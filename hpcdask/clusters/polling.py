@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from hpcdask.queues.base import Queue
@@ -22,13 +22,13 @@ RETURNED_S = 3.0
 
 @dataclass
 class QueuePoller:
-    """Queries of the queue about the jobs of one cluster, one at a time.
+    """Queries of the queue about the jobs of a cluster, of all its groups in one, one at a time.
 
     They are `interval_s` apart, or more while the queue does not answer. `wake` is called when
     there is an answer to `take`.
     """
 
-    state: ClusterState
+    groups: Sequence[ClusterState]
     queue: Queue
     interval_s: float
     wake: Callable[[], None]
@@ -37,9 +37,13 @@ class QueuePoller:
     _queried: set[str] = field(default_factory=set)
     _query: asyncio.Task[dict[str, QueueStatus]] | None = None
 
+    def live(self) -> list[str]:
+        """Ids of the jobs that are not over."""
+        return [job_id for state in self.groups for job_id in state.live()]
+
     def pause(self) -> float | None:
         """Seconds until the next query is due, below 0 if it is late; None while none is."""
-        if self._query is None and self.state.live():
+        if self._query is None and self.live():
             return self._next - time.monotonic()
         return None
 
@@ -47,7 +51,7 @@ class QueuePoller:
         """Begin a query if one is due."""
         pause = self.pause()
         if pause is not None and pause <= 0:
-            ids = self.state.live()
+            ids = self.live()
             self._query = asyncio.create_task(self.ask(ids))
             self._query.add_done_callback(lambda _: self.wake())
             self._queried = set(ids)
@@ -62,10 +66,10 @@ class QueuePoller:
         pause = self.interval_s * 2 ** min(self._failed, 10)
         self._next = time.monotonic() + min(pause, max(BACK_OFF_S, self.interval_s))
         if error is None:
-            self.state.clear_warning("query")
+            self.groups[0].clear_warning("query")
             return self._queried, query.result()
         unknown = "What the jobs do is unknown until it answers"
-        self.state.warn("query", f"{messages.words(error)}. {unknown}")
+        self.groups[0].warn("query", f"{messages.words(error)}. {unknown}")
         return set(), {}
 
     def postpone(self) -> None:
@@ -83,10 +87,10 @@ class QueuePoller:
         if gone:
             try:
                 seen |= await self.queue.departed(gone)
-                self.state.clear_warning("accounting")
+                self.groups[0].clear_warning("accounting")
             except Exception as error:  # must not hide what the queue has shown
                 unknown = "How jobs ended is not known without it"
-                self.state.warn("accounting", f"{messages.words(error)}. {unknown}")
+                self.groups[0].warn("accounting", f"{messages.words(error)}. {unknown}")
         return seen
 
     async def returned(self, tag: str) -> list[str]:

@@ -140,20 +140,31 @@ class CutOff:
         return errors
 
 
-def fail_waiting(scheduler: Scheduler, error: Exception) -> int:
-    """Let every Dask task that could run and has no worker fail with `error`; return how many.
+def fail_waiting(
+    scheduler: Scheduler,
+    error: Exception,
+    which: Callable[[TaskState], bool] = lambda ts: True,
+    states: Collection[str] = WAITING,
+) -> int:
+    """Let the Dask tasks that could run and have no worker fail with `error`; return how many.
 
     Those that depend on them fail too and are not counted.
     """
     stimulus_id = f"hpcdask-fail-waiting-{time()}"
-    waiting = [ts.key for ts in scheduler.tasks.values() if ts.state in WAITING]
+    tasks = scheduler.tasks.values()
+    waiting = [ts.key for ts in tasks if ts.state in states and which(ts)]
     failed = 0
     for key in waiting:
         ts = scheduler.tasks.get(key)  # the failure of another may have released it
-        if ts is not None and ts.state in WAITING:
+        if ts is not None and ts.state in states:
             _fail(scheduler, key, error, stimulus_id)
             failed += 1
     return failed
+
+
+def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
+    """The same with those that run, as the scheduler is about to end."""
+    return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 
 def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
@@ -168,9 +179,10 @@ def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
     )
 
 
-def closable(scheduler: Scheduler, group_of: Callable[[str], str | None]) -> list[str]:
+def closable(scheduler: Any, group_of: Callable[[str], str | None]) -> list[str]:
     """The groups of workers that may be closed by the scheduler's rules, who holds least first.
 
+    The scheduler may be a part of one (see `demand.Part`).
     `group_of` maps a worker's name to its group, such as a job's id; None for others' workers.
     """
     sizes = Counter(group_of(str(ws.name)) for ws in scheduler.workers.values())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -15,15 +14,17 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.scheduler import WorkerState
 
-from hpcdask.client.gang_scheduler import MOST_WORKERS, workers_wanted
-from hpcdask.errors import UsageError
+from hpcdask.client.gang_scheduler import MOST_WORKERS
+from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.spec.parsing import parse_memory
+from hpcdask.upstream import distributed as upstream
 
+from .adaptive import GroupsAdaptive, JobAdaptive
 from .controller import JobController
+from .groups import GroupSpec
 from .keywords import number, seconds
 from .messages import SHUT_DOWN
-from .options import JobOptions
 
 #: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
 ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
@@ -61,6 +62,16 @@ def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
     return least, most
 
 
+def _group_bounds(name: str, value: Any, size: int) -> tuple[int, float]:
+    """The least and most workers of a group, in whole jobs."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise UsageError(f"adapt: {name}={value!r} is not a least and a most number: (0, 16)")
+    low, high = value
+    return _whole_jobs(
+        _workers(low, name, "workers"), _workers(high, name, "workers", default=math.inf), size
+    )
+
+
 def _check_names(given: Collection[str]) -> None:
     bounds = [
         name for name in inspect.signature(Scaling.adapt).parameters if name[:3] in ("min", "max")
@@ -84,43 +95,11 @@ def _times(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class JobAdaptive(Adaptive):
-    """distributed's adaptive scaling, whose way down is the cluster's own."""
-
-    cluster: Scaling
-
-    async def target(self) -> int:
-        """As many as the work needs, or the gangs that run or wait."""
-        controller = self.cluster.controller
-        gangs = 0 if controller is None else workers_wanted(controller.state.scheduler)
-        return max(int(await super().target()), gangs)
-
-    async def workers_to_close(self, target: int) -> list[str]:
-        """Of those that stay: the others go by themselves, or are not the cluster's."""
-        staying = self.observed & self.plan
-        names = [name for name in await super().workers_to_close(target) if name in staying]
-        return names[: max(0, len(staying) - target)]
-
-    async def scale_down(self, workers: Collection[str]) -> None:  # type: ignore[override]
-        """End the jobs of these workers without losing what they hold."""
-        if workers:
-            self.cluster._scale_down(workers)
-        # Less than a job is kept. distributed would count its names from the start, each from
-        # another one, so that they never came together; they stay due for as long as it names them
-        for name in self.plan.intersection(workers):
-            self.close_counts[name] = self.wait_count
-
-    async def scale_up(self, n: int) -> None:  # type: ignore[override]
-        """Wish for more workers, and do not wait: the next look may find fewer to be enough."""
-        with contextlib.suppress(UsageError):  # the cluster is closed
-            self.cluster._wish(n)
-
-
 class Scaling(Cluster):
     """The part of a cluster that wishes for workers; `controller` is None before the start."""
 
     queue: Queue
-    options: JobOptions
+    groups: dict[str, GroupSpec]
     controller: JobController | None = None
 
     def scale(
@@ -129,6 +108,7 @@ class Scaling(Cluster):
         jobs: int = 0,
         memory: str | int | None = None,
         cores: int | None = None,
+        **groups: int,
     ) -> Any:
         """Ask for a number of workers, and wait until the queue has their jobs.
 
@@ -146,56 +126,95 @@ class Scaling(Cluster):
             Host memory of all workers together, in bytes or as text.
         cores
             Threads of all workers together.
+        **groups
+            In a cluster with groups, the workers of each, as in ``scale(gpu=8, cpu=32)``, in place
+            of the other parameters. Groups that are not named stay as they are.
 
         Raises
         ------
         UsageError
-            There is no such queueing system on this machine.
+            There is no such group, or no such queueing system on this machine.
         Refused, QueueError
             The queue does not take the jobs, or does not answer. A limit of the site is only a
             warning: the cluster tries again later.
         """
-        workers = max(
-            number(n or 0, "scale: n", "workers"),
-            number(jobs or 0, "scale: jobs", "jobs") * self.options.workers,
-            math.ceil((parse_memory(memory, "memory") or 0) / self._worker_memory()),
-            math.ceil(number(cores or 0, "scale: cores", "cores") / self._worker_threads()),
-        )
+        given = {"n": n, "jobs": jobs, "memory": memory, "cores": cores}
+        self._check_groups("scale", groups, [name for name, value in given.items() if value])
+        wishes = {name: number(n, f"scale: {name}", "workers") for name, n in groups.items()}
+        if one := self.groups.get(""):
+            wishes[""] = max(
+                number(n or 0, "scale: n", "workers"),
+                number(jobs or 0, "scale: jobs", "jobs") * one.size,
+                math.ceil((parse_memory(memory, "memory") or 0) / one.worker_memory),
+                math.ceil(number(cores or 0, "scale: cores", "cores") / one.worker_threads),
+            )
         self._running_controller()
-        if workers:
+        if any(wishes.values()):
             self.queue.check()
         if not self.asynchronous:
-            return self.sync(self._scale, workers)
-        scaling = asyncio.ensure_future(self._scale(workers))
+            return self.sync(self._scale, wishes)
+        scaling = asyncio.ensure_future(self._scale(wishes))
         _scalings.add(scaling)
         scaling.add_done_callback(lambda _: scaling.cancelled() or scaling.exception())
         scaling.add_done_callback(_scalings.discard)
         return scaling
 
+    def _check_groups(self, call: str, named: Collection[str], unnamed: Collection[str]) -> None:
+        """Refuse groups that there are not, and what leaves open which group it is for."""
+        names = [name for name in self.groups if name]
+        if unknown := [name for name in named if name not in names]:
+            there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
+            raise UsageError(f"{call}: no group {', '.join(unknown)}. {there}")
+        if names and (unnamed or not named):
+            raise UsageError(
+                f"{call}: this cluster has groups, so name them: "
+                f"{call}({', '.join(f'{name}=…' for name in names)})"
+            )
+
     def _tell_most_workers(self, controller: JobController) -> None:
         """Let gangs know how many workers there may come to be."""
 
         def most() -> float:
-            adaptive = self._adaptive
-            if controller.failure is not None:
-                return 0
-            if adaptive is not None and adaptive.state in ("starting", "running"):
-                return float(adaptive.maximum)
-            return len(self.plan)
+            limits, groups = self._limits(), controller.groups
+            return sum(limits[name] for name, one in groups.items() if one.failure is None)
 
-        controller.state.scheduler.extensions[MOST_WORKERS] = most
+        controller.scheduler.extensions[MOST_WORKERS] = most
 
-    def _wish(self, n: int) -> JobController:
+    def _limits(self) -> dict[str, float]:
+        """How many workers each group may come to have without further ado."""
+        adaptive = upstream.adaptive(self)
+        limits: dict[str, float] = {name: len(self._names([name])) for name in self.groups}
+        if adaptive is not None and adaptive.state in ("starting", "running"):
+            each = adaptive.groups if isinstance(adaptive, GroupsAdaptive) else {"": adaptive}
+            limits |= {name: one.maximum for name, one in each.items()}
+        return limits
+
+    def _wish(self, workers: int | Mapping[str, int]) -> JobController:
+        """Have so many workers, or so many of each of these groups."""
+        wishes = workers if isinstance(workers, Mapping) else {"": workers}
         controller = self._running_controller()
-        controller.set_target(math.ceil(n / self.options.workers))
+        for name, n in wishes.items():
+            controller.groups[name].set_target(math.ceil(n / self.groups[name].size))
         return controller
 
-    async def _scale(self, n: int) -> None:
-        self._running_controller().reset_failures()
-        await self._wish(n).wait_submitted()
+    async def _scale(self, wishes: Mapping[str, int]) -> None:
+        controller = self._running_controller()
+        for name in wishes:
+            controller.groups[name].reset_failures()
+        await self._wish(wishes).wait_submitted(wishes)
 
     def _scale_down(self, names: Collection[str]) -> None:
-        self._running_controller().dismiss(names)
+        self._running_controller().groups[""].dismiss(names)
+
+    def _too_few(self, n_workers: int) -> HpcdaskError | None:
+        """Why there will not be so many workers; None if they may come."""
+        groups = self.controller.groups.values() if self.controller else ()
+        failed = [group for group in groups if group.failure is not None]
+        left = self._names(one.state.group for one in groups if one not in failed)
+        there = left | self.observed
+        if failed and (len(failed) == len(groups) or len(there) < n_workers):
+            return failed[0].failure
+        return None
 
     def _running_controller(self) -> JobController:
         if self.controller is None or self.status not in (Status.starting, Status.running):
@@ -236,7 +255,9 @@ class Scaling(Cluster):
             Class that decides.
         **kwargs
             ``interval``, ``target_duration`` (times), ``wait_count``, ``worker_key`` and
-            ``memory_ratio`` of `distributed.deploy.adaptive.Adaptive`.
+            ``memory_ratio`` of `distributed.deploy.adaptive.Adaptive`. In a cluster with groups,
+            the least and most workers of each, as in ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place
+            of the other bounds. Groups that are not named stay as they are.
 
         Returns
         -------
@@ -250,44 +271,57 @@ class Scaling(Cluster):
             A keyword is unknown, a value is not understood, `minimum` is above `maximum`,
             `maximum` is less than one job, or this machine has no such queueing system.
         """
+        if "" not in self.groups:
+            given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
+            for_all = [name for name, one in given.items() if one not in (None, 0, math.inf)]
+            return self._adapt_groups(kwargs, for_all + ["Adaptive"] * (Adaptive != JobAdaptive))
         if Adaptive is JobAdaptive:
             _check_names(kwargs)
         low = self._bounds("minimum", 0, minimum, minimum_jobs, minimum_memory, minimum_cores)
         high = self._bounds(
             "maximum", math.inf, maximum, maximum_jobs, maximum_memory, maximum_cores
         )
-        least, most = _whole_jobs(max(low), min(high), self.options.workers)
-        kwargs |= _times(kwargs)
+        least, most = _whole_jobs(max(low), min(high), self.groups[""].size)
+        return self._start_adaptive(Adaptive, [""], minimum=least, maximum=most, **kwargs)
+
+    def _adapt_groups(self, given: dict[str, Any], for_all: Collection[str]) -> Adaptive:
+        named = {name: given.pop(name) for name in list(given) if name not in ADAPTIVE}
+        self._check_groups("adapt", named, for_all)
+        bounds = {
+            name: _group_bounds(name, value, self.groups[name].size)
+            for name, value in named.items()
+        }
+        return self._start_adaptive(GroupsAdaptive, bounds, bounds=bounds, **given)
+
+    def _start_adaptive(
+        self, kind: type[Adaptive], names: Collection[str], **keywords: Any
+    ) -> Adaptive:
+        keywords |= _times(keywords)
         controller = self._running_controller()
         self.queue.check()
-        controller.reset_failures()
-        if self.options.workers > 1:
-            kwargs.setdefault("worker_key", job_of)
-        return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
+        for name in names:
+            controller.groups[name].reset_failures()
+        if any(self.groups[name].size > 1 for name in names):
+            keywords.setdefault("worker_key", job_of)
+        return super().adapt(kind, **keywords)
 
     def _bounds(
         self, name: str, default: float, workers: Any, jobs: Any, memory: Any, cores: Any
     ) -> list[float]:
         """What each of a bound's four forms is in workers, `default` where it is not given."""
-        size, threads = self.options.workers, self._worker_threads()
+        one = self.groups[""]
         amount = parse_memory(memory, f"{name}_memory")
         return [
             _workers(workers, name, "workers", default=default),
-            _workers(jobs, f"{name}_jobs", "jobs", each=size, default=default),
-            default if amount is None else amount / self._worker_memory(),
-            _workers(cores, f"{name}_cores", "cores", share=threads, default=default),
+            _workers(jobs, f"{name}_jobs", "jobs", each=one.size, default=default),
+            default if amount is None else amount / one.worker_memory,
+            _workers(cores, f"{name}_cores", "cores", share=one.worker_threads, default=default),
         ]
-
-    def _worker_memory(self) -> int:
-        return max(1, self.options.spec.memory_limit or int(self.options.job.worker_memory))
-
-    def _worker_threads(self) -> int:
-        return self.options.spec.nthreads or 1
 
     @property
     def plan(self) -> set[str]:
         """Names of the workers that are wanted, for adaptive scaling."""
-        return set(self.controller.state.names()) if self.controller else set()
+        return self._names(self.groups)
 
     #: Names of the workers that are asked for.
     requested = plan
@@ -295,5 +329,15 @@ class Scaling(Cluster):
     @property
     def observed(self) -> set[str]:
         """Names of the workers that are connected."""
-        jobs = self.controller.state.connected().values() if self.controller else ()
-        return {str(state.name) for states in jobs for state in states}
+        return self._connected(self.groups)
+
+    def _names(self, groups: Iterable[str]) -> set[str]:
+        """Names of the workers of these groups that are wanted."""
+        known = self.controller.groups if self.controller else {}
+        return {name for group in groups if group in known for name in known[group].state.names()}
+
+    def _connected(self, groups: Iterable[str]) -> set[str]:
+        """Names of those that are connected."""
+        known = self.controller.groups if self.controller else {}
+        states = [known[group].state for group in groups if group in known]
+        return {str(ws.name) for one in states for jobs in one.connected().values() for ws in jobs}

@@ -13,9 +13,11 @@ from distributed import Scheduler, Security, rpc
 from distributed.comm import get_address_host
 from distributed.utils import format_dashboard_link
 
+from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
+from hpcdask.node.observe import make_observable
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import owner_text
-from hpcdask.security import listening, private, webserver
+from hpcdask.security import listening, ports, private, webserver
 from hpcdask.security.credentials import (
     FILES,
     Credentials,
@@ -24,6 +26,7 @@ from hpcdask.security.credentials import (
     to_security,
 )
 from hpcdask.security.tls import ClusterSecurity
+from hpcdask.upstream import distributed as upstream
 
 from .keywords import check_interface
 from .options import NO_ADDRESS
@@ -43,7 +46,7 @@ def read_scheduler_options(
             chosen["host"] = LOOPBACK
         what = "interface" if chosen["interface"] == interface else "scheduler_options"
         check_interface(chosen["interface"], what)
-    return {"dashboard_address": f"{LOOPBACK}:8787", **chosen}
+    return chosen
 
 
 @dataclass(eq=False)
@@ -60,6 +63,7 @@ class ClusterScheduler:
     asked: Security | bool | None
     local: bool
     say: Callable[[str], None]
+    port_range: str | None = None
     server: Scheduler | None = None
     address: str = NO_ADDRESS
     security: Security = field(default_factory=Security)
@@ -90,6 +94,17 @@ class ClusterScheduler:
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
         listening.prepare()
+        with ports.within(self.port_range):
+            server = await self._start()
+        listening.guard(server)
+        self.address = server.address
+        if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
+            self.say(
+                f"warning: the scheduler listens at {self.address}, which other nodes cannot "
+                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
+            )
+
+    async def _start(self) -> Scheduler:
         # the default port of the dashboard may be taken
         with warnings.catch_warnings(), webserver.without_proxy():
             warnings.filterwarnings("ignore", message="Port .* is already in use")
@@ -99,20 +114,16 @@ class ClusterScheduler:
                     "security": self.security,
                     "port": 0,
                     "dashboard": False,
+                    "dashboard_address": f"{LOOPBACK}:{0 if self.port_range else 8787}",
                     "local_directory": self._scratch,
                     **self.options,
                 }
             )
         webserver.guard(self.server)
         webserver.add_lazy_dashboard(self.server)
+        expect_gpus(self.server)
         await self.server
-        listening.guard(self.server)
-        self.address = self.server.address
-        if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
-            self.say(
-                f"warning: the scheduler listens at {self.address}, which other nodes cannot "
-                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
-            )
+        return self.server
 
     def connect(self) -> rpc:
         """A connection to the scheduler, for distributed's side of the cluster."""
@@ -122,6 +133,9 @@ class ClusterScheduler:
     async def close(self) -> None:
         """Close the scheduler if it was started. Its workers end as well."""
         if self.server is not None:
+            await refresh(self.server)
+            for line in usage_lines(self.server):
+                self.say(line)
             await self.server.close(reason="the cluster is closed")
 
     def make_scratch(self) -> None:
@@ -131,6 +145,7 @@ class ClusterScheduler:
             self._scratch = path
 
         scratch_folder(None, announce)
+        make_observable()
 
     def remove_scratch(self) -> None:
         """Remove what the scheduler had on this machine's disk."""
@@ -138,13 +153,8 @@ class ClusterScheduler:
             private.remove(self._scratch, owner_text())
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: what the scheduler has on disk stays.
-
-        distributed removes the folder at the end of any process that knows it.
-        """
-        folder = getattr(self.server, "_workdir", None)
-        if folder is not None:
-            folder._finalizer.detach()
+        """In a child that was forked: what the scheduler has on disk stays."""
+        upstream.leave_folder(self.server)
 
     # The dashboard
 

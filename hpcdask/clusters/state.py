@@ -1,9 +1,9 @@
-"""What is wanted and what is known of a cluster's jobs, for those who act on it."""
+"""What is wanted and what is known of a group of jobs, for those who act on it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -12,14 +12,16 @@ from distributed.scheduler import WorkerState
 
 from hpcdask.jobs.state import OVER, WAITING
 from hpcdask.spec.job import parse_worker_name
+from hpcdask.spec.tags import group_id
 
 from .job import Job, Policy, worker_names
 
 
 @dataclass(eq=False)
 class ClusterState:
-    """The jobs of one cluster, over or not, of `size` workers each.
+    """The jobs of one group of a cluster, over or not, of `size` workers each.
 
+    A cluster without groups is one, whose name is empty. `resources` are those of each worker.
     `emptied`: the user asked for none, so nobody is left to hold results. `closing`: from now on,
     the end of a worker or a job is meant.
     """
@@ -27,7 +29,9 @@ class ClusterState:
     scheduler: Scheduler
     cluster: str
     _: KW_ONLY
+    group: str = ""
     size: int
+    resources: Mapping[str, float] = field(default_factory=dict)
     policy: Policy
     say: Callable[[str], None]
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -36,6 +40,11 @@ class ClusterState:
     closing: bool = False
     _warned: set[str] = field(default_factory=set)
 
+    @property
+    def prefix(self) -> str:
+        """What the names of its workers begin with."""
+        return group_id(self.cluster, self.group)
+
     def want(self, jobs: int) -> None:
         """Wish for this many jobs."""
         self.wanted = jobs
@@ -43,7 +52,7 @@ class ClusterState:
 
     def enter(self, job_id: str) -> None:
         """Add a job that was just submitted, or take the place of one that had its id."""
-        self.jobs[job_id] = Job(job_id, self.size, time.time())
+        self.jobs[job_id] = Job(job_id, self.size, time.time(), group=self.group)
 
     def mark(self, job_id: str, **facts: Any) -> None:
         """Note something about a job."""
@@ -63,13 +72,13 @@ class ClusterState:
 
     def names(self) -> list[str]:
         """A name for each worker that is there or asked for, and is to stay."""
-        names = [name for job in self.active() for name in worker_names(self.cluster, job)]
+        names = [name for job in self.active() for name in worker_names(self.prefix, job)]
         missing = self.wanted * self.size - len(names)
-        return names + [f"{self.cluster}-unsubmitted-{number}" for number in range(missing)]
+        return names + [f"{self.prefix}-unsubmitted-{number}" for number in range(missing)]
 
     def job_of(self, name: str) -> str | None:
         """Id of the job that a worker belongs to; None for other people's workers."""
-        parsed = parse_worker_name(self.cluster, name)
+        parsed = parse_worker_name(self.prefix, name)
         return None if parsed is None else parsed[0]
 
     def connected(self) -> dict[str, list[WorkerState]]:
@@ -90,7 +99,7 @@ class ClusterState:
         named = set(names) & set(self.names())
         jobs = []
         for job in counting:
-            workers = set(worker_names(self.cluster, job))
+            workers = set(worker_names(self.prefix, job))
             if job.workers and named >= workers:
                 jobs.append(job)
                 named -= workers

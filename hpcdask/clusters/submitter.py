@@ -18,7 +18,7 @@ RETRY_S = (15.0, 300.0)
 
 @dataclass
 class Submitter:
-    """Submits the script of one cluster; `add` gets new ids, `missing` says how many are to come.
+    """Submits the script of one group; `add` gets new ids, `missing` says how many are to come.
 
     A queue that is at a limit, or silent, is not tried again before `retry_at`, in unix time.
     `unanswered` tells whether the queue may have jobs whose ids it did not tell.
@@ -29,6 +29,7 @@ class Submitter:
     tag: str
     add: Callable[[Collection[str]], None]
     missing: Callable[[], int]
+    group: str = ""
     retry_at: float = 0.0
     unanswered: bool = False
     _retry_s: float = RETRY_S[0]
@@ -77,7 +78,7 @@ class Submitter:
     async def _submit(self, count: int) -> None:
         """One command."""
         # the shared file system may be slow
-        submission = await asyncio.to_thread(self.folder.new_submission)
+        submission = await asyncio.to_thread(self.folder.new_submission, self.group)
         ids = await self.queue.submit(str(submission.script), count)
         self.add(ids)
         await asyncio.to_thread(submission.record, ids)
@@ -90,6 +91,6 @@ class Submitter:
         tagged = await self.queue.tagged()
         mine = [job_id for job_id, tag in tagged.items() if tag == self.tag]
         if found := [job_id for job_id in mine if job_id not in known]:
-            await asyncio.to_thread(lambda: self.folder.new_submission().record(found))
+            await asyncio.to_thread(lambda: self.folder.new_submission(self.group).record(found))
             self.add(found)
         return len(found)

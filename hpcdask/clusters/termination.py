@@ -36,7 +36,7 @@ CLOSE_S = 60.0
 
 @dataclass
 class JobTerminator:
-    """Ends jobs of one cluster, and calls `wake` when something has changed."""
+    """Ends jobs of one group, and calls `wake` when something has changed."""
 
     state: ClusterState
     queue: Queue

@@ -20,10 +20,10 @@ def load_security(info: Mapping[str, str]) -> Security | None:
 
     For a client in another process than the cluster's, such as the kernel of a notebook beside
     JupyterLab's Dask extension. The keys are in the cluster's folder, which only its user can read.
-    None when no cluster of this user that ``~/.hpcdask`` knows has the address in `info`. Raises
+    None when no cluster of this user that the usual base knows has the address in `info`. Raises
     SchedulerFileError if the cluster has ended, or others can read its keys.
     """
-    for script in base_path(None).glob("*/script.sh"):
+    for script in base_path(None).glob("*/script*.sh"):  # one for each group
         try:
             is_it = f" {info.get('address')} " in script.read_text()
         except OSError:  # of a cluster that ends right now

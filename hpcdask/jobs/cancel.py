@@ -10,7 +10,9 @@ from hpcdask.errors import NoTags, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.commands import COMMAND_TIMEOUT_S
 from hpcdask.queues.job_state import OVER
+from hpcdask.spec.tags import parse_tag
 
+from .detached import scheduler_job, scheduler_tag
 from .folder import ClusterFolder
 
 #: Seconds that cancelling and verifying may take. More than an unanswered submission counts.
@@ -32,7 +34,9 @@ async def find_tags(
     try:
         return await queue.tagged(), True
     except NoTags:
-        return {job_id: folder.tag for folder in folders for job_id in folder.ids()}, False
+        tags = {job_id: tag for one in folders for job_id, tag in one.tags().items()}
+        schedulers = {scheduler_job(folder): scheduler_tag(folder) for folder in folders}
+        return tags | {job_id: tag for job_id, tag in schedulers.items() if job_id}, False
 
 
 async def find_jobs(queue: Queue, folders: Collection[ClusterFolder]) -> dict[str, str]:
@@ -94,7 +98,7 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
         problem: QueueError | None = None
         try:
             found = await find_jobs(queue, [folder])
-            mine = [job_id for job_id, tag in found.items() if tag == folder.tag]
+            mine = [job_id for job_id, tag in found.items() if parse_tag(tag)[0] == folder.name]
         except QueueError as error:
             problem = error
         others = set(folder.ids()) - set(mine)

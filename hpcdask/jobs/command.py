@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.logs import complain, plural
 from hpcdask.queues.registry import queue_class
+from hpcdask.spec.tags import parse_tag
 
 from .cancel import end_jobs, find_jobs, may_bring_more
 from .discovery import ClusterRecord, choose, survey
@@ -25,7 +27,7 @@ folder_option = click.option(
     "--folder",
     "base",
     metavar="BASE",
-    help="Folder with the clusters' folders. Default: ~/.hpcdask.",
+    help="Folder with the clusters' folders. Default: HPCDASK_HOME, or ~/.hpcdask.",
 )
 
 
@@ -48,7 +50,7 @@ def jobs(base: str | None, as_json: bool) -> None:
     for cluster in clusters:
         if cluster.elsewhere:
             click.echo(f"{cluster.name}: {_ask_there(cluster, 'jobs')}", err=True)
-    _complain(list(problems.values()))
+    _end_with(list(problems.values()))
 
 
 @click.command(epilog="Example: hpcdask cleanup --yes")
@@ -74,7 +76,8 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
             click.echo(f"{cluster.name}: {_why_not(cluster)}")
     total = sum(len(cluster.jobs) for cluster in chosen)
     if total and not yes:
-        question = f"Cancel {total} jobs of {', '.join(c.name for c in chosen if c.jobs)}?"
+        names = ", ".join(cluster.name for cluster in chosen if cluster.jobs)
+        question = f"Cancel {plural(total, 'job')} of {names}?"
         if not sys.stdin.isatty():
             raise UsageError(f"{question} Nobody is there to ask: --yes is needed")
         click.confirm(question, abort=True)
@@ -84,7 +87,7 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
-    _complain(complaints)
+    _end_with(complaints)
 
 
 async def _end_all(clusters: list[ClusterRecord]) -> list[str | None]:
@@ -104,7 +107,7 @@ async def _end(cluster: ClusterRecord) -> str | None:
 
     async def find() -> list[str]:
         tags = await find_jobs(queue, [cluster.folder] if cluster.folder else [])
-        mine = [job_id for job_id, tag in tags.items() if tag == f"hpcdask:{cluster.name}"]
+        mine = [job_id for job_id, tag in tags.items() if parse_tag(tag)[0] == cluster.name]
         # a notebook that lives may submit others for ever
         return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine
 
@@ -122,13 +125,13 @@ async def _end(cluster: ClusterRecord) -> str | None:
         return None
     if cluster.folder:
         cluster.folder.mark_ended()
-    say(f"{len(cluster.jobs)} jobs cancelled and gone; no keys are left")
+    say(f"{plural(len(cluster.jobs), 'job')} cancelled and gone; no keys are left")
     return None
 
 
-def _complain(problems: list[str]) -> None:
+def _end_with(problems: list[str]) -> None:
     for problem in problems:
-        click.echo(f"hpcdask: error: {problem}", err=True)
+        complain(problem)
     if problems:
         sys.exit(1)
 
@@ -146,7 +149,7 @@ def _is_batch(name: str) -> bool:
 
 
 def _why_not(cluster: ClusterRecord) -> str:
-    count = f"{len(cluster.jobs)} jobs stay"
+    count = f"{plural(len(cluster.jobs), 'job')} stay{'s' * (len(cluster.jobs) == 1)}"
     if _is_batch(cluster.name):
         return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
     if cluster.lives:
@@ -167,6 +170,7 @@ def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
     return [
         {
             "cluster": cluster.name,
+            "group": job.group or None,
             "job": job.id,
             "state": str(job.state),
             "reason": job.reason,
@@ -191,14 +195,15 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("cluster", "job", "state", "queue", "since", "notebook"):
+    grouped = any(row["group"] for row in rows)
+    for heading in ("cluster", *["group"] * grouped, "job", "state", "queue", "since", "notebook"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("job", "queue", "since"))
     for row in rows:
         batch = _is_batch(row["cluster"])
         says = "" if batch or row["told_by"] == "cluster" else "says the queue"
         more = ", ".join(filter(None, [row["reason"], says]))
         state = f"{row['state']} ({more})" if more else row["state"]
-        cells = [row["cluster"], row["job"], state, row["queue"]]
+        cells = [row["cluster"], *[row["group"] or ""] * grouped, row["job"], state, row["queue"]]
         since = row["since"] and datetime.datetime.fromtimestamp(row["since"])
         cells.append(since.strftime("%Y-%m-%d %H:%M:%S") if since else "")
         cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))

@@ -11,8 +11,10 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
 from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.spec.tags import parse_tag
 
 from .cancel import find_tags
+from .detached import SCHEDULER, scheduler_job
 from .folder import ClusterFolder, list_clusters
 from .state import WAITING, JobReport, JobState
 
@@ -24,17 +26,24 @@ GUESS_TIMEOUT_S = 10.0
 class ClusterRecord:
     """A cluster of this user that is not over, or has jobs; `jobs` are those in the queue.
 
-    `folder` is None if this base does not know it: removed, or in another one.
+    `folder` is None if this base does not know it: removed, or in another one. `scheduler` is the
+    scheduler's job of a detached cluster. `groups` are those of the jobs that have one.
     """
 
     name: str
     queue: str
     folder: ClusterFolder | None
     jobs: dict[str, QueueStatus] = field(default_factory=dict)
+    scheduler: QueueStatus | None = None
+    groups: dict[str, str] = field(default_factory=dict)
 
     @property
     def lives(self) -> bool | None:
         """Whether its notebook lives; None if that cannot be seen from here."""
+        if self.scheduler is not None:
+            return True
+        if self.folder and self.folder.ended is None and scheduler_job(self.folder):
+            return False  # the queue does not show it
         return self.folder.lives() if self.folder else None
 
     @property
@@ -57,7 +66,8 @@ class ClusterRecord:
         for job_id, seen in self.jobs.items():
             report = known.pop(job_id, None)
             if report is None or report.contradicts(seen):
-                yield JobReport.of_queue(seen, submitted.get(job_id)), False
+                since, group = submitted.get(job_id), self.groups.get(job_id, "")
+                yield JobReport.of_queue(seen, since, group), False
             else:
                 yield report, True
         for report in known.values():
@@ -95,11 +105,16 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]
                 problems[system] = str(answer)
             continue
         for job_id, (tag, seen) in answer.items():
-            name = tag.removeprefix("hpcdask:")
+            name, group = parse_tag(tag)
             folder = folders.get(name)
+            if (of := folders.get(name.removeprefix(SCHEDULER))) and of.name != name:
+                # the scheduler of a detached cluster, which is its notebook, as it were
+                clusters.setdefault(of.name, ClusterRecord(of.name, system, of)).scheduler = seen
+                continue
             found = clusters.setdefault(name, ClusterRecord(name, system, folder))
             if found.queue == system:
                 found.jobs[job_id] = seen
+                found.groups[job_id] = group
     return list(clusters.values()), problems
 
 

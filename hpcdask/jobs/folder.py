@@ -2,11 +2,13 @@
 
 ::
 
-    BASE/CLUSTER/              0700, on a file system that the nodes share; BASE is ~/.hpcdask
+    BASE/CLUSTER/              0700, on a file system that the nodes share; see `base_path`
         cluster.json           queue, tag, and the process that holds the cluster
         jobs.json              what the cluster concludes of its jobs
-        script.sh              of every job
+        doors.json             addresses of the scheduler and of the workers' nannies
+        script.sh              of every job; script-GROUP.sh of those of a group
         submissions/001/       script.sh as submitted, ids (missing: none known), logs -> ../../logs
+        submissions/GROUP-001/ the same of a group
         logs/                  JOBID.log, and queue-JOBID.log of the queue itself
         keys/                  while the cluster lives
         watchdog.log             what was done after the notebook's death
@@ -24,17 +26,17 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdask.errors import UsageError
+from hpcdask.process import home_folder
 from hpcdask.security.private import make_folders, write_private
+from hpcdask.spec.tags import group_id
 
 from . import state
 from .owner import Owner, append, check_owned, read_end
-
-DEFAULT_BASE = "~/.hpcdask"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,21 @@ class Submission:
     def script(self) -> Path:
         """The script as it was submitted."""
         return self.path / "script.sh"
+
+    @property
+    def group(self) -> str:
+        """The group of its jobs; empty in a cluster without groups."""
+        return self.path.name.rpartition("-")[0]
+
+    @property
+    def number(self) -> int:
+        """Its number in the group."""
+        return int(self.path.name.rpartition("-")[2])
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether any of its jobs is recorded."""
+        return (self.path / "ids").exists()
 
     def record(self, ids: Iterable[str]) -> None:
         """Note the jobs that it brought, safe from a crash of the machine."""
@@ -85,7 +102,7 @@ class ClusterFolder:
     ) -> ClusterFolder:
         """Make the folder of a cluster that this process holds.
 
-        A missing base is made. The default is ``~/.hpcdask``; a folder elsewhere gets a link there.
+        A missing base is made. A folder in another than the usual base gets a link there.
         Raises UsageError if the base belongs to another user, others may write in it, or it cannot
         be made.
         """
@@ -132,6 +149,8 @@ class ClusterFolder:
             known = json.loads((path / "cluster.json").read_text())
             owner = Owner(**{field: known[field] for field in ("host", "space", "pid", "start")})
             return cls(path, known["queue"], owner, known["created"], known["ended"])
+        except UsageError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not the folder of a cluster: {error}") from None
 
@@ -144,6 +163,11 @@ class ClusterFolder:
             "ended": self.ended,
         }
         write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
+
+    def take_over(self) -> None:
+        """From now on, this process holds the cluster."""
+        self.owner = Owner.this()
+        self._write()
 
     def write_reports(self, reports: Iterable[state.JobReport]) -> None:
         """Tell other processes how the jobs are. What cannot be written leaves nothing older."""
@@ -161,37 +185,65 @@ class ClusterFolder:
         except (OSError, ValueError):
             return {}
 
-    def write_script(self, text: str) -> Path:
-        """Keep the script that submissions from now on have."""
-        return _write_script(self.path / "script.sh", text)
+    def write_doors(self, address: str, doors: Mapping[str, str]) -> None:
+        """Tell `hpcdask stacks` where the scheduler is, and the nannies by their workers' names."""
+        write_private(
+            str(self.path / "doors.json"), json.dumps({"address": address, "doors": dict(doors)})
+        )
 
-    def new_submission(self) -> Submission:
-        """The folder of the next submission, with the script.
+    def doors(self) -> tuple[str, dict[str, str]]:
+        """What `write_doors` wrote last; both empty if that cannot be read."""
+        try:
+            known = json.loads((self.path / "doors.json").read_text())
+            return known["address"], known["doors"]
+        except (OSError, ValueError, KeyError):
+            return "", {}
+
+    def script(self, group: str = "") -> Path:
+        """Where the script of a group's jobs is."""
+        return self.path / (f"script-{group}.sh" if group else "script.sh")
+
+    def write_script(self, text: str, group: str = "") -> Path:
+        """Keep the script that submissions from now on have."""
+        return _write_script(self.script(group), text)
+
+    def new_submission(self, group: str = "") -> Submission:
+        """The folder of a group's next submission, with the script.
 
         The folder of one that brought no job is taken again.
         """
-        last = self.submissions()[-1:]
-        if last and not (last[0].path / "ids").exists():
+        last = [one for one in self.submissions() if one.group == group][-1:]
+        if last and not last[0].is_answered:
             submission = last[0]
         else:
-            number = int(last[0].path.name) + 1 if last else 1
-            submission = Submission(self.path / "submissions" / f"{number:03}")
+            number = f"{last[0].number + 1 if last else 1:03}"
+            name = f"{group}-{number}" if group else number
+            submission = Submission(self.path / "submissions" / name)
             submission.path.mkdir(0o700)
             (submission.path / "logs").symlink_to("../../logs")
-        _write_script(submission.script, (self.path / "script.sh").read_text())
+        _write_script(submission.script, self.script(group).read_text())
         return submission
 
     def submissions(self) -> list[Submission]:
-        """All submissions, in their order."""
+        """All submissions, in the order of each group."""
         try:
-            found = [path for path in (self.path / "submissions").iterdir() if path.name.isdigit()]
+            found = map(Submission, (self.path / "submissions").iterdir())
+            known = [one for one in found if one.path.name.rpartition("-")[2].isdigit()]
         except OSError:
             return []
-        return [Submission(path) for path in sorted(found, key=lambda path: int(path.name))]
+        return sorted(known, key=lambda one: (one.group, one.number))
 
     def ids(self) -> list[str]:
-        """All jobs that are recorded, in the order of their submission."""
+        """All jobs that are recorded, in the order of each group's submissions."""
         return [job_id for submission in self.submissions() for job_id in submission.ids()]
+
+    def tags(self) -> dict[str, str]:
+        """What each recorded job carries."""
+        return {
+            job_id: f"hpcdask:{group_id(self.name, submission.group)}"
+            for submission in self.submissions()
+            for job_id in submission.ids()
+        }
 
     def submitted(self) -> dict[str, float]:
         """When each recorded job was submitted, as a unix time."""
@@ -203,11 +255,12 @@ class ClusterFolder:
 
     def unanswered_s(self) -> float | None:
         """Seconds since a submission was begun of which no job is recorded; None without such."""
-        for submission in self.submissions()[-1:]:
-            if not (submission.path / "ids").exists():
+        begun = []
+        for submission in self.submissions():  # only the last one of a group may be without
+            if not submission.is_answered:
                 with contextlib.suppress(OSError):
-                    return max(0.0, time.time() - submission.script.stat().st_mtime)
-        return None
+                    begun.append(submission.script.stat().st_mtime)
+        return max(0.0, time.time() - max(begun)) if begun else None
 
     def logs_in(self, path: str | os.PathLike[str]) -> None:
         """Have the logs in another folder, made if missing; call it before the first job.
@@ -271,9 +324,14 @@ class ClusterFolder:
         return False if self.ended is not None else self.owner.lives()
 
 
+def new_name(name: str) -> str:
+    """No dot and no dash but the last: see the tags of Moab and of hpcdask submit."""
+    return re.sub(r"[^A-Za-z0-9_]+", "_", f"{name}")[:40] + f"-{os.urandom(3).hex()}"
+
+
 def base_path(base: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the clusters' folders, absolute."""
-    return Path(os.path.abspath(os.path.expanduser(base or DEFAULT_BASE)))
+    """The folder of the clusters' folders, absolute; the usual one is that of `home_folder`."""
+    return Path(os.path.abspath(os.path.expanduser(base or home_folder())))
 
 
 def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFolder]:

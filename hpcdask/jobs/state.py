@@ -37,7 +37,7 @@ class JobReport:
     """One job that is not over, as its cluster sees it.
 
     `workers` are connected, of `size`. `since` is the unix time at which it started, or was
-    submitted if it has not. None: unknown.
+    submitted if it has not. None: unknown. `group` is empty in a cluster without groups.
     """
 
     id: str
@@ -47,12 +47,14 @@ class JobReport:
     size: int | None
     nodes: str
     since: float | None
+    group: str = ""
 
     @classmethod
-    def of_queue(cls, seen: QueueStatus, submitted: float | None) -> JobReport:
+    def of_queue(cls, seen: QueueStatus, submitted: float | None, group: str) -> JobReport:
         """What only the queue tells of a job."""
         since = seen.started or submitted
-        return cls(seen.id, JobState(seen.state), seen.reason, None, None, seen.nodes, since)
+        state = JobState(seen.state)
+        return cls(seen.id, state, seen.reason, None, None, seen.nodes, since, group)
 
     def contradicts(self, seen: QueueStatus) -> bool:
         """Whether the queue says that the job has started or waits again since."""

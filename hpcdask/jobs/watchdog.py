@@ -80,7 +80,10 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
             start_new_session=True,
         )
     except OSError as error:
-        raise QueueError(f"the cluster's watchdog cannot be started: {error}") from None
+        raise QueueError(
+            f"the cluster's watchdog, which would cancel its jobs after the death of this process, "
+            f"cannot be started: {error}. See free memory and processes (ulimit -u) here"
+        ) from None
     finally:
         os.close(log)
     assert process.stdout is not None

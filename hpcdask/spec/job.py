@@ -12,7 +12,8 @@ class JobSpec:
     """What the command line and the environment ask for.
 
     `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the folder of the cluster's
-    credentials. `cluster`, `job` and `restarts` are in the workers' names. `workers` is per node.
+    credentials. `cluster`, its id or a group's, `job` and `restarts` are in the workers' names.
+    `workers` is per node.
     """
 
     spec: WorkerSpec

@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import dask.config
 from dask.utils import parse_bytes, parse_timedelta
 
 from hpcdask.errors import UsageError
 
 #: Bytes; an idle worker has some more.
 LEAST_MEMORY_LIMIT = 64 << 20
+#: Ports that a user may listen on.
+LEAST_PORT, MOST_PORT = 1024, 65535
 
 
 def parse_memory(text: str | int | float | None, name: str) -> int | None:
@@ -133,12 +136,69 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
         ) from None
 
 
+def parse_ranks(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
+    """Ranks as ``("0-3", "8")``, from ``"0-3,8"``."""
+    spans = tuple(filter(None, value.split(",") if isinstance(value, str) else value or ()))
+    for span in spans:
+        first, _, last = span.partition("-")
+        if not re.fullmatch(r"\d+(-\d+)?", span) or int(last or first) < int(first):
+            raise UsageError(f"{name}: {span!r} is not a rank or a span of ranks. Accepted: 0-3,8")
+    return spans
+
+
+def parse_port_range(text: str | None, name: str) -> str | None:
+    """``"20000-20999"``, also from ``"20000:20999"``.
+
+    None stands for ``hpcdask.port-range`` of Dask's configuration, which mostly is not there.
+    """
+    if text is None:
+        text, name = dask.config.get("hpcdask.port-range", None), "hpcdask.port-range"
+        if text is None:
+            return None
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*[-:]\s*([0-9]{1,5})\s*", str(text))
+    if match is None or not LEAST_PORT <= int(match[1]) <= int(match[2]) <= MOST_PORT:
+        raise UsageError(
+            f"{name}: {text!r} is not a range of ports. Accepted: 20000-20999, 20000:20999, with "
+            f"ports from {LEAST_PORT} to {MOST_PORT}"
+        )
+    return f"{int(match[1])}-{int(match[2])}"
+
+
+def parse_groups(
+    value: str | Mapping[str, int] | tuple[str, ...] | None, name: str
+) -> tuple[str, ...]:
+    """Groups as ``("gpu:4", "cpu:2")`` or ``("auto",)``, from ``"gpu:4 cpu:2"``."""
+    words: Iterable[str] = value or ()
+    if isinstance(value, Mapping):
+        words = [f"{kind}:{count}" for kind, count in value.items()]
+    elif isinstance(value, str):
+        words = value.replace(",", " ").split()
+    found = tuple(words)
+    known = all(re.fullmatch(r"(gpu|cpu):[1-9]\d{0,3}", one) for one in found)
+    kinds = {one.partition(":")[0] for one in found}
+    if found != ("auto",) and not (known and len(kinds) == len(found)):
+        raise UsageError(
+            f"{name}: {value!r} does not say what the ranks of a node compute on. "
+            f'Accepted: "gpu:4 cpu:2", auto, as a keyword also {{"gpu": 4, "cpu": 2}}'
+        )
+    return found
+
+
+def has_rank(spans: Iterable[str], rank: int) -> bool:
+    """Whether a rank is one of those of `parse_ranks`."""
+    ends = [[int(end) for end in span.split("-")] for span in spans]
+    return any(pair[0] <= rank <= pair[-1] for pair in ends)
+
+
 #: What stands for a value in the command's help.
 METAVARS: dict[Callable[[Any, str], Any], str] = {
     parse_device_memory: "SIZE",
     _parse_memory_limit: "SIZE",
     parse_seconds: "TIME",
     parse_deadline: "TIME",
+    parse_ranks: "LIST",
+    parse_port_range: "FIRST-LAST",
+    parse_groups: "LIST",
     parse_resources: "LIST",
 }
 

@@ -27,6 +27,9 @@ from .parsing import (
     _switch,
     parse_deadline,
     parse_device_memory,
+    parse_groups,
+    parse_port_range,
+    parse_ranks,
     parse_resources,
     parse_seconds,
 )
@@ -35,6 +38,7 @@ from .signatures import Keyword, describe
 Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
 Layout = Literal["shared", "dedicated"]
+Profile = Literal["none", "nsys", "py-spy"]
 
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
@@ -102,6 +106,12 @@ class WorkerSpec:
         "Default: the one with the default route.",
         metavar="NAME",
     )
+    port_range: str | None = _network(
+        None,
+        "Listen on ports of this range only, such as 20000-20999, for firewalls. Default: "
+        "hpcdask.port-range of Dask's configuration, else any free ports.",
+        parse_port_range,
+    )
     nthreads: int | None = _worker(
         None,
         "Threads per worker. Default: 1 with a GPU. On a CPU, workers share the cores.",
@@ -156,7 +166,10 @@ class WorkerSpec:
         None, "Prefix of the workers' names. Default: the host's name.", metavar="PREFIX"
     )
     resources: dict[str, float] | None = _worker(
-        None, 'Abstract resources of each worker, such as "GPU=1 MEM=10e9".', parse_resources
+        None,
+        'Abstract resources of each worker, such as "MEM=10e9", beside GPU=1 or CPU=1, which it '
+        "has by itself.",
+        parse_resources,
     )
     preload: tuple[str, ...] = _worker(
         (),
@@ -185,6 +198,18 @@ class WorkerSpec:
         60.0, "A worker ends when it finds no scheduler for this time.", parse_seconds
     )
 
+    profile: Profile = _start(
+        "none",
+        "Profile the workers: py-spy (Python; a flame graph for each worker) or nsys (CUDA and "
+        "Dask tasks; a report for each rank).",
+        _choice("none", "nsys", "py-spy"),
+    )
+    profile_folder: str | None = _start(
+        None,
+        "Folder for the profiles. Default: hpcdask-profile in the current folder.",
+        metavar="FOLDER",
+    )
+
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = spec.metadata["parse"](getattr(self, spec.name), option_name(spec.name))
@@ -201,6 +226,10 @@ class WorkerSpec:
             if not colon or name not in given:
                 raise
             raise UsageError(f"{name}:{rest}") from None
+
+    def all_resources(self, *, on_gpu: bool) -> dict[str, float]:
+        """The resources of a worker: one of its kind of device, and those asked for."""
+        return {"GPU" if on_gpu else "CPU": 1.0, **(self.resources or {})}
 
     def to_argv(self) -> list[str]:
         """The options that give this spec again, as an argv list.
@@ -247,9 +276,18 @@ class RunSpec(WorkerSpec):
     tls: bool = _network(
         True, "Encrypt and authenticate all tcp connections. Default: yes.", flag=True
     )
+    groups: tuple[str, ...] = _worker(
+        (),
+        'Ranks of each node that compute on a GPU, and on the CPU, in this order, such as "gpu:4 '
+        'cpu:2". auto: each as it sees a GPU or none. Default: all the same.',
+        parse_groups,
+    )
     oversubscribe: bool = _worker(False, "Allow more ranks on a node than it has GPUs.", flag=True)
     timeout: float = _start(
         300.0, "Give up when the cluster is not complete after this time.", parse_deadline
+    )
+    profile_ranks: tuple[str, ...] = _start(
+        (), "Ranks whose workers are profiled, such as 0-3,8. Default: all.", parse_ranks
     )
     workers_min: int | None = _start(
         None,

@@ -148,6 +148,19 @@ def test_cleanup_ends_what_was_left_and_nothing_else(user):
     assert "Nothing was left over." in user.hpcdask("cleanup", "--yes").stdout
 
 
+def test_clusters_of_another_home_are_left_alone(user):
+    """Those of people who share an account: `cleanup` said that they stay, or asked about them."""
+    other = User(user.base.with_name("other base"))
+    other.env = {**user.env, "HPCDASK_HOME": str(user.base.with_name("other home"))}
+    theirs = other.left_cluster()
+    user.notebooks += other.notebooks
+    assert "No cluster of yours has jobs." in user.hpcdask("jobs").stdout
+    assert "Nothing was left over." in user.hpcdask("cleanup", "--all", "--yes").stdout
+    assert set(other.jobs(theirs)) == set(theirs.ids())
+    other.hpcdask("cleanup", "--yes")
+    assert not processes(theirs)
+
+
 def test_cleanup_of_a_name(user):
     living, left = user.cluster("living"), user.left_cluster()
     done = user.hpcdask("cleanup", left.name, "no-such", "--yes", code=2)

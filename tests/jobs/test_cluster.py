@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import gc
 import glob
+import logging
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
+from hpcdask.stacks.look import find, look
 from launching import (
     agreed_states,
     clean_environment,
@@ -109,6 +112,21 @@ def test_scale_up_and_down(folder: Path):
         } == ids
         for job_id, log in cluster.job_logs().items():
             assert f"job {job_id}" in log
+
+        def both() -> object | None:
+            found = asyncio.run(look(find(cluster.id, str(folder))))
+            processes = {one.name: one.process.pid for one in found.workers}
+            return found if processes == pids(client) else None
+
+        seen = wait_for(both, 60, "both to be seen")
+        assert all(one.work and one.process.threads for one in seen.workers), seen
+        assert not seen.unreached
+        assert seen.parts["notebook"].pid == os.getpid()
+        client.run(lambda: logging.getLogger("distributed.worker").warning("said\nin two lines"))
+        for name in pids(client):
+            said = f" {socket.gethostname()} {name} WARNING distributed.worker - said\n"
+            wait_for(lambda said=said: said in f"{cluster.logs()}\n", 20, said)
+        assert "in two lines" in cluster.logs(lines=1)
         assert cluster.dashboard_link.startswith("http://127.0.0.1:")
         assert cluster.scheduler_address.startswith("tls://127.0.0.1:")
         listens = [*client.nthreads(), *client.run(pages).values()]
@@ -205,7 +223,7 @@ def test_several_workers_per_job_come_and_go_together(folder: Path):
         cluster.scale(3)  # workers: two jobs
         client.wait_for_workers(4, timeout=180)
         for worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].values():
-            assert worker["resources"] == {"GPU": 2.0}
+            assert worker["resources"] == {"CPU": 1.0, "GPU": 2.0}
             assert worker["nthreads"] == 3
         assert re.search(r"--resources GPU=2", cluster.job_script())
         assert [job.size for job in cluster.jobs()] == [2, 2]
@@ -326,7 +344,7 @@ def test_close_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
             closing = asyncio.ensure_future(cluster.close())
-            await until(lambda: cluster.controller.state.closing, what="the cluster to close")
+            await until(lambda: cluster.controller.is_closing, what="the cluster to close")
             queue.let_all()
             await closing
             assert queue.commands <= 4
@@ -339,7 +357,9 @@ def test_scale_0_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         async with under_way(folder) as (cluster, queue, _):
             scaling = asyncio.ensure_future(cluster.scale(0))
-            await until(lambda: cluster.controller.state.wanted == 0, what="the wish to change")
+            await until(
+                lambda: cluster.controller.groups[""].state.wanted == 0, what="the wish to change"
+            )
             queue.let_all()
             await scaling
             assert queue.commands <= 4
@@ -528,7 +548,7 @@ def test_adapt_stops_a_submission_under_way(folder: Path):
                 queue.let(30)
             await asyncio.to_thread(
                 wait_for,
-                lambda: cluster.controller._submission is None,
+                lambda: cluster.controller.groups[""].submission is None,
                 20,
                 "the submission to end",
             )
@@ -616,7 +636,7 @@ def test_a_queue_that_does_not_answer_is_asked_again(
     monkeypatch.setattr(LocalQueue, "submit", submit)
     monkeypatch.setattr(submitter, "RETRY_S", (0.2, 1.0))
     with make(folder) as cluster, cluster.get_client() as client:
-        monkeypatch.setattr(cluster.controller._submitter, "_retry_s", 0.2)
+        monkeypatch.setattr(cluster.controller.groups[""]._submitter, "_retry_s", 0.2)
         cluster.scale(1)
         client.wait_for_workers(1, timeout=180)
         cluster.scale(1)  # which has nothing to submit, and nobody waits for it any more
@@ -838,6 +858,7 @@ def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
             "gpus_per_job=2 and the directive '--gres=gpu:1' both request GPUs",
         ),
         ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
+        ({"gpus_per_job": True}, "gpus_per_job=True is not a number of GPUs"),
         ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
         ({"gpus_per_job": 3, "nodes_per_job": 2}, "cannot be shared evenly"),
         ({"colour": "red"}, "unknown keyword colour"),

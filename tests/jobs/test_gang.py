@@ -26,7 +26,7 @@ import pytest
 from distributed import Client, LocalCluster, Scheduler
 
 import hpcdask
-from clock import PATIENCE
+from clock import clock, stretched
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
 from hpcdask.clusters import retire
@@ -219,11 +219,11 @@ def test_a_function_that_workers_cannot_import(client: Client, monkeypatch):
 
 def test_data_that_fail(client: Client):
     parts = [client.submit(lambda: 1), client.submit(lambda: 1 / 0)]
-    start = time.monotonic()
+    start = clock()
     with pytest.raises(GangError, match=r"rank 1 of 2 .*ZeroDivisionError") as caught:
         hpcdask.gang(describe, parts, client=client)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert time.monotonic() < start + 4  # no call had begun, so there is none to end
+    assert clock() < start + 4  # no call had begun, so there is none to end
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_data_that_fail(client: Client):
     ],
 )
 def test_bad_arguments(client: Client, arguments, keywords, message):
-    start = time.monotonic()
+    start = clock()
     with pytest.raises(UsageError, match=message):
         hpcdask.gang(describe, *arguments, client=client, **keywords)
-    assert time.monotonic() < start + 5 * PATIENCE
+    assert clock() < start + 5
 
 
 def test_an_error_travels():
@@ -281,6 +281,27 @@ def test_two_at_once_and_a_third_that_waits(client: Client, tmp_path: Path):
 def wanted(dask_scheduler: Scheduler) -> int:
     """Workers that gangs have or wait for."""
     return gang_scheduler.workers_wanted(dask_scheduler)
+
+
+def test_what_waits_is_told_of_a_change(client: Client, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(gang_scheduler, "LOOK_S", 3600.0)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(hpcdask.gang, hold, [str(tmp_path)] * 2, client=client, timeout=LONG_S)
+        wait_until_runs(tmp_path, 2)
+        second = pool.submit(hpcdask.gang, act, ["fine"] * SIZE, client=client, timeout=LONG_S)
+        wait_for(lambda: waiting(client), LONG_S, "the second to wait")
+        (tmp_path / "end").touch()
+        assert (first.result(), second.result()) == ([0, 1], [0, 1, 2])
+    for fault in ("raise", "kill"):  # and a worker that comes back
+        with pytest.raises(GangError, match=FAULTS[fault]):
+            hpcdask.gang(act, ["sleep", fault, "fine"], client=client, grace=1, timeout=LONG_S)
+
+
+def waiting(client: Client) -> bool:
+    def gangs(dask_scheduler: Scheduler) -> list:
+        return gang_scheduler.describe(dask_scheduler)
+
+    return any(not one["workers"] for one in client.run_on_scheduler(gangs))
 
 
 def test_it_waits_for_a_busy_worker(client: Client, tmp_path: Path):
@@ -350,10 +371,10 @@ def test_asynchronous(started: tuple, client: Client):
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_fault_ends_all(client: Client, fault: str, hang: str, capfd):
     kinds = ["fine", fault, hang]
-    start = time.monotonic()
+    start = clock()
     with pytest.raises(GangError, match=FAULTS[fault]) as caught:
         hpcdask.gang(act, kinds, client=client, timeout=5 * LONG_S, grace=1)
-    assert time.monotonic() < start + 10 * PATIENCE
+    assert clock() < start + 20
     error = caught.value
     assert error.rank == 1
     assert error.host == socket.gethostname()
@@ -378,11 +399,12 @@ def test_the_rank_that_failed_is_named_not_its_neighbours(client: Client, fault:
 
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_deadline(client: Client, hang: str):
-    start = time.monotonic()
-    with pytest.raises(GangError, match=r"not done within 3 s: 1 rank still ran: 1") as caught:
-        hpcdask.gang(act, ["fine", hang], client=client, timeout=3, grace=1)
+    start, timeout = clock(), stretched(3)
+    told = rf"not done within {timeout} s: 1 rank still ran: 1"
+    with pytest.raises(GangError, match=told) as caught:
+        hpcdask.gang(act, ["fine", hang], client=client, timeout=timeout, grace=1)
     assert caught.value.rank == 1
-    assert time.monotonic() < start + 10 * PATIENCE
+    assert clock() < start + timeout + 20
 
 
 def test_a_deadline_before_it_starts(client: Client, tmp_path: Path):
@@ -450,7 +472,11 @@ def test_a_program_that_dies_leaves_no_gang(started: tuple, client: Client, tmp_
     wait_until_runs(tmp_path, 2)
     program.kill()
     program.wait()
-    wait_for(lambda: len(before & set(client.run(os.getpid).values())) == 1, LONG_S, "restarts")
+
+    def left() -> set[int]:  # those that are being restarted do not answer
+        return before & set(client.run(os.getpid, on_error="ignore").values())
+
+    wait_for(lambda: len(left()) == 1, LONG_S, "restarts")
 
 
 # The cluster's own reasons to end workers

@@ -310,6 +310,21 @@ def test_another_process_finds_and_cancels_a_job(site):
     assert asyncio.run(queue.departed([job_id]))[job_id].state is QueueState.CANCELLED
 
 
+def test_jobs_of_another_home_are_not_listed(site, monkeypatch):
+    """People who share an account, and tests: `hpcdask cleanup` must not end each other's jobs."""
+    monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
+    job_id = submit_elsewhere(site, "exec sleep 1000")
+    monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "ours"))
+    queue = site.queue()
+    (own,) = site.submit(queue, "exec sleep 1000")
+    assert set(asyncio.run(site.queue().tagged())) == {own}
+    assert query(queue, job_id)[0].state is QueueState.RUNNING  # one that is named is found
+    monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
+    assert set(asyncio.run(site.queue().tagged())) == {job_id}
+    cancel(queue, job_id, own)
+    wait_over(queue, own)
+
+
 def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
     """The kernel shows no environment for a moment."""
     job_id = submit_elsewhere(site, "exec sleep 1000")

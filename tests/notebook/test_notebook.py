@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -137,6 +139,30 @@ def test_genomics(desk: Desk):
     assert not re.search(r"<script[^>]+src=", html.unescape(shown(notebook, "plot", "text/html")))
     assert (desk.home / "genotypes.zarr" / "zarr.json").exists()
     assert not desk.jobs()
+
+
+def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
+    """Two runs of the notebook, one cluster: the second finds what the first has published."""
+
+    def hpcdask(*words: str) -> None:
+        command = [sys.executable, "-m", "hpcdask.cli", *words]
+        done = subprocess.run(command, env=desk.env, cwd=desk.home, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    job = ("--cores", "1", "--memory", "512MiB", "--walltime", "00:10:00")
+    scheduler = '{"cores": 1, "memory": "512MiB"}'
+    more = ("--device", "cpu", "--poll-interval", "1s", "--scheduler-job", scheduler)
+    hpcdask("up", "mine", "--system", "slurm", *job, *more)
+    parameters = 'name = "mine"\nmaximum = 2\nchunks, side = 20, 400\ndevice = "cpu"'
+    for said in ("published\n", "an earlier run has published them\n"):
+        notebook = read("attach.ipynb", parameters)
+        NotebookClient(notebook, timeout=600, startup_timeout=300).execute(
+            env=desk.env, cwd=str(desk.home)
+        )
+        assert shown(notebook, "publish") == said
+        assert abs(float(shown(notebook, "result")) - 11) < 0.01
+        assert desk.jobs()
+    hpcdask("down", "mine")
 
 
 @pytest.mark.parametrize("how", ["killed", "shut down"])

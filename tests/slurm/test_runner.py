@@ -25,12 +25,12 @@ from launching import (
     describe,
     end,
     leftovers,
+    made_by_hpcdask,
     mpich_launcher,
     name_of,
     openmpi_launcher,
     semaphores_of,
     wait_for,
-    walk,
     what_stays,
 )
 from slurm_site import SlurmSite
@@ -172,7 +172,7 @@ class Desk:
 
     def remains(self) -> list[str]:
         """Processes and folders that are left, but for the one that Open MPI leaves under srun."""
-        named = {path for path in walk(self.folder) if "hpcdask" in path.name}
+        named = set(made_by_hpcdask(self.folder))
         named |= {path for path in self.tmp.iterdir() if not path.name.startswith("ompi.")}
         return [*(describe([p]) for p in self.processes()), *map(str, sorted(named))]
 

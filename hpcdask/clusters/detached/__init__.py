@@ -1,0 +1,1 @@
+"""Clusters whose scheduler and control of jobs run in a process of their own."""

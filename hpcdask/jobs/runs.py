@@ -1,0 +1,132 @@
+"""Runs with a scheduler file, for `hpcdask list`: each has a note in the home folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdask.client import scheduler_file
+from hpcdask.errors import HpcdaskError
+from hpcdask.logs import plural
+from hpcdask.process import home_folder
+from hpcdask.queues.environment import job_id
+from hpcdask.queues.job_state import OVER
+from hpcdask.queues.registry import queue_class, system_of_job
+from hpcdask.security import private
+
+from .owner import Owner
+
+#: Seconds that a scheduler has to answer.
+ANSWER_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunNote:
+    """A run, whose rank 0 is `owner`; `queue` and `job` are empty outside of a job."""
+
+    file: str
+    address: str
+    owner: Owner
+    queue: str
+    job: str
+    created: float
+
+    @classmethod
+    def of_this(cls, file: str, address: str) -> RunNote:
+        """The run of this process."""
+        queue, job = system_of_job(os.environ) or "", (job_id() or "").partition(".r")[0]
+        return cls(os.path.abspath(file), address, Owner.this(), queue, job, time.time())
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return folder() / f"{self.owner.host}-{self.owner.pid}.json"
+
+    def write(self) -> None:
+        """Have the run listed."""
+        private.make_folders(str(folder()))
+        private.write_private(str(self.path), json.dumps(asdict(self)))
+
+    async def why_gone(self) -> str:
+        """Why it has ended; empty while it lives, as far as one sees from here."""
+        lives = self.owner.lives()
+        if lives is False:
+            return f"its rank 0, process {self.owner.pid} on {self.owner.host}, is gone"
+        if lives or await self.answers():
+            return ""
+        if why := await asyncio.to_thread(self._file_tells):
+            return why
+        if self.queue and self.job:
+            with contextlib.suppress(HpcdaskError):
+                seen = (await queue_class(self.queue)().query([self.job])).get(self.job)
+                if seen is None or seen.state in OVER:
+                    return f"its job {self.job} is over"
+        return ""
+
+    def _file_tells(self) -> str:
+        """Why it has ended, by its scheduler file, whose folder may not be seen from here."""
+        if os.path.isdir(os.path.dirname(self.file)):
+            if not os.path.lexists(self.file):
+                return f"{self.file} is gone, and nobody answers at {self.address}"
+            with contextlib.suppress(HpcdaskError):
+                if scheduler_file.read(self.file)["address"] != self.address:
+                    return f"{self.file} is another run's by now"
+        return ""
+
+    async def answers(self) -> bool:
+        """Whether its scheduler can be reached from here."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                _, writer = await asyncio.open_connection(*scheduler_file.endpoint(self.address))
+            writer.close()
+            return True
+        return False
+
+    async def row(self) -> dict[str, Any]:
+        """It as `hpcdask list` has it. The note of one that has ended is removed."""
+        why, workers, where = await self.why_gone(), None, f"{self.file} on {self.owner.host}"
+        if why:
+            private.remove(str(self.path))
+            state, why = "dead", f"ended without a word: {why}"
+        elif await self.answers():
+            state, why = "running", where
+            with contextlib.suppress(HpcdaskError, KeyError):
+                workers = len(scheduler_file.read(self.file)["hpcdask"]["doors"])
+                why = f"{plural(workers, 'worker')}, {where}"
+        else:
+            state, why = "unknown", f"{self.address} is not reachable from here; {where}"
+        return {
+            "name": os.path.basename(self.file),
+            "id": self.path.stem,
+            "kind": "run",
+            "state": state,
+            "queue": self.queue,
+            "jobs": 1 if self.job else 0,
+            "since": self.created,
+            "address": self.address,
+            "why": why,
+            "host": self.owner.host,
+            "file": self.file,
+            "workers": workers,
+        }
+
+
+def folder() -> Path:
+    """Where the notes are."""
+    return Path(home_folder(), "runs")
+
+
+def listed() -> list[RunNote]:
+    """The runs that have a note, oldest first."""
+    found = []
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            known = json.loads(private.read(str(path)))
+            found.append(RunNote(**{**known, "owner": Owner(**known["owner"])}))
+    return sorted(found, key=lambda one: one.created)

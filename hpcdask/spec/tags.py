@@ -1,0 +1,20 @@
+"""How jobs are known to belong to a cluster, and to a group of it.
+
+The standard library only: a watchdog is small.
+"""
+
+from __future__ import annotations
+
+
+def group_id(cluster: str, group: str) -> str:
+    """What begins the workers' names of a group and ends the tag of its jobs.
+
+    It is the cluster's id where the cluster has no groups, so that their name is empty.
+    """
+    return f"{cluster}.{group}" if group else cluster
+
+
+def parse_tag(tag: str) -> tuple[str, str]:
+    """Cluster and group of a job's tag."""
+    cluster, _, group = tag.removeprefix("hpcdask:").partition(".")
+    return cluster, group

@@ -1,0 +1,211 @@
+"""Detached clusters with processes of this machine as jobs: who attaches, and every end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+import hpcdask
+from hpcdask.errors import ClusterError, UsageError
+from hpcdask.jobs import detached
+from hpcdask.jobs.detached import ControlRecord
+from hpcdask.jobs.folder import ClusterFolder
+from launching import describe, end, leftovers, wait_for, walk
+
+pytestmark = pytest.mark.slow
+
+ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
+PROGRAM = Path(__file__).with_name("attached.py")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where clusters keep their files; at the end no process and no key may be left."""
+    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+    monkeypatch.setenv(*marker.split("="))
+    base = tmp_path / "clusters"
+    yield base
+    try:
+        wait_for(lambda: not leftovers(marker), 30, "all to be gone")
+        assert not [path for path in walk(base) if path.suffix in (".pem", ".pickle")]
+    finally:
+        left = leftovers(marker)
+        end(left)
+        assert not left, describe(left)
+
+
+def make(base: Path, name: str = "mine", **keywords):
+    given = {**ONE, "shared_temp_directory": str(base), **keywords}
+    return hpcdask.LocalCUDAJobCluster(name=name, detached=True, **given)
+
+
+def process_of(folder: ClusterFolder) -> psutil.Process:
+    return psutil.Process(ClusterFolder.open(folder.path).owner.pid)
+
+
+def hpcdask_cli(*words: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "hpcdask.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_path: Path):
+    ran = tmp_path / "ran"
+    ran.mkdir()
+    with make(base, n_workers=2):
+        pass  # the notebook that made it goes
+    command = [sys.executable, PROGRAM, "mine", ran, "200"]
+    notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert notebook.stdout.readline() == "computes\n"
+    wait_for(lambda: len(list(ran.iterdir())) > 20, 60, "some to be done")
+    notebook.kill()
+    notebook.communicate()
+    assert len(list(ran.iterdir())) < 200
+    with hpcdask.attach("mine") as cluster, cluster.get_client() as client:
+        results = client.gather(client.get_dataset("work"))
+        assert results == [number * number for number in range(200)]
+        assert {path.read_text() for path in ran.iterdir()} == {"x"}
+        del results
+        client.unpublish_dataset("work")
+        cluster.shutdown()
+
+
+def test_groups_by_the_command_line(base: Path, tmp_path: Path):
+    """The logs of jobs go where the user wants them, and one group that fails is not all."""
+    logs = tmp_path / "logs"
+    groups = {"one": {}, "two": {}, "bad": {"python": "/no/such/python"}}
+    with make(base, groups=groups, log_directory=str(logs)) as cluster:
+        shown = hpcdask_cli("scale", "mine", "one=1", "two=1")
+        assert "1 one" in shown
+        assert "1 two" in shown
+        cluster.wait_for_workers(2, timeout=180)
+        script = tmp_path / "counts.py"
+        script.write_text("from distributed import Client; print(len(Client().nthreads()))")
+        assert hpcdask_cli("attach", "mine", "--", str(script)).splitlines()[0] == "2"
+        refused = hpcdask_cli("scale", "mine", "one=x", code=2)
+        assert "a number of workers, or GROUP=NUMBER" in refused
+        cluster.scale(bad=1)
+        wait_for(lambda: cluster.failure is not None, 120, "the bad group to fail")
+        cluster.wait_for_workers(2, timeout=60)
+        assert list(logs.iterdir())
+        cluster.shutdown()
+
+
+def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str]):
+    with make(base) as one, hpcdask.attach("mine") as other:
+        other.scale(2)
+        wait_for(lambda: len(one.plan) == 2, 30, "one to see it")
+        one.wait_for_workers(2, timeout=180)
+        wait_for(lambda: len(other.scheduler_info["workers"]) == 2, 30, "the other to see them")
+        assert one.job_script() == other.job_script()
+        assert list(other.job_logs()) == [job.id for job in one.jobs()]
+        adaptive = one.adapt(minimum=0, maximum=1, interval="200ms")
+        wait_for(lambda: len(other.plan) <= 1, 60, "the other to see it")
+        adaptive.stop()
+        assert "mine" in repr(one)
+        assert "Jobs:" in other._repr_html_()
+        with pytest.raises(UsageError, match="maximum"):
+            one.adapt(minimum=2, maximum=1)
+        listed = json.loads(hpcdask_cli("list", "--json"))
+        assert [(row["name"], row["kind"], row["state"]) for row in listed] == [
+            ("mine", "detached", "running")
+        ]
+        capfd.readouterr()
+        hpcdask_cli("down", "mine")
+        wait_for(lambda: other.failure is not None, 60, "the other to see its end")
+        assert "has ended: hpcdask down" in capfd.readouterr().err
+        with pytest.raises(ClusterError, match="hpcdask down"):
+            one.scale(1)
+    assert "hpcdask down" in hpcdask_cli("list")
+
+
+def test_many_come_and_go(base: Path):
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with make(base) as cluster:
+        hpcdask.attach("mine").close()
+        before, files = held(), sorted(walk(base))
+        for _ in range(20):
+            with hpcdask.attach("mine") as other, other.get_client():
+                pass
+        wait_for(lambda: held() <= before, 30, "nothing more to be held")
+        assert sorted(walk(base)) == files
+        cluster.shutdown()
+
+
+def test_nobody_uses_it(base: Path):
+    cluster = make(base, idle_timeout="2s", n_workers=1)
+    folder = detached.find("mine")
+    cluster.close()
+    wait_for(lambda: ClusterFolder.open(folder.path).ended, 60, "its end")
+    with pytest.raises(ClusterError, match="nobody used it for 2 s"):
+        hpcdask.attach("mine")
+
+
+def test_its_process_is_killed(base: Path, capfd: pytest.CaptureFixture[str]):
+    with make(base, n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        folder = detached.find("mine")
+        process_of(folder).kill()
+        wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
+        assert "killed by SIGKILL" in str(cluster.failure)
+        wait_for(lambda: not leftovers(folder.tag), 60, "the jobs' end")
+    assert "killed by SIGKILL" in hpcdask_cli("list")
+
+
+def test_its_process_gets_sigterm_while_it_computes(base: Path):
+    with make(base, n_workers=1) as cluster, cluster.get_client() as client:
+        future = client.submit(lambda: __import__("time").sleep(1000))
+        client.wait_for_workers(1, timeout=180)
+        process_of(detached.find("mine")).send_signal(signal.SIGTERM)
+        with pytest.raises(ClusterError, match="has ended: SIGTERM"):
+            future.result(timeout=120)
+    wait_for(lambda: detached.find("mine").ended, 60, "its end")
+
+
+def test_a_client_shuts_it_down(base: Path):
+    with make(base, n_workers=1) as cluster:
+        with Client(cluster.scheduler_address, security=cluster.security) as client:
+            client.shutdown()
+        wait_for(lambda: cluster.failure is not None, 60, "its end")
+        assert "Client.shutdown" in str(cluster.failure)
+
+
+def test_what_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UsageError, match=r"no detached cluster mine\. There is none"):
+        hpcdask.attach("mine")
+    with pytest.raises(UsageError, match="a name is missing"):
+        hpcdask.LocalCUDAJobCluster(detached=True, **ONE)
+    with pytest.raises(UsageError, match="unknown keyword core"):
+        make(base, core=1)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        make(base, "other", scheduler_options={"x": lambda: 1})
+    with pytest.raises(UsageError, match="scheduler_job"):
+        make(base, scheduler_job={"cores": 1})
+    with pytest.raises(UsageError, match="are for clusters with detached=True"):
+        hpcdask.LocalCUDAJobCluster(idle_timeout=3, **ONE)
+
+    with make(base) as cluster:
+        with pytest.raises(UsageError, match="mine already"):
+            make(base)
+        folder = detached.find("mine")
+        assert ControlRecord.read(folder).name == "mine"
+        assert {path.stat().st_mode & 0o077 for path in walk(folder.path)} == {0}
+        folder.path.chmod(0o755)  # as of another user: nobody attaches through it
+        with pytest.raises(UsageError, match="no detached cluster"):
+            hpcdask.attach("mine")
+        folder.path.chmod(0o700)
+        cluster.shutdown()

@@ -1,0 +1,125 @@
+"""Ranks on GPUs beside ranks on the CPU, and `hpcdask list` of runs, with real launchers.
+
+The GPUs are NVML's stand-ins, on which no context is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launching import needs, wait_for
+from running import Site
+
+pytestmark = pytest.mark.mpi
+
+TESTS = Path(__file__).parents[1]
+PLAIN = ("--rmm-pool-size", "0", "--device-memory-limit", "0")
+SHOW = """
+from distributed import Client
+
+def where():
+    import os
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+with Client() as client:
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    devices = client.run(where)
+    for address, worker in workers.items():
+        print("worker", *worker["resources"], devices[address] or "none", flush=True)
+    for kind in ("GPU", "CPU"):
+        print(kind, client.submit(where, resources={kind: 1}, pure=False).result() or "none")
+"""
+
+
+def stand_ins(folder: Path, count: int) -> dict[str, str]:
+    """Variables with which ranks see some GPUs, of which CUDA is not asked."""
+    patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
+    (folder / "sitecustomize.py").write_text(patch)
+    path = [str(folder), str(TESTS / "fakes"), os.environ.get("PYTHONPATH", "")]
+    gpus = [{"uuid": f"GPU-0000000{i}", "name": "Fake"} for i in range(count)]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "FAKE_NVML": json.dumps(gpus),
+        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
+    }
+
+
+@needs("cuda")
+@pytest.mark.parametrize("site", ["openmpi", "mpich", "alone"], indirect=True)
+def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> None:
+    (site.folder / "show.py").write_text(SHOW)
+    done = site.run(
+        *(*PLAIN, "--groups", "gpu:2 cpu:2", "show.py"),
+        n=4,
+        device="auto",
+        find=False,
+        env=stand_ins(tmp_path, 2),
+    )
+    assert done.code == 0, done
+    told = Counter(line for line in done.out.splitlines() if line.startswith("worker"))
+    assert told == {
+        "worker GPU GPU-00000000": 1,
+        "worker GPU GPU-00000001": 1,
+        "worker CPU none": 2,
+    }, done
+    assert "\nGPU GPU-0000000" in done.out
+    assert "\nCPU none" in done.out
+    assert "4 workers on 1 node (2 x Fake, 2 x CPU), tcp" in done.err, done
+    site.check_nothing_left(done.at)
+
+
+@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+def test_numbers_that_do_not_fit(site: Site, tmp_path: Path) -> None:
+    done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=stand_ins(tmp_path, 1))
+    (error,) = done.errors
+    assert "--groups gpu:1 cpu:2 is for 3 ranks with a worker on each node" in error
+    assert "has 2 (1 GPU, " in error
+    assert "start 3 there, or change the numbers" in error
+    assert done.code != 0
+    site.check_nothing_left(done.at)
+
+
+def listed() -> list[dict]:
+    command = [sys.executable, "-m", "hpcdask", "list"]
+    text = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    return [row for row in json.loads(text) if row["kind"] == "run"]
+
+
+@pytest.mark.parametrize("end", ["shutdown", "term", "kill"])
+def test_a_run_is_listed_while_it_is_there(
+    site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HPCDASK_HOME", str(tmp_path))
+    run = site.start("--scheduler-file", "mine.json", env={"HPCDASK_HOME": str(tmp_path)})
+    run.line("hpcdask: scheduler at", stream="err")
+    (row,) = listed()
+    file = str(site.folder / "mine.json")
+    assert (row["name"], row["state"], row["file"]) == ("mine.json", "running", file), row
+    wait_for(lambda: listed()[0]["workers"] == 2, 20, "both workers to be listed")
+    assert row["host"] == os.uname().nodename
+    assert row["why"].startswith("2 workers, ")
+    if end == "kill":
+        for pid in run.rank_pids().values():
+            psutil.Process(pid).send_signal(signal.SIGKILL)
+        run.end()
+        (row,) = listed()
+        assert row["state"] == "dead"
+        assert row["why"].startswith("ended without a word: its rank 0, process ")
+    elif end == "term":
+        psutil.Process(run.rank_pids()[0]).send_signal(signal.SIGTERM)
+        run.end()
+    else:
+        code = "import hpcdask; hpcdask.connect('mine.json').shutdown()"
+        subprocess.run([sys.executable, "-c", code], cwd=site.folder, check=True)
+        run.end()
+    assert listed() == []
+    assert not list(Path(tmp_path, "runs").iterdir())

@@ -1,0 +1,80 @@
+"""The runner in a heterogeneous job of a real SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import needs, wait_for
+from slurm_site import SlurmSite
+
+pytestmark = pytest.mark.slurm
+
+TESTS = Path(__file__).parents[1]
+JOB = """#!/bin/bash
+#SBATCH --nodes=1 --ntasks=2 --gpus-per-node=2 --mem=4000
+#SBATCH hetjob
+#SBATCH --nodes=2 --ntasks-per-node=2 --mem=6000
+{environment}
+srun --het-group=0,1 {python} {memory}
+srun --het-group=0,1 bash {rank} {python} -m hpcdask.run {options} {show}
+echo over $?
+"""
+MEMORY = """
+import os
+from hpcdask.bootstrap.resources import job_memory
+print("memory", os.environ["SLURM_PROCID"], job_memory() >> 20, flush=True)
+"""
+SHOW = """
+from distributed import Client
+
+with Client() as client:
+    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    kinds = [kind for worker in workers for kind in worker["resources"]]
+    print("kinds", kinds.count("GPU"), kinds.count("CPU"), flush=True)
+"""
+#: Only the first node has GPUs.
+RANK = """test "$SLURM_NODEID" = 0 || unset FAKE_NVML
+exec "$@"
+"""
+
+
+@needs("cuda")
+def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> None:
+    patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
+    files = {"sitecustomize.py": patch, "memory.py": MEMORY, "show.py": SHOW, "rank.sh": RANK}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = [str(tmp_path), str(TESTS / "fakes"), os.environ.get("PYTHONPATH", "")]
+    gpus = [{"uuid": f"GPU-0000000{i}", "name": "Fake"} for i in range(2)]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "FAKE_NVML": json.dumps(gpus),
+        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
+        "HOME": str(tmp_path),
+    }
+    script = JOB.format(
+        environment="\n".join(f"export {key}='{value}'" for key, value in variables.items()),
+        python=sys.executable,
+        memory=tmp_path / "memory.py",
+        rank=tmp_path / "rank.sh",
+        options="--groups auto --rmm-pool-size 0 --device-memory-limit 0",
+        show=tmp_path / "show.py",
+    )
+    (tmp_path / "job.sh").write_text(script)
+    log = tmp_path / "log"
+    log.touch()
+    slurm.submit("-o", log, tmp_path / "job.sh", cwd=tmp_path)
+    wait_for(lambda: "\nover " in f"\n{log.read_text()}", 60, "the job's end")
+    lines = log.read_text().splitlines()
+    memory = {line for line in lines if line.startswith("memory")}
+    assert memory == {f"memory {i} {4000 if i < 2 else 6000}" for i in range(6)}, lines
+    assert "kinds 2 4" in lines, lines
+    assert "over 0" in lines, lines
+    (ready,) = [line for line in lines if "ready in" in line]
+    assert "6 workers on 1 node (2 x Fake, 4 x CPU), tcp" in ready  # all nodes are this host
+    assert any("4 ranks without a GPU on" in line for line in lines), lines
