@@ -55,7 +55,9 @@ class Gathering:
             if pipe in waiting:
                 facts[group] = {"problem": f"did not answer within {self._limit:g} s"}
             else:
-                facts[group] = json.loads(texts[pipe] or '{"problem": "its process has died"}')
+                facts[group] = {"problem": "its process has died"}
+                with contextlib.suppress(ValueError):  # it may have told a part
+                    facts[group] = json.loads(texts[pipe])
         return facts
 
 

@@ -8,6 +8,8 @@ import math
 
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import UsageError
+from hpcdask.security.ports import use
+from hpcdask.spec.parsing import parse_port_range
 
 from . import launch, nodes, report, stack
 from .collect import Gathering
@@ -16,16 +18,18 @@ from .launch import Launch
 from .report import Report
 
 
-def run(*, as_json: bool, timeout: float) -> int:
+def run(*, as_json: bool, timeout: float, port_range: str | None = None) -> int:
     """Check this node, or under a launcher all nodes, and print one report.
 
     Must be called while the process has one thread. All ranks have to arrive within `timeout`
     seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors.
 
-    Raises UsageError if the timeout is no time, HpcdaskError if the ranks cannot meet at all.
+    Raises UsageError if the timeout is no time or the range no range, HpcdaskError if the ranks
+    cannot meet at all.
     """
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")
+    use(parse_port_range(port_range, "--port-range"))
     rank = ranks.detect()
     first = rank is None or rank.local_index == 0
     gathering = Gathering(

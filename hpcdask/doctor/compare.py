@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from hpcdask.logs import some
+
 from .findings import Facts, Finding, Status, amount
 from .nodes import Node
 
@@ -29,8 +31,7 @@ class Difference:
             return Finding(GROUP, self.what, "ok", value)
         common = Counter(self.values.values()).most_common(1)[0][0]
         odd = [host for host, value in self.values.items() if value != common]
-        names = ", ".join(odd[:4]) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
-        advice = f"Make them alike, or leave out those that differ ({names})"
+        advice = f"Make them alike, or leave out those that differ ({some(odd)})"
         return Finding(GROUP, self.what, self.status, value, advice)
 
 

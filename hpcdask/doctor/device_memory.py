@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcdask.gpu import memory_plan
+from hpcdask.logs import some, spans
 from hpcdask.spec.specs import WorkerSpec
 
-from .findings import Facts, Finding, Reporter, amount, known_gpus, spans, which
+from .findings import Facts, Finding, Reporter, amount, known_gpus, which
 from .software import family
 
 say = Reporter("GPUs")
@@ -83,12 +84,11 @@ def _leftovers(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
         + (f" of {p['user']}" if p["user"] else "")
         + (f", {amount(p['memory'])}" if p["memory"] else "")
         + f", on GPU {spans(p['on'])})"
-        for p in list(seen.values())[:8]
+        for p in seen.values()
     ]
-    more = f" and {len(seen) - 8} more" if len(seen) > 8 else ""
     yield say.warning(
         "other processes",
-        "; ".join(texts) + more,
+        some(texts, 8, "; "),
         "They share the GPUs' memory and time: if yours are left from an earlier run, end them "
         "with kill PID",
     )

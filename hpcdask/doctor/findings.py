@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcdask.gpu.devices import Gpu
+from hpcdask.logs import spans
 
 #: ``ok``; ``note``: it does not work, and may not be needed; ``warning``: it works, but slowly or
 #: not always; ``error``: it does not work.
@@ -77,17 +78,6 @@ def merge_ranks(found: Mapping[int, list[Finding]]) -> list[Finding]:
         finding if len(ranks) == len(found) else dataclasses.replace(finding, ranks=tuple(ranks))
         for finding, ranks in merged.items()
     ]
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """``0-3,8`` from 0, 1, 2, 3 and 8."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def amount(nbytes: float) -> str:

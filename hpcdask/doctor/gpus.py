@@ -8,9 +8,10 @@ from typing import Any
 
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import EACH_A_GPU
+from hpcdask.logs import spans
 
 from . import device_memory
-from .findings import Facts, Finding, Reporter, amount, spans, which
+from .findings import Facts, Finding, Reporter, amount, which
 from .links import obstacles_of
 from .queue import granted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +10,12 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import choose
 from hpcdask.errors import HpcdaskError
+from hpcdask.logs import by_host, numbered, plural, some
+from hpcdask.security.ports import current
 from hpcdask.spec.specs import WorkerSpec
 
-from .findings import Facts, Finding, Reporter, spans
+from . import ports
+from .findings import Facts, Finding, Reporter
 from .nodes import Node
 from .queue import assigned
 
@@ -35,7 +37,8 @@ class Launch:
     """What rank 0 heard, by rank, and where it listened, as the scheduler would.
 
     `clocks` has for each reading how long a rank's answer took and how far its clock was ahead, in
-    seconds. All ranks had to arrive within `timeout` seconds.
+    seconds. `reached` says by node which others it did not reach in the range of ports, and why.
+    All ranks had to arrive within `timeout` seconds.
     """
 
     rank: Rank
@@ -45,33 +48,34 @@ class Launch:
     reports: dict[int, Facts] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
     clocks: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    reached: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def check(launch: Launch) -> list[Finding]:
     """What was seen between the ranks."""
-    return [*_present(launch), *_routes(launch), *_clocks(launch)]
+    in_range = ports.check_reached(launch.reached, current() or "")
+    return [*_present(launch), *_routes(launch), *in_range, *_clocks(launch)]
 
 
 def _present(launch: Launch) -> Iterator[Finding]:
     size = launch.rank.size
     missing = sorted(set(range(size)) - set(launch.hosts))
     silent = sorted(set(launch.hosts) - set(launch.reports))
-    there = ", ".join(
-        f"{count} on {host}" for host, count in Counter(launch.hosts.values()).items()
-    )
+    there = by_host(launch.hosts.values())
     if missing:
-        which = f"rank{'s' * (len(missing) != 1)} {spans(missing)}"
         yield say.error(
             "ranks",
-            f"{which} of {size} did not arrive within {launch.timeout:g} s (there are {there})",
+            f"{numbered('rank', missing)} of {size} did not arrive within {launch.timeout:g} s "
+            f"(there are {there})",
             f"See what they printed, and whether they reach {launch.rank.host} at "
             f"{launch.address}; allow more with --timeout",
         )
-    for rank in silent:
+    if silent:
+        where = some(launch.hosts[rank] for rank in silent)
         yield say.error(
             "ranks",
-            f"rank {rank} on {launch.hosts[rank]} ended, or hangs, before it reported",
-            "See what it printed, and whether its node is sound",
+            f"{numbered('rank', silent)} on {where} ended, or hung, before reporting",
+            "See what was printed there, and whether the nodes are sound",
         )
     if not missing and not silent:
         yield say.ok("ranks", f"{size}: {there}")
@@ -93,7 +97,7 @@ def _routes(launch: Launch) -> Iterator[Finding]:
         nodes = len({launch.hosts[rank] for rank in away})
         yield say.ok(
             "scheduler's port",
-            f"{launch.address} on {home} reached from {nodes} other node{'s' * (nodes != 1)}",
+            f"{launch.address} on {home} reached from {plural(nodes, 'other node')}",
         )
 
 

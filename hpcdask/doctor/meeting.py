@@ -19,9 +19,11 @@ from hpcdask.runner import rendezvous
 from hpcdask.runner.control import find_leader, open_to_ranks
 from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import create_credentials
+from hpcdask.security.ports import current
 
-from . import stack
+from . import ports, stack
 from .collect import DEADLINE_S, Gathering
+from .findings import Facts
 from .launch import Launch, Route
 
 Show = Callable[[Launch], int]
@@ -61,6 +63,7 @@ class _Leader:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.channels: dict[int, MessageStream] = {}
+        self.listeners: dict[str, Facts] = {}
         self.changed = asyncio.Event()
 
     async def lead(self, gathering: Gathering, meeting: Rendezvous, show: Show) -> int:
@@ -84,6 +87,8 @@ class _Leader:
         launch.reports[0] = await own
         await self._until(lambda: all(map(self._has_reported, self.channels)), DEADLINE_S + SPARE_S)
         await self._prove_stacks()
+        if current() is not None:
+            await self._try_ports()
         code = show(launch)
         for channel in self.channels.values():
             channel.send(op="end", code=code)
@@ -113,6 +118,10 @@ class _Leader:
                     launch.reports[rank] = message["facts"]
                 case "stack":
                     launch.reports[rank]["stack"] = message["facts"]
+                case "listens":
+                    self.listeners[launch.hosts[rank]] = message["facts"]
+                case "reached":
+                    launch.reached[launch.hosts[rank]] = message["failed"]
             self.changed.set()
         self.channels.pop(rank, None)
         channel.close()
@@ -146,9 +155,37 @@ class _Leader:
         for rank in silent():
             reports[rank]["stack"] = stack.SILENCE
 
+    async def _try_ports(self) -> None:
+        """One rank of each node listens in the range of ports, and connects to the others'."""
+        launch = self.launch
+        chosen: dict[str, int] = {}
+        for rank in (0, *sorted(self.channels)):
+            chosen.setdefault(launch.hosts[rank], rank)
+        if len(chosen) < 2:
+            return
+        home, *others = chosen
+        own = ports.Listener(launch.address.rpartition(":")[0])
+        self.listeners[home] = own.facts()
+        for host in others:
+            self.channels[chosen[host]].send(op="listen")
+        await self._until(lambda: set(self.listeners) >= set(chosen), SPARE_S)
+        for host in self.listeners.keys() - {home}:
+            asked = ports.targets(host, self.listeners)
+            self.channels[chosen[host]].send(op="reach", others=asked)
+        launch.reached[home] = await ports.connect(ports.targets(home, self.listeners))
+        await self._until(
+            lambda: set(launch.reached) >= set(self.listeners), ports.DEADLINE_S + SPARE_S
+        )
+        for host, one in self.listeners.items():
+            if one["error"]:
+                launch.reached.setdefault(host, {})[host] = one["error"]
+        own.close()
+
 
 async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout: float) -> int:
     """Report to rank 0 and do what it says. Returns its exit code."""
+    from distributed.utils import get_ip
+
     info, channel, address, failed = await find_leader(rank, meeting, timeout, unreachable)
     channel.send(rank=rank.index, host=rank.host, address=address, failed=failed)
 
@@ -158,6 +195,9 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
     async def prove() -> None:
         channel.send(op="stack", facts=await stack.run())
 
+    async def reach(others: dict[str, Facts]) -> None:
+        channel.send(op="reached", failed=await ports.connect(others))
+
     work = [asyncio.create_task(report())]
     while (order := await channel.receive()) is not None:
         match order.get("op"):
@@ -165,6 +205,11 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
                 channel.send(op="clock", sent=order["sent"], time=time.time())
             case "stack":
                 work.append(asyncio.create_task(prove()))
+            case "listen":
+                listener = ports.Listener(str(get_ip()))  # until this process ends
+                channel.send(op="listens", facts=listener.facts())
+            case "reach":
+                work.append(asyncio.create_task(reach(order["others"])))
             case "end":
                 return int(order["code"])
     if rank.index == 1:

@@ -9,6 +9,8 @@ import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 
+from hpcdask.node.scratch import base_folder
+
 from .findings import GIB, Facts, Finding, Reporter, amount
 
 say = Reporter("node")
@@ -39,11 +41,13 @@ def read_scratch() -> Facts:
     """The folder that a worker would spill to, by Dask's configuration or TMPDIR."""
     import dask.config
 
-    configured = dask.config.get("temporary-directory", None)
+    existing = path = base_folder()
     variable = next((name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "")
-    path = os.path.abspath(configured or os.environ.get(variable) or tempfile.gettempdir())
-    source = "temporary-directory of Dask's configuration" if configured else variable
-    existing = path
+    source = variable
+    if dask.config.get("temporary-directory", None):
+        source = "temporary-directory of Dask's configuration"
+    elif variable and os.path.abspath(os.environ[variable]) != path:
+        source = f"{variable}={os.environ[variable]} cannot be written"
     while not os.path.exists(existing):  # hpcdask makes it, as far as it may
         existing = os.path.dirname(existing)
     return {**_folder(existing), "path": path, "source": source}

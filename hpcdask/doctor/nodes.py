@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from . import gpus, links, node, nvml, process, queue, software, stack
+from . import gpus, links, node, nvml, ports, process, queue, software, stack
 from .findings import Facts, Finding, Reporter, merge_ranks
 
 
@@ -48,6 +48,7 @@ GROUPS = {
         links.check,
         by_all=True,
     ),
+    "ports": Group(ports.read, "See whether this node lets you listen: ss -tln"),
     "queue": Group(
         queue.read,
         "The queueing system's commands hang on this node: see srun --version",
@@ -63,7 +64,7 @@ GROUPS = {
     ),
     "scratch": Group(
         node.read_scratch,
-        "The folder's file system hangs: name another with TMPDIR or --local-directory",
+        "See that its file system answers, or name another with TMPDIR or --local-directory",
         node.check_scratch,
     ),
 }
@@ -132,6 +133,7 @@ def examine(built: Node, *, launcher: str, workers: int) -> list[Finding]:
     for name, group in GROUPS.items():
         if name in facts:
             found += group.check(facts)
+    found += ports.check(facts, process.local_workers(facts))
     if "gpus" in facts:
         found += queue.check_ranks(facts, built.ranks)
     there = [rank for rank in built.ranks if (rank, "process") not in built.problems]

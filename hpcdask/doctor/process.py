@@ -11,8 +11,9 @@ import resource
 from collections.abc import Iterator, Mapping
 
 from hpcdask.bootstrap import resources
+from hpcdask.logs import plural, spans
 
-from .findings import GIB, Facts, Finding, Reporter, amount, known_gpus, spans
+from .findings import GIB, Facts, Finding, Reporter, amount, known_gpus
 
 say = Reporter("process")
 LIMITS = {
@@ -96,7 +97,7 @@ def _cores(process: Facts, facts: Facts, gpus: bool) -> Finding:
         return say.ok("cores", value, hint)
     return say.warning(
         "cores",
-        f"{value} for {workers} workers",
+        f"{value} for {plural(workers, 'worker')}",
         "A worker computes and communicates in threads, and the scheduler needs a core: request at "
         "least 2 for each GPU (srun --cpus-per-task=4)",
     )

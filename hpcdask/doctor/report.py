@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpcdask.logs import numbered, plural, some
+
 from .compare import Difference
-from .findings import EXIT_CODES, SLOW, Finding, known_gpus, spans
+from .findings import EXIT_CODES, SLOW, Finding, known_gpus
 from .nodes import Node
 
 #: Columns where neither a terminal nor the variable COLUMNS tells.
 PLAIN_WIDTH = 160
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
-#: More nodes than these are counted, not named.
+#: More nodes or topics than these are counted, not named.
 NAMED = 4
 
 
@@ -64,9 +66,7 @@ class Report:
 
 
 def _topics(found: Iterable[Finding]) -> str:
-    topics = list(dict.fromkeys(one.topic for one in found))
-    more = f" and {len(topics) - 4} more" if len(topics) > 4 else ""
-    return ", ".join(topics[:4]) + more
+    return some((one.topic for one in found), NAMED)
 
 
 def to_json(report: Report) -> str:
@@ -103,7 +103,7 @@ def print_text(report: Report) -> None:
 
 def _render(report: Report, console: Console) -> None:
     names = _hosts([node.host for node, _ in report.nodes])
-    console.print(Text(f"hpcdask doctor: {names}, {report.ranks} rank{'s' * (report.ranks != 1)}"))
+    console.print(Text(f"hpcdask doctor: {names}, {plural(report.ranks, 'rank')}"))
     console.print(_finding_table(report))
     if report.differences:
         console.print(Text("\n        differences between nodes", style="bold"))
@@ -148,7 +148,7 @@ def _together(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> list[tuple[Fin
         ranks = [rank for _, some in places for rank in some]
         words = [_hosts([host for host, _ in places])] if len(places) < len(nodes) else []
         if ranks:
-            words.append(f"rank{'s' * (len(ranks) != 1)} {spans(ranks)}")
+            words.append(numbered("rank", ranks))
         result.append((finding, ", ".join(words)))
     return sorted(result, key=lambda pair: order.index((pair[0].group, pair[0].topic)))
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.comm.ucx_install import loaded_transports
+from hpcdask.logs import plural
 
 from .findings import Facts, Finding, Reporter
 
@@ -57,7 +58,7 @@ def _gpus() -> str:
         with cupy.cuda.Device(number):
             if float((cupy.arange(2.0**17) + 1).sum()) != 2**16 * (2**17 + 1):
                 raise ArithmeticError(f"GPU {number} adds wrongly")
-    return f"a context, 1 MiB and a sum on {count} GPU{'s' * (count != 1)}"
+    return f"a context, 1 MiB and a sum on {plural(count, 'GPU')}"
 
 
 def _rmm() -> str:

@@ -32,6 +32,8 @@ FILES = {
     },
 }
 
+#: Ends of the names of files that Dask reads as configuration, in any case.
+CONFIGURATION = (".json", ".yaml", ".yml")
 #: End of the name of a file that is being written.
 TEMPORARY = re.compile(r"\.[0-9a-f]{12}\Z")
 
@@ -159,14 +161,15 @@ def check_configuration() -> None:
 
     Raises UsageError, which names the file or folder.
     """
-    import glob
-
     import dask.config
 
     for path in dask.config.paths:
-        files = [file for end in ("json", "yaml", "yml") for file in glob.glob(f"{path}/*.{end}")]
-        for found in (path, *files):
-            with contextlib.suppress(OSError):  # it is not there
+        files = [path]
+        with contextlib.suppress(OSError):  # it is a file, or not there
+            names = (name for name in os.listdir(path) if name.lower().endswith(CONFIGURATION))
+            files += [os.path.join(path, name) for name in names]
+        for found in files:
+            with contextlib.suppress(OSError):
                 if private.others_may_write(os.stat(found)):
                     raise UsageError(
                         f"others may write {found}, Dask's configuration, and so run code as you. "

@@ -18,6 +18,8 @@ from typing import Any
 
 from tornado.tcpserver import TCPServer
 
+from hpcdask.upstream import tornado as upstream
+
 logger = logging.getLogger("distributed.hpcdask.listening")
 
 #: Connections that may be unproven at a time; never more than this part of the descriptors.
@@ -178,13 +180,8 @@ class Acceptor:
 
 
 def take_over(server: TCPServer, room: Callable[[], Awaitable[None]]) -> None:
-    """Accept the connections of a server of tornado's in its place.
-
-    Its names are private; as of tornado 6.6.
-    """
-    for number, sock in server._sockets.items():
-        server._handlers[number]()
-        server._handlers[number] = Acceptor(sock, room, server._handle_connection).stop
+    """Accept the connections of a server of tornado's in its place."""
+    upstream.accept_by(server, lambda sock, handle: Acceptor(sock, room, handle))
 
 
 def guard(server: Any) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import dask.config
-from distributed.http.routing import DirectoryHandler, _descend_routes
+from distributed.http.routing import DirectoryHandler
 from tornado import web
 from tornado.httputil import HTTPServerRequest
+
+from hpcdask.upstream import distributed
 
 from .listening import take_over
 
@@ -26,6 +29,8 @@ BODY_NBYTES = 2**16
 REQUEST_S = 30.0
 #: Connections at a time, pages that are open included.
 CONNECTIONS = 256
+#: Pages of one's own, among a scheduler's extensions.
+PAGES = "hpcdask-pages"
 #: distributed's routes from the dashboard to other HTTP servers, which may reach any port.
 PROXY = "distributed.http.proxy"
 _ROUTES = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")
@@ -123,7 +128,7 @@ class Sitemap(DirectoryHandler):
             if hasattr(application, "app_paths"):
                 paths |= set(application.app_paths)
             else:
-                _descend_routes(application.default_router, set(), paths)
+                paths |= distributed.paths(application.default_router)
         self.write({"paths": sorted(paths)})
 
 
@@ -160,6 +165,36 @@ async def load_dashboard(scheduler: Any) -> None:
         from distributed.dashboard import scheduler as dashboard
 
         dashboard.connect(application, scheduler.http_server, scheduler, prefix="/")
+        for name, module in scheduler.extensions.get(PAGES, {}).items():
+            _show_page(scheduler, name, module)
+
+
+def add_page(scheduler: Any, name: str, module: str) -> None:
+    """Add a page to the dashboard: ``document`` of a module, which is imported with the dashboard.
+
+    The dashboard may be loaded already.
+    """
+    scheduler.extensions.setdefault(PAGES, {})[name] = module
+    if any(hasattr(one, "app_paths") for one in scheduler.http_application.applications):
+        _show_page(scheduler, name, module)
+
+
+def _show_page(scheduler: Any, name: str, module: str) -> None:
+    """Add it as distributed adds its own, which takes all at once (as of 2026.7)."""
+    from distributed.dashboard.core import BokehApplication
+    from distributed.dashboard.scheduler import template_variables
+    from tornado.ioloop import IOLoop
+
+    document = importlib.import_module(module).document
+    variables = template_variables(scheduler)
+    pages = variables["pages"]  # the list that all pages show
+    pages.insert(pages.index("profile"), name)
+    page = BokehApplication(
+        {f"/{name}": document}, scheduler, prefix="/", template_variables=variables
+    )
+    scheduler.http_application.add_application(page)
+    page.initialize(IOLoop.current())
+    page.start()
 
 
 def _load_bokeh() -> None:
