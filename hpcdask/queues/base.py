@@ -99,10 +99,16 @@ class Queue(Commands, ABC):
     keywords: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
     #: What the documentation of the cluster class begins with, if it says more than the title.
     summary: ClassVar[str] = ""
+    #: Keywords that all jobs of a cluster share, though they are those of a job.
+    of_all_jobs: ClassVar[tuple[str, ...]] = ()
     #: Whether jobs are processes of this machine.
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
+    #: Others that it runs where they are there, and what commands say on a host that may not use
+    #: them, or whose jobs may not.
+    more_programs: ClassVar[tuple[str, ...]] = ()
+    denied: ClassVar[re.Pattern[str]] = NOTHING
     #: What its commands need beside themselves, for a container into which they are bound.
     companions: ClassVar[str] = "its configuration"
     #: How to list what may be asked for, per kind of refusal.
@@ -191,7 +197,10 @@ class Queue(Commands, ABC):
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         """The header with the tag, the file of the queue's own output, and what else it needs."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how a job of {self.title} carries its tag, and "
+            f"where its log is: override with_directives, or script"
+        )
 
     def guard(self, request: Request) -> list[str]:
         """Shell lines that end a job which the queue started before.
@@ -310,7 +319,10 @@ class Queue(Commands, ABC):
         if done.returncode:
             raise self.refused(done, script)
         if not (found := re.search(pattern, done.stdout, re.M)):
-            raise QueueError(f"{command[0]} answered {words(done)!r} instead of a job's id")
+            raise QueueError(
+                f"{command[0]} answered {words(done)!r} instead of a job's id. See with "
+                f"{self.programs[1]} whether the job is there"
+            )
         return found
 
     def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
@@ -332,7 +344,7 @@ class Queue(Commands, ABC):
         to the system's name.
         """
         for program in self.programs:
-            if shutil.which(program) is None:
+            if self.runner is None and shutil.which(program) is None:
                 raise UsageError(
                     f"there is no {program} on this machine, so {lacks} {self.title}. "
                     f"{where_to_run(self)}. {instead}"

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, QueueError
@@ -26,6 +26,9 @@ class Commands:
     title: ClassVar[str]
     #: How variables begin that would change what its commands do, or what a job learns of itself.
     ignored_variables: ClassVar[tuple[str, ...]] = ()
+    #: In a process whose host may not run some of the commands: what runs them instead of `run`,
+    #: given the queue, the command, its input and its variables.
+    runner: ClassVar[Callable[..., Awaitable[subprocess.CompletedProcess[str]]] | None] = None
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
@@ -39,9 +42,19 @@ class Commands:
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
         """The error of a command that failed."""
-        return QueueError(f"{done.args[0]} failed: {words(done)}")
+        return QueueError(
+            f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal"
+        )
 
     async def run(
+        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command, here or by `runner`. Raises what `run_here` raises."""
+        if self.runner is not None:
+            return await self.runner(self, command, input, env)
+        return await self.run_here(*command, input=input, env=env)
+
+    async def run_here(
         self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run one command in a thread; it may not take longer than `timeout_s`.

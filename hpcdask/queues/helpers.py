@@ -7,7 +7,6 @@ import json
 import os
 import pwd
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdask.errors import QueueError, UsageError
+from hpcdask.process import signal_name
 
 from .job_state import OVER, QueueState, QueueStatus
 
@@ -87,7 +87,9 @@ def read_json(done: subprocess.CompletedProcess[str], kind: type[T]) -> T:
     except ValueError:
         found = None
     if done.returncode or not isinstance(found, kind):
-        raise QueueError(f"{done.args[0]} failed: {words(done)}")
+        raise QueueError(
+            f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal"
+        )
     return found
 
 
@@ -151,10 +153,7 @@ def ended(code: int | None) -> tuple[QueueState, str]:
     if code == AGAIN:
         return QueueState.PREEMPTED, "the queue started it a second time"
     if 128 < code < 193:
-        try:
-            return QueueState.FAILED, f"ended by {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
+        return QueueState.FAILED, f"ended by {signal_name(code - 128)}"
     return QueueState.FAILED, ""
 
 

@@ -24,7 +24,8 @@ from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.process import process_start
+from hpcdask.process import home_folder, process_start, signal_name
+from hpcdask.upstream import dask_jobqueue
 
 from . import local_processes
 from .base import Queue, Request
@@ -99,6 +100,7 @@ class LocalQueue(Queue):
 
     Cores and memory of a job default to this machine's, shared by its GPUs. Each job gets GPUs of
     its own; jobs that find none free are pending."""
+    of_all_jobs = ("walltime",)
     is_local = True
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
@@ -122,7 +124,7 @@ class LocalQueue(Queue):
         """The job script; one line below the shebang says what it asks for."""
         self.refuse_nodes(request)
         asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
-        prologue = filter(None, job._job_script_prologue or ())
+        prologue = filter(None, dask_jobqueue.prologue(job))
         first = job.shebang or "#!/usr/bin/env bash"
         return "\n".join([first, DIRECTIVE + json.dumps(asked), *preamble, *prologue, command, ""])
 
@@ -208,8 +210,10 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def tagged(self) -> dict[str, str]:
-        """Running jobs of this user on this machine, and those that wait in this process."""
-        tags = {job_id: found[0].tag for job_id, found in self._advance().items()}
+        """Running jobs of this user and ``HPCDASK_HOME``, and those that wait in this process."""
+        home = home_folder()
+        running = self._advance().items()
+        tags = {job_id: found[0].tag for job_id, found in running if found[0].home == home}
         for job_id, entry in self._entries.items():
             if entry.state not in OVER:
                 tags[job_id] = entry.tag
@@ -253,7 +257,7 @@ class LocalQueue(Queue):
         code: int = entry.leader.returncode
         lasted = entry.ended - entry.began
         exit_code = code if code >= 0 else 128 - code
-        how = "" if code > 0 else f"killed by {_signal_name(-code)}"
+        how = "" if code > 0 else f"killed by {signal_name(-code)}"
         if entry.id in self._cancelled:
             entry.end(QueueState.CANCELLED, "cancelled", exit_code)
         elif code == 0:
@@ -302,6 +306,7 @@ class LocalQueue(Queue):
         self, entry: Entry, given: dict[str, str], locks: list[int]
     ) -> subprocess.Popen[bytes]:
         own = {local_processes.JOB: entry.id, local_processes.TAG: entry.tag}
+        own[local_processes.HOME] = home_folder()
         environment = {**os.environ, **given, **own}
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
@@ -354,10 +359,3 @@ def _submitter_lives(job_id: str) -> bool:
     pid, _, rest = job_id.partition(".")
     start = rest.partition(".")[0]
     return pid.isdigit() and bool(start) and process_start(int(pid)) == start
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

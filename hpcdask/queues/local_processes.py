@@ -13,13 +13,16 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+
+import psutil
 
 from hpcdask.errors import QueueError
+from hpcdask.process import process_status
 from hpcdask.security import private
 
 JOB = "HPCDASK_LOCAL_JOB"
 TAG = "HPCDASK_TAG"
+HOME = "HPCDASK_HOME"
 #: Looks at a process that seems to have no environment.
 EXEC_LOOKS = 5
 #: The kernel's PF_KTHREAD.
@@ -28,11 +31,15 @@ KERNEL_THREAD = 0x00200000
 
 @dataclass(frozen=True)
 class Process:
-    """One living process of a job; `session` is its session leader's id, `started` a unix time."""
+    """One living process of a job; `session` is its session leader's id, `started` a unix time.
+
+    `home` is the usual base of the clusters of the one who submitted the job.
+    """
 
     pid: int
     session: int
     tag: str
+    home: str
     started: float
 
 
@@ -52,14 +59,14 @@ def living() -> dict[str, list[Process]]:
             variables = dict(
                 variable.split("=", 1)
                 for variable in os.fsdecode(content).split("\0")
-                if variable.startswith((f"{JOB}=", f"{TAG}="))
+                if variable.partition("=")[0] in (JOB, TAG, HOME)
             )
-            fields = _read(f"/proc/{entry}/stat").rpartition(b")")[2].split()
         except OSError:
             continue  # gone meanwhile
-        if variables.get(JOB):
-            started = _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            process = Process(int(entry), int(fields[3]), variables.get(TAG, ""), started)
+        if variables.get(JOB) and (status := process_status(int(entry))):
+            started = psutil.boot_time() + int(status[20]) / os.sysconf("SC_CLK_TCK")
+            tag, home = variables.get(TAG, ""), variables.get(HOME, "")
+            process = Process(int(entry), int(status[4]), tag, home, started)
             found.setdefault(variables[JOB], []).append(process)
     return found
 
@@ -69,8 +76,8 @@ def _environment(pid: str) -> bytes:
     for _ in range(EXEC_LOOKS):
         if content := _read(f"/proc/{pid}/environ"):
             return content
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        if fields[0] in (b"Z", b"X") or int(fields[6]) & KERNEL_THREAD:
+        status = process_status(int(pid))
+        if not status or status[1] in "ZX" or int(status[7]) & KERNEL_THREAD:
             break
         time.sleep(0.001)  # in the middle of an exec there is none for a moment
     return b""
@@ -79,12 +86,6 @@ def _environment(pid: str) -> bytes:
 def _read(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
-
-
-@cache
-def _boot_time() -> float:
-    with open("/proc/stat") as file:
-        return next(float(line.split()[1]) for line in file if line.startswith("btime "))
 
 
 def terminate(processes: Sequence[Process]) -> None:

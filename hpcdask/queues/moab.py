@@ -17,7 +17,7 @@ from .pbs import PbsQueue
 from .script import clean_name
 
 SELECT = re.compile(r"#PBS -l select=1:ncpus=(\d+)((?::ngpus=\d+)?)(?::mem=(\w+))?")
-TAG = re.compile(r"\.hpcdask_([\w-]+)$")
+TAG = re.compile(r"\.hpcdask_([\w-]+(?:\.\w+)?)$")
 HOLDS = ("Hold", "UserHold", "SystemHold", "BatchHold", "Deferred", "Blocked", "Staged")
 OVER = ("Completed", "Removed", "Vacated")
 STATES = {

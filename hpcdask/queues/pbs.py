@@ -34,6 +34,7 @@ class PbsQueue(Queue):
     title = "PBS"
     jobqueue = ("pbs", "PBSJob")
     programs = ("qsub", "qstat", "qdel")
+    denied = re.compile(r"Bad UID for job execution|Access from host not allowed|ruserok", re.I)
     advice = "Queues: qstat -Q, their limits: qstat -Q -f"
     limits = re.compile(
         r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"

@@ -37,6 +37,8 @@ SYSTEMS = {
     "slurm": System(
         "SLURMCUDACluster", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID"
     ),
+    # An instance of Flux within the job says so; flux run alone has FLUX_JOB_ID
+    "flux": System("FluxCUDACluster", "FLUX_ENCLOSING_ID"),
     "lsf": System("LSFCUDACluster", "LSB_JOBID"),
     # JOB_ID alone might be anybody's
     "sge": System("SGECUDACluster", "SGE_JOB_SPOOL_DIR", number="JOB_ID", task="SGE_TASK_ID"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcdask.errors import UsageError
+from hpcdask.upstream import dask_jobqueue
 
 
 def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: str) -> str:
@@ -16,8 +17,8 @@ def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: st
     `header` is whole lines, such as ``#SBATCH --gres=gpu:1``; `preamble` goes before the user's
     prologue. `job` is as in `Queue.script`.
     """
-    prologue = job._job_script_prologue or ()
-    return "\n".join([job.shebang, *header, "", *preamble, *prologue, command, ""])
+    lines = [*preamble, *dask_jobqueue.prologue(job), command]
+    return "\n".join([job.shebang, *header, "", *lines, ""])
 
 
 def header_lines(job: Any) -> list[str]:

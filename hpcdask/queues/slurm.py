@@ -61,7 +61,8 @@ class SlurmQueue(Queue):
         ("job_cpu", int, "Cores that a job asks for. Default: ``cores``."),
         ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
     )
-    programs = ("sbatch", "squeue", "scancel")
+    programs, more_programs = ("sbatch", "squeue", "scancel"), ("scontrol", "sacct")
+    denied = re.compile(r"Access/permission denied", re.I)
     companions = (
         "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"
     )

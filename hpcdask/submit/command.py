@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hpcdask.errors import UsageError
+from hpcdask.logs import say
 from hpcdask.queues.base import where_to_run
 from hpcdask.queues.registry import batch_systems, queue_class
 
@@ -86,8 +87,8 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 )
 @click.option(
     "--launcher",
-    type=click.Choice(["srun", "mpirun"]),
-    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
+    type=click.Choice(["srun", "flux", "mpirun"]),
+    help="What starts the ranks. Default: srun with SLURM, flux with Flux, else mpirun.",
 )
 @click.option(
     "--container",
@@ -100,6 +101,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     metavar="OPTIONS",
     help='Options of hpcdask run, all in quotes, such as "--protocol ucx".',
 )
+@click.option("--groups", hidden=True)
 @click.option("-m", "is_module", is_flag=True, help="The program is a module.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=PROGRAM)
 def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
@@ -120,7 +122,7 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     if system is None:
         system = batch_systems()[0]
         title = queue_class(system).title
-        _say(f"no queueing system is found here: this is a script for {title}; see --system")
+        say(f"no queueing system is found here: this is a script for {title}; see --system")
     click.echo(asyncio.run(prepare(system, asked)).text, nl=False)
 
 
@@ -145,6 +147,8 @@ def script(context: click.Context, system: str, words: tuple[str, ...]) -> None:
 def _read(job: dict[str, Any]) -> Any:
     from . import request
 
+    if groups := job.pop("groups"):
+        raise UsageError(f"--groups is an option of hpcdask run: --run \"--groups '{groups}'\"")
     read = request.BatchRequest(
         memory=request.read_memory(job.pop("mem")), run=request.read_run(job.pop("run")), **job
     )
@@ -167,11 +171,6 @@ async def _submit(system: str | None, asked: Any, *, wait: bool) -> int:
     queue_class(system)().check(instead.replace("SYSTEM", system))
     batch = await prepare(system, asked)
     if wait:
-        return await submit_and_wait(batch, _say)
+        return await submit_and_wait(batch, say)
     tell(batch, await batch.submit(), click.echo)
     return 0
-
-
-def _say(text: str) -> None:
-    """What is not the program's output goes to stderr."""
-    click.echo(f"hpcdask: {text}", err=True)

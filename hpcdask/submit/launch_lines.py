@@ -14,7 +14,8 @@ def launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
     """Return shell lines that start the runner, one rank per GPU; `python` is in shell words."""
     launcher = asked.launcher or queue.launchers[0]
     if launcher not in queue.launchers:
-        raise UsageError(f"--launcher {launcher} is SLURM's: with {queue.title}, use mpirun")
+        usable = " or ".join(queue.launchers)
+        raise UsageError(f"--launcher {launcher} is not {queue.title}'s: use {usable}")
     if asked.container:
         python = f"{asked.container} python"
     program = f"{python} -P -m hpcdask.run {shlex.join(asked.words)}"
@@ -23,6 +24,10 @@ def launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
         cpus = asked.cpus_per_gpu
         exports = [f"export SRUN_CPUS_PER_TASK={cpus}"] if cpus else []
         return [*exports, f"exec srun -K {program}"]
+    if launcher == "flux":
+        gpus = " -g 1" if asked.gpus_per_node else ""
+        each = f"-N {asked.nodes} -n {asked.nodes * asked.ranks} -c {asked.cpus_per_gpu or 1}{gpus}"
+        return [f"exec flux run {each} {program}"]
     total = f"-n {asked.nodes * asked.ranks}"
     if asked.nodes == 1 or queue.counts_ranks:
         return [f"exec mpirun {total} {program}"]

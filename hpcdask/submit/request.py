@@ -11,6 +11,7 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Allocation
 from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
+from hpcdask.spec.kinds import kinds
 from hpcdask.spec.parsing import parse_memory
 
 #: Name of a job that runs no program.
@@ -112,6 +113,7 @@ def check(asked: BatchRequest) -> None:
     one_line(asked.folder, "the current folder")
     alone = parse(asked.run).program
     launch = parse(asked.words)
+    _check_groups(launch.spec.groups, asked)
     found = launch.program
     if alone or (found.target if found else None) != (asked.program[0] if asked.program else None):
         raise UsageError(
@@ -126,3 +128,15 @@ def check(asked: BatchRequest) -> None:
             )
     elif not found.is_module and asked.container is None:
         found.check()  # one in a container's image cannot be seen from here
+
+
+def _check_groups(groups: tuple[str, ...], asked: BatchRequest) -> None:
+    """Refuse numbers for other ranks than the job starts."""
+    wanted = len(kinds(groups))
+    if wanted not in (0, asked.ranks):
+        raise UsageError(
+            f"--groups {' '.join(groups)} is for {wanted} ranks per node, and hpcdask submit "
+            f"starts {asked.ranks}, one per GPU. Save the script that --dry-run prints without "
+            f"--groups, add --groups to its last line, and start {wanted} ranks per node there, "
+            f"with SLURM by --ntasks-per-node={wanted}"
+        )
