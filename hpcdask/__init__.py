@@ -11,13 +11,17 @@ from typing import Any
 from .queues.registry import SYSTEMS as _SYSTEMS
 
 __version__ = "0.1.0"
-__all__ = ["Runner", "connect", "gang", "initialize"]
+__all__ = ["Runner", "attach", "connect", "gang", "gpus", "initialize", "load", "save"]
 __all__ += sorted(system.cluster for system in _SYSTEMS.values())
 _HOMES = {
     "Runner": "runner.runner",
     "initialize": "runner.runner",
+    "attach": "clusters.detached.attached",
     "connect": "client.connect",
     "gang": "client.gang",
+    "gpus": "gpu.table",
+    "load": "client.saving",
+    "save": "client.saving",
 }
 
 

@@ -10,9 +10,12 @@ import click
 
 from hpcdask import __version__
 from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.clusters.detached import command as detached
 from hpcdask.errors import HpcdaskError
 from hpcdask.jobs.command import cleanup, jobs
+from hpcdask.logs import complain
 from hpcdask.spec.help import Option
+from hpcdask.stacks.command import logs, stacks
 from hpcdask.submit.command import script, submit
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -26,7 +29,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except HpcdaskError as error:
-            click.echo(f"hpcdask: error: {error}", err=True)
+            complain(error)
             ctx.exit(error.exit_code)
 
 
@@ -49,7 +52,8 @@ def main() -> None:
     """Run Dask on the GPUs of a cluster, and measure what it delivers."""
 
 
-for command in (submit, script, jobs, cleanup):
+of_detached = (detached.up, detached.list_, detached.scale, detached.attach, detached.down)
+for command in (submit, script, jobs, cleanup, stacks, logs, *of_detached):
     main.add_command(command)
 
 
@@ -64,7 +68,13 @@ for command in (submit, script, jobs, cleanup):
     metavar="SECONDS",
     help="Wait this long for all ranks of a launch.",
 )
-def doctor(as_json: bool, timeout: float) -> None:
+@click.option(
+    "--port-range",
+    metavar="FIRST-LAST",
+    help="Check these ports, such as 20000-20999. Default: hpcdask.port-range of Dask's "
+    "configuration.",
+)
+def doctor(as_json: bool, timeout: float, port_range: str | None) -> None:
     """Check that Dask will run at full speed here.
 
     Under srun or mpirun it checks all nodes. The exit code is 0 if all is well, 1 with warnings,
@@ -72,7 +82,7 @@ def doctor(as_json: bool, timeout: float) -> None:
     """
     from hpcdask.doctor.command import run
 
-    sys.exit(run(as_json=as_json, timeout=timeout))
+    sys.exit(run(as_json=as_json, timeout=timeout, port_range=port_range))
 
 
 @main.command(cls=PassedOn, add_help_option=False, options_metavar="")

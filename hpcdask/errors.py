@@ -3,7 +3,8 @@
 ::
 
     HpcdaskError                 exit code 1
-    ├── UsageError               exit code 2: nothing was started, the text says what to change
+    ├── UsageError               exit code 2: nothing was started, the text says what to change;
+    │   │                        a ValueError too, as dask-jobqueue raises
     │   ├── DeviceError          no GPU, too few distinct GPUs, a GPU that cannot be used
     │   ├── LaunchError          the launcher's environment and MPI disagree, or a rank is missing
     │   ├── SchedulerFileError   a scheduler file that is stale, foreign or unreadable
@@ -32,7 +33,7 @@ class HpcdaskError(Exception):
     exit_code = 1
 
 
-class UsageError(HpcdaskError):
+class UsageError(HpcdaskError, ValueError):
     """Bad input, found before anything was started."""
 
     exit_code = 2

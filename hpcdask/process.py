@@ -50,6 +50,14 @@ def process_start(pid: int) -> str:
     return status[20] if status and status[1] not in "ZX" else ""
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL``; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def detach_standard_streams(*, output: bool) -> None:
     """Point stdin, and with `output` stdout and stderr too, at /dev/null.
 
@@ -79,6 +87,11 @@ def leave(code: int) -> NoReturn:
 def seconds_since_start() -> float:
     """Seconds since this rank was launched."""
     return time.time() - float(os.environ.get(STARTED, time.time()))
+
+
+def home_folder() -> str:
+    """The usual place of the clusters' folders: ``HPCDASK_HOME``, by default ``~/.hpcdask``."""
+    return os.path.abspath(os.path.expanduser(os.environ.get("HPCDASK_HOME") or "~/.hpcdask"))
 
 
 def owner_text(pid: int | None = None) -> str:

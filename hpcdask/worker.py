@@ -23,6 +23,7 @@ from .node.job_options import parse
 from .queues.environment import is_job_of_queue
 from .queues.registry import queue_class, system_of_job
 from .security.credentials import check_configuration
+from .upstream.distributed import run_in_loop
 
 if TYPE_CHECKING:
     from .node.job_agent import JobAgent
@@ -68,10 +69,7 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
     except Exception:
         traceback.print_exc()
         process.leave(1)
-    from distributed.compatibility import asyncio_run
-    from distributed.config import get_loop_factory
-
-    asyncio_run(part.run(), loop_factory=get_loop_factory())
+    run_in_loop(part.run())
     raise AssertionError("run() does not return")
 
 
@@ -81,15 +79,18 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from .node import forking, forkserver
+    from .node import forking, forkserver, profiling
     from .node.job_agent import JobAgent
-    from .node.preflight import check_preloads
+    from .node.preflight import check_parts
     from .node.scratch import new_scratch
+    from .security import ports
 
     process.mark("distributed imported")
+    ports.use(asked.spec.port_range)
     reexec.adopt_configured_pre_spawn(janitor)
+    profiling.run_under_nsys(asked.spec, f"job-{asked.job}-{os.uname().nodename}", janitor)
     reexec.add_working_folder()
-    check_preloads(asked.spec)
+    check_parts(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
     set_log_level()

@@ -15,6 +15,7 @@ from strangers import open_folder  # noqa: F401 (a fixture)
 
 def pytest_configure() -> None:
     """End by SIGTERM as by Ctrl-C: fixtures end what they started, such as a SLURM."""
+    os.environ.pop("HPCDASK_HOME", None)  # see a_home_of_its_own
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
 
@@ -40,7 +41,10 @@ def the_same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
-    """Clusters leave folders and links there, those of programs that a test starts as well."""
+    """Clusters leave folders and links there, those of programs that a test starts as well.
+
+    Local jobs of other tests and of the developer, which have another home, are not listed.
+    """
     pip = os.path.expanduser("~/.config/pip/pip.conf")
     if os.path.exists(pip):
         monkeypatch.setenv("PIP_CONFIG_FILE", pip)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.configuration import import_job_class
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from launching import wait_for
@@ -17,7 +17,7 @@ TAG = "hpcdask:ab12cd34"
 
 def make_job(kind: str, **keywords: Any) -> Any:
     """Return dask-jobqueue's Job, such as PBSJob of ``make_job("PBS", cores=2)``."""
-    job_class = getattr(import_jobqueue(kind.lower()), f"{kind}Job")
+    job_class = import_job_class((kind.lower(), f"{kind}Job"))
     job = {"cores": 1, "memory": "100MB", "job_script_prologue": [], **keywords}
     return job_class("tls://host:8786", "hpcdask", **job)
 

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # What one launcher tells its ranks; a test that runs inside such a job must not pass it on.
 LAUNCHER_VARIABLES = (
+    "FLUX_",
     "HYDRA_",
     "HYDI_",
     "MPI_LOCAL",
@@ -127,7 +128,7 @@ async def decide_again(cluster: Any, times: int) -> None:
         async with asyncio.timeout(PATIENCE * 10), cluster.controller._settled:
             cluster.controller.wake()
             await cluster.controller._settled.wait()
-        if (submission := cluster.controller._submission) is not None:
+        if (submission := cluster.controller.groups[""].submission) is not None:
             await asyncio.wait([submission])
 
 
@@ -167,6 +168,18 @@ def walk(folder: Path) -> Iterator[Path]:
     """Yield what lies in a folder and below, while others remove some of it."""
     for parent, folders, files in os.walk(folder):  # Path.rglob fails on a folder that vanishes
         yield from (Path(parent, name) for name in (*folders, *files))
+
+
+def made_by_hpcdask(folder: Path) -> list[Path]:
+    """Folders and files in `folder` that a run has made, but for its list of runs, which stays."""
+    listed = {Path(folder, *home, ".hpcdask") for home in ((), ("home",))}
+    listed |= {path / "runs" for path in listed}
+    return [
+        path
+        for path in walk(folder)
+        if path not in listed
+        and ("hpcdask" in path.name or path.parent.name == ".hpcdask" or path.suffix == ".keys")
+    ]
 
 
 def semaphores_of(processes: Iterable[psutil.Process]) -> set[str]:

@@ -24,6 +24,7 @@ from launching import (
     clean_environment,
     describe,
     end,
+    made_by_hpcdask,
     semaphores_of,
     wait_for,
     walk,
@@ -268,8 +269,8 @@ class Site:
 
     def files(self) -> list[str]:
         """Folders and key files of the runs."""
-        found = walk(self.folder)
-        return [str(p) for p in found if "hpcdask" in p.name or p.suffix in (".pem", ".keys")]
+        keys = {path for path in walk(self.folder) if path.suffix == ".pem"}
+        return sorted(map(str, keys.union(made_by_hpcdask(self.folder))))
 
     def note_semaphores(self) -> None:
         """Remember which semaphores the runs use now, so that `check_nothing_left` knows them."""

@@ -19,7 +19,7 @@ from distributed import Client
 
 import hpcdask
 from hpcdask.jobs.state import OVER, JobState
-from launching import clean_environment, describe, end, leftovers, wait_for, walk
+from launching import clean_environment, describe, end, leftovers, name_of, wait_for, walk
 from slurm_site import SlurmSite
 
 #: A job of one worker on one stand-in GPU.
@@ -137,6 +137,12 @@ class Login:
         """Return the processes started from here that have ``name=value`` in their environment."""
         mine = {process.pid for process in leftovers(self.marker)}
         return [process for process in leftovers(f"\0{variable}\0") if process.pid in mine]
+
+    def lose(self, job: str) -> None:
+        """End all processes of a job at once, as with the power of its node."""
+        steps = [one for one in leftovers(self.site.marker) if name_of(one) == "slurmstepd"]
+        end(one for one in steps if f"[{job}." in " ".join(one.cmdline()))
+        end(self.processes(f"SLURM_JOB_ID={job}"))
 
     def key_files(self) -> list[Path]:
         """Return the files of keys that are there."""

@@ -31,10 +31,10 @@ _launcher: tuple[int, str] | None = None
 class Rank:
     """One process that a launcher started, and its place among all, and among those of its node.
 
-    The launcher is ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``pals``, ``srun``,
-    ``mpi`` (found out by asking MPI) or ``none`` (started by hand: one rank). The launch id is the
-    same for all ranks of one launch, and for no other: it holds the launcher's own id, the job's id
-    and its restart count.
+    The launcher is ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``flux``, ``pals``,
+    ``srun``, ``mpi`` (found out by asking MPI) or ``none`` (started by hand: one rank). The launch
+    id is the same for all ranks of one launch, and for no other: it holds the launcher's own id,
+    the job's id and its restart count.
     """
 
     index: int
@@ -136,6 +136,19 @@ def _srun(environ: Mapping[str, str]) -> Numbers | None:
     )
 
 
+def _flux(environ: Mapping[str, str]) -> Numbers | None:
+    if "FLUX_TASK_RANK" not in environ or "MPI_LOCALRANKID" in environ:  # Hydra's, started by it
+        return None
+    index, size, nodes, local = (
+        _number(environ, f"FLUX_{name}")
+        for name in ("TASK_RANK", "JOB_SIZE", "JOB_NNODES", "TASK_LOCAL_ID")
+    )
+    share = None  # ranks of a node, where all have as many and stand side by side
+    if index is not None and size and nodes and size % nodes == 0:
+        share = size // nodes if index % (size // nodes) == local else None
+    return index, size, local, share, environ.get("FLUX_JOB_ID")
+
+
 def _no_launcher(environ: Mapping[str, str]) -> Numbers:
     if any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK")):
         return None, None, None, None, None  # of one that says no more
@@ -146,6 +159,7 @@ def _no_launcher(environ: Mapping[str, str]) -> Numbers:
 LAUNCHERS: dict[str, Reader] = {
     "openmpi": _world("OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
     "mvapich": _world("MV2_COMM_WORLD"),
+    "flux": _flux,
     "pals": _variables(
         "PALS_RANKID",
         ("PMI_SIZE", "PALS_SIZE"),

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcdask.gpu.devices import whole_gpus
 from hpcdask.gpu.driver import hidden_gpus, read
+from hpcdask.spec.records import Record
 
 from .ucx_install import UcxInstall, installed_ucx
 
@@ -30,7 +31,7 @@ VIRTUAL = re.compile(r"(docker|podman|virbr|veth|lxc|lxd|cni|cali|flannel|br-[0-
 
 
 @dataclass(frozen=True)
-class Interface:
+class Interface(Record):
     """A network interface with an IPv4 address, such as ``ib0`` and ``10.1.0.7``.
 
     Kinds are ``infiniband`` (IP over it), ``slingshot``, ``ethernet`` and ``other``; the speed is
@@ -44,7 +45,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Port:
+class Port(Record):
     """A port of an RDMA device, by the name that UCX has for it: ``mlx5_0:1``.
 
     The link layer is ``InfiniBand``, or ``Ethernet`` for RoCE; the state ``ACTIVE``, ``DOWN``,
@@ -77,7 +78,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Fabric:
+class Fabric(Record):
     """What one process sees of its node's links: interfaces that are up and lead to other nodes.
 
     ``infiniband`` has the ports of RDMA devices, those that are down too; ``nvlink`` the pairs of
@@ -94,26 +95,6 @@ class Fabric:
     ucx: UcxInstall = dataclasses.field(default_factory=UcxInstall)
     gpus: tuple[str, ...] = ()
     nvlink_unknown: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Fabric:
-        """Read what ``dataclasses.asdict`` and JSON made of a fabric."""
-        known = _tuples(data)
-        return cls(
-            **{
-                **known,
-                "interfaces": tuple(Interface(**one) for one in known["interfaces"]),
-                "infiniband": tuple(Port(**one) for one in known["infiniband"]),
-                "ucx": UcxInstall(**known["ucx"]),
-            }
-        )
-
-
-def _tuples(data: Any) -> Any:
-    """The same with tuples, of which JSON makes lists."""
-    if isinstance(data, Mapping):
-        return {name: _tuples(value) for name, value in data.items()}
-    return tuple(map(_tuples, data)) if isinstance(data, list | tuple) else data
 
 
 def look(

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from hpcdask.logs import plural, some
+
 from . import ucx_config
-from .topology import Topology, some
+from .topology import Topology
 from .ucx_config import VARIABLES, Link
 from .ucx_install import PREFER_SYSTEM
 
@@ -112,7 +114,7 @@ def _confined(site: Topology) -> Iterator[Obstacle]:
     if site.alone:
         count, host = max((seat.fabric.hidden_gpus, seat.host) for seat in site.seats)
         if count:
-            what = f"{count} GPU{'s' * (count != 1)} of {host} {'is' if count == 1 else 'are'}"
+            what = f"{plural(count, 'GPU')} of {host} {'is' if count == 1 else 'are'}"
             why = f"{what} kept from this job {NO_IPC} it and other jobs there"
             yield Obstacle("confined", "slow", why, remedy, "nvlink")
     elif hosts := site.confined():

@@ -5,9 +5,9 @@ bytes of them, and writes them to disk. Here shards of device arrays stay arrays
 results of Dask tasks do, over ucx from device to device, and wait in the worker's store, which
 spills. All else is distributed's, and so is every array on the host.
 
-This is the one module that knows private parts of ``distributed.shuffle``, as they are in 2026.7.1:
-what `DeviceRechunkRun` overrides and calls, the layout of shards, and three attributes of its
-buffer. It is imported when a worker first takes part in a rechunk.
+What `DeviceRechunkRun` overrides and calls, and the layout of shards, are private parts of
+distributed, see `hpcdask.upstream.distributed_p2p`. This is imported when a worker first takes part
+in a rechunk.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import dask
 import numpy as np
 from distributed.config import defaults
 from distributed.protocol import to_serialize
-from distributed.shuffle._exceptions import DataUnavailable
-from distributed.shuffle._rechunk import ArrayRechunkRun
 from distributed.utils import sync
 from distributed.utils_comm import retry
+
+from hpcdask.upstream import dask_cuda
+from hpcdask.upstream import distributed_p2p as upstream
 
 #: Index of a chunk, or of a shard's place among those of an output chunk.
 Index: TypeAlias = tuple[int, ...]
@@ -64,7 +65,7 @@ class Kept(NamedTuple):
         return self.nbytes < limit and self.dtype == dtype
 
 
-class DeviceRechunkRun(ArrayRechunkRun):
+class DeviceRechunkRun(upstream.ArrayRechunkRun):
     """A worker's part in a rechunk, whose chunks may be device arrays.
 
     distributed's own run becomes one of these, so it has no constructor; `attend` sets it up.
@@ -74,9 +75,8 @@ class DeviceRechunkRun(ArrayRechunkRun):
         """Keep shards in the worker's store, if that one spills device memory."""
         self._store: Any = {}
         self._entry_nbytes, self._buffer_nbytes = 0, math.inf
-        if hasattr(worker.data, "device_buffer"):
+        if (limit := dask_cuda.device_limit(worker.data)) is not None:
             self._store = worker.data
-            limit = self._store.device_buffer.n
             outputs = len(self.partitions_of.get(self.local_address, ())) or 1
             self._entry_nbytes = min(ENTRY_NBYTES, limit // ENTRIES_PART // outputs)
             self._buffer_nbytes = max(1, limit // BUFFER_PART)  # 0 would never be left
@@ -84,15 +84,14 @@ class DeviceRechunkRun(ArrayRechunkRun):
         self._numbers = itertools.count()
         self._receiving = asyncio.Lock()
         # its buffer was given the method of the former class
-        self._comm_buffer.send = self.send
+        upstream.send_by(self, self.send)
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
         if _on_device(data.values()):
             if not _is_given(MESSAGE_LIMIT):
-                self._comm_buffer.max_message_size = MESSAGE_NBYTES
+                upstream.set_message_size(self, MESSAGE_NBYTES)
             if not _is_given(BUFFER_LIMIT):
-                limiter = self._comm_buffer.memory_limiter
-                limiter.limit = min(limiter.limit, self._buffer_nbytes)
+                upstream.bound_buffer(self, self._buffer_nbytes)
         await super()._write_to_comm(data)
 
     async def send(self, address: str, shards: Shards) -> Any:
@@ -129,7 +128,7 @@ class DeviceRechunkRun(ArrayRechunkRun):
             try:
                 await self._keep(fresh)
             except Exception as error:
-                self._exception = error
+                upstream.fail(self, error)
                 raise
 
     async def _keep(self, shards: Shards) -> None:
@@ -168,7 +167,7 @@ class DeviceRechunkRun(ArrayRechunkRun):
         shape, where = _layout([place for one in kept for place in one.places])
         output, missing = None, len(kept)
         while missing:
-            taken = sync(self._loop, self._take, partition_id)
+            taken = sync(upstream.loop(self), self._take, partition_id)
             missing -= len(taken)
             for places, array in taken:
                 if output is None:
@@ -182,7 +181,7 @@ class DeviceRechunkRun(ArrayRechunkRun):
         """Some of what was kept for an output chunk, out of the store and on the device."""
         self.raise_if_closed()
         if not self._kept[output]:
-            raise DataUnavailable(output)
+            raise upstream.DataUnavailable(output)
         taken = [self._pop(output)]
         while self._kept[output] and sum(array.nbytes for _, array in taken) < TURN_NBYTES:
             taken.append(self._pop(output))

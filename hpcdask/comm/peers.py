@@ -26,8 +26,11 @@ from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
 
 from hpcdask.errors import ClusterError, root_cause
+from hpcdask.logs import complain, say
 from hpcdask.process import mark
 from hpcdask.security import listening, webserver
+from hpcdask.upstream import distributed as upstream
+from hpcdask.upstream.cupy import import_cupy
 
 from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
@@ -50,7 +53,7 @@ MEASUREMENTS = 5
 #: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
 UCX = "hpcdask.comm.ucx"
 #: How distributed sends device memory; numba comes with it, and takes half a second to load.
-SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
+SENDING = ("cupyx.scipy.sparse", "distributed.protocol.rmm", "distributed.protocol.cupy")
 #: Bytes that a worker asks of another in one message, where distributed's 50 MB are not set
 #: otherwise: a worker has one message at a time from each of the others, and one of device memory
 #: takes 4 ms besides what NVLink needs for its bytes.
@@ -199,13 +202,13 @@ class PeerWorker(Worker):
                 await self._listen_on_ucx()
             except Exception as error:
                 why = root_cause(error)
-            if why:
+            if why:  # with UCX's error as its context, distributed would write a traceback
                 text = (
                     f"--protocol ucx: ucx does not start: {why}. See UCX_TLS, UCX_NET_DEVICES and "
                     f"hpcdask doctor"
                 )
                 # a nanny does not hear why its worker does not start
-                print(f"hpcdask: error: worker {self.name}: {text}", file=sys.stderr, flush=True)
+                complain(f"worker {self.name}: {text}")
                 raise ClusterError(text)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
@@ -250,7 +253,7 @@ class PeerWorker(Worker):
         """Have the worker fetch more in one message, unless the user said how much."""
         limit = "distributed.worker.transfer.message-bytes-limit"
         if dask.config.get(limit) == dask.config.get(limit, config=defaults):
-            self.state.transfer_message_bytes_limit = MESSAGE_NBYTES
+            upstream.set_message_limit(self, MESSAGE_NBYTES)
 
     def _watch_mappings(self) -> None:
         from . import ucx, ucx_progress
@@ -354,7 +357,7 @@ class PeerWorker(Worker):
         if self.tells and links:
             found = evaluate([LinkTest(**link) for link in links], on_device=self.on_device)
             for line in (f"worker {name} is warm: {found.line}", *found.warnings):
-                print(f"hpcdask: {line}", file=sys.stderr, flush=True)
+                say(line)
 
     async def _exchange_blocks(self, links: list[dict[str, Any]]) -> None:
         known = (await self.scheduler.identity())["workers"]
@@ -386,13 +389,9 @@ def load(modules: Iterable[str]) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(name)
+    if "cupy" in sys.modules:
+        import_cupy()
 
 
 def _block(count: int, on_device: bool) -> Any:
-    if on_device:
-        import cupy
-
-        return cupy.zeros(count, dtype="uint8")
-    import numpy as np
-
-    return np.zeros(count, dtype=np.uint8)
+    return importlib.import_module("cupy" if on_device else "numpy").zeros(count, dtype="uint8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,13 +111,6 @@ class Topology:
         host, seats = next(iter(self.hosts.items()))
         most = "" if self.nvlink(host) == "all" else "most of "
         return f"NVLink joins {most}the {len(_uuids(seats))} GPUs of {host}"
-
-
-def some(hosts: Iterable[str]) -> str:
-    """Names of nodes, three at most."""
-    names = list(dict.fromkeys(hosts))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _uuids(seats: Sequence[NodeLinks]) -> list[str]:

@@ -11,12 +11,13 @@ from typing import Literal
 
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.driver import cuda_extra
+from hpcdask.logs import some
 from hpcdask.spec.specs import WorkerSpec
 
 from . import ucx_config
 from .fabric import Interface
 from .obstacles import Obstacle, obstacles
-from .topology import NodeLinks, Topology, some
+from .topology import NodeLinks, Topology
 
 #: Why ucx is not the default without fast links.
 SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"

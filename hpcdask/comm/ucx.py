@@ -27,6 +27,9 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
+from hpcdask.security import ports
+from hpcdask.upstream import ucxx as upstream
+
 from .ucx_auth import SECRET_NBYTES, authenticate, introduce
 from .ucx_listener import SilentConnections
 from .ucx_progress import Endpoint, progress
@@ -138,7 +141,7 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             raise
 
     async def _read_frames(self) -> list[Any]:
-        if self._ep is None:
+        if upstream.endpoint_of(self) is None:
             raise CommClosedError("the ucx connection is closed")
         first = bytearray(BLOCK_NBYTES)
         await self._wire.wait_polling(self._wire.receive(first), seconds=ANSWER_POLL_S)
@@ -178,7 +181,8 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Say goodbye, and end the connection."""
-        if self._ep is not None and self._ep.alive:
+        endpoint = upstream.endpoint_of(self)
+        if endpoint is not None and endpoint.alive:
             first, _ = _first_block(_CLOSING, b"", 0)
             try:
                 with contextlib.suppress(TimeoutError, base.ucxx.exceptions.UCXError):
@@ -217,16 +221,13 @@ class PeerConnector(base.UCXXConnector):  # type: ignore[misc]
 
     async def connect(self, address: str, deserialize: bool = True, **kwargs: Any) -> PeerComm:
         """Open a connection and prove oneself."""
-        from ucxx._lib.libucxx import UCXEndpoint
-
         secret = known_secrets.get(address)
         if secret is None:
             raise FatalCommClosedError(f"nothing is known of a ucx listener at {address}")
         with progress().polling():
             raw = comm = None
             try:
-                worker = base.ucxx.core._get_ctx().worker
-                raw = UCXEndpoint.create(worker, *parse_host_port(address), True)
+                raw = upstream.connect(*parse_host_port(address))
                 async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
                     endpoint = await introduce(raw, listens=False)
                     comm = PeerComm(endpoint, "", self.prefix + address, deserialize)
@@ -256,25 +257,20 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     async def start(self) -> None:
         """Listen on a free port."""
-        from ucxx._lib.libucxx import UCXListener
-
         progress()
         self.secret = secrets.token_bytes(SECRET_NBYTES)
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._full = False
-        self._resource_id = base._register_dask_resource()
-        weakref.finalize(self, base._deregister_dask_resource, self._resource_id)
-        # not by way of ucxx's own listener, which lets in any number of silent strangers
-        self.ucxx_server = UCXListener.create(
-            base.ucxx.core._get_ctx().worker,
-            self._input_port,
-            _requested,
-            (weakref.ref(self),),
-            deliver_endpoint=True,
-        )
+        self._resource_id = upstream.keep_running_for(self)
+        port = upstream.listened_port(self)
+        self.ucxx_server = self._listen(port) if port else ports.choose(self._listen)
         self._port = self.ucxx_server.port
         self._untold = SilentConnections(self._port, AUTHENTICATION_DEADLINE_S)
+
+    def _listen(self, port: int) -> Any:
+        ports.check_free(port)  # UCX does not say what is wrong
+        return upstream.listen(port, _requested, weakref.ref(self))
 
     @property
     def port(self) -> int:

@@ -7,7 +7,7 @@ import os
 import secrets
 from typing import Any
 
-import distributed_ucxx.ucxx as base
+from hpcdask.upstream import ucxx as upstream
 
 from .ucx_progress import progress
 
@@ -67,15 +67,9 @@ async def introduce(raw: Any, *, listens: bool) -> Any:
 
     ucxx does the same, but its event loop spins meanwhile, however long the other side is silent.
     """
-    from ucxx._lib_async import Endpoint as PeerEndpoint
-    from ucxx._lib_async.exchange_peer_info import exchange_peer_info
-    from ucxx._lib_async.utils import hash64bits
-
-    tag = hash64bits("msg_tag", os.urandom(16), raw.handle)
+    tag = upstream.new_tag(os.urandom(16), raw)
     try:
-        # without a deadline of its own: that of the caller would be lost when both are over at once
-        told = await exchange_peer_info(_Streams(raw), tag, listener=listens, connect_timeout=None)
+        told = await upstream.exchange_tags(_Streams(raw), tag, listens=listens)
     except RuntimeError as error:  # the checksum does not fit
         raise PermissionError(f"the other side does not speak ucxx: {error}") from error
-    tags = {"msg_send": told["msg_tag"], "msg_recv": tag}
-    return PeerEndpoint(endpoint=raw, ctx=base.ucxx.core._get_ctx(), tags=tags)
+    return upstream.endpoint(raw, send_tag=told, receive_tag=tag)

@@ -87,7 +87,7 @@ def permits(tls: str, part: Part) -> bool:
 def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for a worker's environment, to be set before UCX starts; the user's own stay.
 
-    Without switches there are none, and UCX chooses. ``--enable-nvlink`` or ``--enable-infiniband``
+    Without options there are none, and UCX chooses. ``--enable-nvlink`` or ``--enable-infiniband``
     limits UCX to what is enabled and what it needs to open connections: UCX finds no way to another
     process without tcp or InfiniBand, even where shared memory would do. ``--disable-...`` alone
     takes a transport out of UCX's choice.
@@ -114,6 +114,8 @@ def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, s
         found["UCX_SOCKADDR_TLS_PRIORITY"] = "rdmacm"
     elif spec.enable_rdmacm is False or spec.enable_infiniband is False:
         found["UCX_SOCKADDR_TLS_PRIORITY"] = "tcp"
+    if spec.port_range is not None:  # of the data's own connections, since UCX 1.16
+        found["UCX_TCP_PORT_RANGE"] = spec.port_range
     return {name: value for name, value in found.items() if name not in environ}
 
 

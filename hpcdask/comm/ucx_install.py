@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from hpcdask.gpu.driver import cuda_extra, read
+from hpcdask.spec.records import Record
 
 #: With any value but "false", libucx's Python package takes the system's UCX where there is one.
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
@@ -24,7 +25,7 @@ LDCONFIG_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
-class UcxInstall:
+class UcxInstall(Record):
     """The UCX that a worker would load, from a ``package`` (of PyPI) or the ``system``.
 
     Versions are empty where there is none, or none is known. ``transports`` are the modules beside

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import distributed_ucxx.ucxx as base
+
+from hpcdask.upstream import ucxx as upstream
 
 #: Seconds after which UCX is looked at even if it reported nothing.
 SAFETY_S = 0.1
@@ -29,8 +29,7 @@ class Progress:
         self._pollers = 0
         self._polls = False
         self._timer: asyncio.TimerHandle | None = None
-        # ucxx stops its own progress, and takes the reader away, when nothing is registered
-        base._register_dask_resource()
+        upstream.keep_running()
         # in the place of ucxx's reader, which does not arm UCX again
         self._loop.add_reader(worker.epoll_file_descriptor, self.turn)
         self.turn()
@@ -104,37 +103,18 @@ def progress() -> Progress:
     if loop not in _progress:
         for other in [other for other in _progress if other.is_closed()]:
             del _progress[other]
-        _start_ucx()
-        _progress[loop] = Progress(base.ucxx.core._get_ctx().worker)
+        upstream.start()
+        _progress[loop] = Progress(upstream.worker())
     return _progress[loop]
-
-
-def _start_ucx() -> None:
-    """Start UCX without its active messages and remote memory access.
-
-    With them whoever connects has ucxx allocate what he says, and read a header that he wrote.
-    """
-    from ucxx._lib import libucxx
-
-    features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
-    context = functools.partial(libucxx.UCXContext, feature_flags=features)
-    # it complains of the CUDA context, which was made before as UCX wants it
-    quiet = mock.patch.object(base.logger, "disabled", True)
-    with mock.patch.object(libucxx, "UCXContext", context), quiet:
-        base.init_once()
 
 
 class Endpoint:
     """Messages of known size over one of ucxx's endpoints."""
 
     def __init__(self, endpoint: Any) -> None:
-        from ucxx._lib.arr import Array
-        from ucxx.types import Tag
-
-        self._array = Array
-        self._raw = endpoint._ep
-        self._send_tag = Tag(endpoint._tags["msg_send"])
-        self._receive_tag = Tag(endpoint._tags["msg_recv"])
+        self._array = upstream.array_type()
+        self._raw = upstream.raw(endpoint)
+        self._send_tag, self._receive_tag = upstream.tags(endpoint)
         self._progress = progress()
 
     def send(self, buffer: Any) -> Any:

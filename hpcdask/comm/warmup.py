@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distributed.comm import get_address_host
 
+from hpcdask.logs import plural
+
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
+#: Warnings of a kind that are told.
+TOLD = 5
 NO_IPC_CAUSES = (
     "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
     "without access from GPU to GPU"
@@ -45,33 +49,40 @@ class WarmupReport:
 
 def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
     """Say which transport workers use and whether it is the fast one, by all links or some."""
-    warnings = [
+    warnings = _few(
         f"no data came from worker {link.source} to {link.to}: {link.problem}"
         for link in links
         if link.problem
-    ]
+    )
     sound = [link for link in links if not link.problem]
-    warnings += [
+    warnings += _few(
         f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
         for link in sound
         if link.transport == "tcp"
-    ]
+    )
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
     without = [link for link in near if on_device and link.cuda_ipc is False]
-    warnings += [
+    warnings += _few(
         f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. "
         f"{NO_IPC_CAUSES}"
         for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
-    ]
+    )
     if not ucx:
         return WarmupReport("no data over ucx", tuple(warnings))
     pairs = len({frozenset((link.to, link.source)) for link in ucx})
     least = min(link.rate for link in ucx) / 1e9
-    what = f"ucx between {pairs} pair{'s' * (pairs != 1)} of workers"
+    what = f"ucx between {plural(pairs, 'pair')} of workers"
     if on_device and near and all(link.cuda_ipc for link in near):
         what += ", CUDA IPC is active"
     return WarmupReport(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
+
+
+def _few(warnings: Iterable[str]) -> list[str]:
+    """The first of one kind, and how many more there are."""
+    told = list(warnings)
+    more = [f"the same for {plural(len(told) - TOLD, 'more link')}"] if len(told) > TOLD else []
+    return told[:TOLD] + more
 
 
 def choose_peers(me: str, addresses: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from hpcdask.node.placement import WorkerPlacement
 from hpcdask.node.signals import Signals
 from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.process import owner_text
+from hpcdask.queues.environment import job_id
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.spec.specs import RunSpec
@@ -88,9 +89,7 @@ class RankAgent:
     def start_program(self, address: str, on_gpus: bool) -> None:
         """Tell the waiting process to become the program."""
         assert self.program is not None
-        file = os.path.join(self.scratch, "scheduler.json")
-        scheduler_file.write(file, address, self.credentials, job=None)
-        order = protocol.StartProgram(address, on_gpus, file, len(os.sched_getaffinity(0)))
+        order = self.order_to_start(address, on_gpus)
         try:
             self.program.sock.sendall(json.dumps(order.to_json()).encode() + b"\n")
         except OSError:
@@ -98,6 +97,12 @@ class RankAgent:
                 f"the program's process on {self.rank.host} was killed before the program started. "
                 f"Did the node run out of memory?"
             ) from None
+
+    def order_to_start(self, address: str, on_gpus: bool) -> protocol.StartProgram:
+        """What the program is told, with a scheduler file of its own."""
+        file = os.path.join(self.scratch, "scheduler.json")
+        scheduler_file.write(file, address, self.credentials, job=job_id())
+        return protocol.StartProgram(address, on_gpus, file, len(os.sched_getaffinity(0)))
 
     def end_program(self) -> None:
         """Kill the program if it still runs: the run is over."""

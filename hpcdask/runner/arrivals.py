@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import time
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import LaunchError, UsageError
+from hpcdask.logs import by_host, numbered
 from hpcdask.node.channel import Message, MessageStream
 from hpcdask.node.inventory import Inventory
 from hpcdask.security.credentials import Credentials
+from hpcdask.spec.records import Record
 
 from . import protocol
 from .assignment import fill_from_first_rank
@@ -31,7 +29,7 @@ LEAVE_DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True)
-class RankReport:
+class RankReport(Record):
     """Who a rank is and what it sees, or why it cannot take part: with `error` the rest is void."""
 
     rank: int
@@ -40,16 +38,6 @@ class RankReport:
     error: str = ""
     inventory: Inventory | None = None
     fabric: Fabric = field(default_factory=Fabric)
-
-    def to_json(self) -> Message:
-        """What `from_json` reads."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RankReport:
-        """Read what `to_json` and JSON made of a report."""
-        seen = data["inventory"] and Inventory.from_json(data["inventory"])
-        return cls(**{**data, "inventory": seen, "fabric": Fabric.from_json(data["fabric"])})
 
 
 class Arrivals:
@@ -104,13 +92,11 @@ class Arrivals:
 
     def too_late(self, timeout: float) -> LaunchError:
         """The error that says which ranks did not come."""
-        hosts = Counter(report.host for report in self.reports.values())
-        there = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+        there = by_host(report.host for report in self.reports.values())
         return LaunchError(
-            f"rank{'s' * (len(self.missing) > 1)} {', '.join(map(str, self.missing))} of "
-            f"{self._rank.size} did not arrive within {timeout:g} s (there are {there}). See what "
-            f"those ranks printed and whether they reach {self._rank.host}, or allow more with "
-            f"--timeout"
+            f"{numbered('rank', self.missing)} of {self._rank.size} did not arrive within "
+            f"{timeout:g} s (there are {there}). See what those ranks printed and whether they "
+            f"reach {self._rank.host}, or allow more with --timeout"
         )
 
     def inventories(self) -> dict[int, Inventory]:
@@ -141,10 +127,10 @@ class Arrivals:
         """It is gone."""
         self._channels.pop(index, None)
 
-    async def all_gone(self) -> None:
+    async def all_gone(self, more_s: float = 0.0) -> None:
         """Wait until every other rank has left: a launcher reports the ranks that still live."""
         there = set(self._channels)
-        deadline = time.monotonic() + LEAVE_DEADLINE_S
+        deadline = time.monotonic() + LEAVE_DEADLINE_S + more_s
         with contextlib.suppress(TimeoutError):
             while there:
                 event = await self._events.get(deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import Choice, choose, choose_interface
 from hpcdask.errors import DeviceError, UsageError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
-from hpcdask.logs import plural
+from hpcdask.logs import plural, some
 from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, split_node, with_transport
+from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node, with_transport
 from hpcdask.node.preflight import tell_warnings
 from hpcdask.queues.environment import how_to_request, job_id
+from hpcdask.security.ports import PER_SCHEDULER, check_size
+from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
 
@@ -48,28 +51,33 @@ def assign_gpus(
     oversubscribe: bool,
     job: str | None,
     every_gpu: bool = False,
+    mixed: bool = False,
 ) -> dict[int, list[Gpu | None]]:
     """Give each rank the devices of its workers, by rank; None stands for the CPU.
 
     Where the ranks of a node see the same GPUs, each takes one by its number on the node; where
     the launcher gave each its own (``--gpus-per-task=1``), it takes that. The inventories are of
     ranks that get a worker. `job` is None on a workstation. With `every_gpu` a single rank, started
-    without a launcher, gets a worker for each GPU that it sees.
+    without a launcher, gets a worker for each GPU that it sees. With `mixed`, ranks without a GPU
+    compute on the CPU beside others.
 
     Raises DeviceError if there is no GPU where one is wanted, or too few distinct ones.
     """
     blind = [one for one in inventories if not one.gpus]
     if device == "cpu" or (device == "auto" and len(blind) == len(inventories) and job is None):
         return {one.rank: [None] for one in inventories}
-    if blind:
-        where = ", ".join(sorted({one.host for one in blind}))
-        some = f"rank {blind[0].rank} does not see"
-        if len(blind) == len(inventories):
-            some = "none of the ranks sees"
-        raise DeviceError(
-            f"{some} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
-        )
     taken: dict[int, list[Gpu | None]] = {}
+    if mixed and len(blind) < len(inventories):
+        taken = {one.rank: [None] for one in blind}
+        inventories = [one for one in inventories if one.gpus]
+    elif blind:
+        where = some(sorted(one.host for one in blind))
+        who = f"rank {blind[0].rank} does not see"
+        if len(blind) == len(inventories):
+            who = "none of the ranks sees"
+        raise DeviceError(
+            f"{who} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
+        )
     for host, ranks in _by_host(inventories).items():
         ranks.sort(key=lambda one: one.local_index)
         if every_gpu and len(ranks) == 1:
@@ -80,6 +88,68 @@ def assign_gpus(
             _check_distinct(host, ranks, matched)
         taken |= {one.rank: [gpu] for one, gpu in zip(ranks, matched, strict=True)}
     return taken
+
+
+def assign_groups(
+    inventories: Sequence[Inventory], spec: RunSpec, *, by_hand: bool, job: str | None
+) -> dict[int, list[Gpu | None]]:
+    """Give each rank its devices, by rank, as ``--groups`` has numbers for each node.
+
+    Started `by_hand`, the only rank has all these workers. Raises UsageError if a node has another
+    number of ranks, DeviceError if those on GPUs see too few.
+    """
+    wanted = kinds.kinds(spec.groups)
+    number = wanted.count("gpu")
+    taken: dict[int, list[Gpu | None]] = {}
+    for host, ranks in _by_host(inventories).items():
+        ranks.sort(key=lambda one: one.local_index)
+        on_gpus = ranks[: number and 1]
+        if not by_hand:
+            _check_count(host, ranks, spec)
+            on_gpus = [one for one, kind in zip(ranks, wanted, strict=True) if kind == "gpu"]
+        _check_seen(host, on_gpus, number, spec, job)
+        if by_hand:
+            gpus = itertools.cycle(ranks[0].gpus)
+            taken[ranks[0].rank] = [next(gpus) if kind == "gpu" else None for kind in wanted]
+            continue
+        on_gpus = [dataclasses.replace(one, local_index=i) for i, one in enumerate(on_gpus)]
+        matched = _match(on_gpus)
+        if not spec.oversubscribe:
+            _check_distinct(host, on_gpus, matched)
+        taken |= {one.rank: [None] for one in ranks}
+        taken |= {one.rank: [gpu] for one, gpu in zip(on_gpus, matched, strict=True)}
+    return taken
+
+
+def _check_count(host: str, ranks: Sequence[Inventory], spec: RunSpec) -> None:
+    """Refuse a node that has more or fewer ranks than ``--groups`` says."""
+    wanted, text = len(kinds.kinds(spec.groups)), " ".join(spec.groups)
+    if len(ranks) != wanted:
+        gpus = len({gpu.uuid for one in ranks for gpu in one.gpus})
+        raise UsageError(
+            f"--groups {text} is for {plural(wanted, 'rank')} with a worker on each node, and "
+            f"{host} has {len(ranks)} ({plural(gpus, 'GPU')}, "
+            f"{plural(len(owned_cores(ranks)), 'core')}): start {wanted} there, or change the "
+            f"numbers"
+        )
+
+
+def _check_seen(
+    host: str, on_gpus: Sequence[Inventory], number: int, spec: RunSpec, job: str | None
+) -> None:
+    """Refuse ranks of a node that do not see the GPUs that ``--groups`` wants there."""
+    wants = f"--groups {' '.join(spec.groups)} wants {plural(number, 'GPU')} on {host}"
+    if blind := [one.rank for one in on_gpus if not one.gpus]:
+        raise DeviceError(
+            f"{wants}, and rank {blind[0]} sees none. {how_to_request(job)}To compute on the "
+            f"CPU there, change the numbers"
+        )
+    seen = len({gpu.uuid for one in on_gpus for gpu in one.gpus})
+    if seen < number and not spec.oversubscribe:
+        raise DeviceError(
+            f"{wants}, whose ranks see {seen}: change the numbers, or let workers share a GPU with "
+            f"--oversubscribe"
+        )
 
 
 def _by_host(inventories: Iterable[Inventory]) -> dict[str, list[Inventory]]:
@@ -149,15 +219,20 @@ def place_workers(
     """
     working = [one for index, one in sorted(inventories.items()) if index >= spec.first_worker_rank]
     by_hand = rank.launcher == "none"
-    given = assign_gpus(
-        working,
-        device=spec.device,
-        oversubscribe=spec.oversubscribe,
-        job=job,
-        every_gpu=by_hand,
-    )
+    numbered = bool(kinds.kinds(spec.groups))
+    if numbered:
+        given = assign_groups(working, spec, by_hand=by_hand, job=job)
+    else:
+        given = assign_gpus(
+            working,
+            device=spec.device,
+            oversubscribe=spec.oversubscribe,
+            job=job,
+            every_gpu=by_hand,
+            mixed=spec.groups == kinds.AUTO,
+        )
     threads = spec.nthreads
-    if by_hand and given[0] == [None]:
+    if by_hand and given[0] == [None] and not numbered:
         from distributed.deploy.utils import nprocesses_nthreads
 
         processes, per_process = nprocesses_nthreads(inventories[0].cpus)
@@ -170,9 +245,28 @@ def place_workers(
         mates = nodes[one.host]
         numbers = range(one.rank, one.rank + len(given[one.rank]))
         names = [f"{spec.name or one.host}-{number}" for number in numbers]
-        count = sum(len(given[mate.rank]) for mate in mates)
-        placements[one.rank] = split_node(spec, given[one.rank], names, mates, count)
+        devices = [device for mate in mates for device in given[mate.rank]]
+        on_gpus = sum(device is not None for device in devices)
+        placements[one.rank] = split_node(
+            spec, given[one.rank], names, mates, len(devices), on_gpus
+        )
     return placements
+
+
+def _check_ports(
+    spec: RunSpec,
+    rank: Rank,
+    placements: Mapping[int, Sequence[WorkerPlacement]],
+    nodes: Mapping[int, NodeLinks],
+) -> None:
+    """Raise UsageError if a node needs more ports than the range has."""
+    workers, on_ucx = Counter[str](), set()
+    for index, group in placements.items():
+        workers[nodes[index].host] += len(group)
+        on_ucx |= {nodes[index].host for one in group if one.protocol == "ucx"}
+    for host, count in workers.items():
+        more = PER_SCHEDULER if host == rank.host else 0
+        check_size(spec.port_range, count, ucx=host in on_ucx, more=more, where=f"on {host}")
 
 
 @dataclass(frozen=True)
@@ -212,7 +306,11 @@ def make_plan(
     # also of ranks without workers: the scheduler's must be one that the workers reach
     interfaces = choose_interface(spec, list(nodes.values()))
     working = {index: nodes[index] for index in placements}
-    choice = choose(spec, list(working.values()))
+    on_gpus = [node for node in working.values() if node.gpus]
+    choice = choose(spec, on_gpus or list(working.values()))
+    if planned > 1 and sum(len(node.gpus) for node in on_gpus) == 1 and spec.protocol == "auto":
+        choice = dataclasses.replace(choice, reason="only one worker has a GPU")
     tell_warnings(spec, choice, on_device=any(node.gpus for node in working.values()))
     complete = with_transport(spec, placements, working, choice, interfaces)
+    _check_ports(spec, rank, complete, nodes)
     return Plan(complete, choice, interfaces)

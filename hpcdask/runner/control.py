@@ -8,6 +8,7 @@ lines of JSON, never pickles; with TLS both sides prove that they hold the clust
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import ssl
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tornado.netutil import bind_sockets
+from tornado import netutil
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
@@ -47,7 +48,7 @@ class ControlServer:
 
     async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
         """Listen on a free port of `host` and return its number."""
-        self._sockets = bind_sockets(0, address=host, backlog=4096)
+        self._sockets = netutil.bind_sockets(0, address=host, backlog=4096)
 
         def handle(sock: socket.socket, address: Any) -> None:
             task = asyncio.create_task(self._accept(sock, context))
@@ -158,6 +159,8 @@ async def find_leader(
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
                 except OSError as error:
                     failed[address] = error.strerror or str(error)
+                    if failed[address].startswith("Connect call failed"):  # asyncio's, no reason
+                        failed[address] = os.strerror(error.errno or 0)
         await asyncio.sleep(pause)
         pause = min(pause * 1.1, 0.5)  # a shared file system has better things to do
     me = f"rank {rank.index} of {rank.size} on {rank.host}"

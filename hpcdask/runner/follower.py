@@ -10,7 +10,6 @@ from functools import partial
 from hpcdask.errors import ClusterError, LaunchError
 from hpcdask.logs import complain
 from hpcdask.node.channel import MessageStream
-from hpcdask.spec.specs import RunSpec
 
 from . import protocol
 from .agent import TERM_DEADLINE_S, RankAgent
@@ -22,8 +21,8 @@ async def follow(agent: RankAgent, rendezvous: Rendezvous) -> int:
     """Take part until rank 0 says that the run is over; return this rank's exit code."""
     agent.signals.watch_launcher(partial(agent.workers.leave, 128 + signal.SIGTERM))
     try:
-        spec, unreachable = agent.spec, partial(_unreachable, agent.spec)
-        found = await find_leader(agent.rank, rendezvous, spec.timeout, unreachable, tls=spec.tls)
+        spec, late = agent.spec, partial(unreachable, agent.spec.timeout)
+        found = await find_leader(agent.rank, rendezvous, spec.timeout, late, tls=spec.tls)
     except LaunchError as error:
         complain(error)
         agent.abort_launch(error.exit_code)
@@ -55,7 +54,10 @@ async def follow(agent: RankAgent, rendezvous: Rendezvous) -> int:
                 await agent.close_workers()
                 return code
     if agent.rank.index == 1:
-        complain(f"rank 0 on {info.host} is gone: its host failed or it was killed. The run ends")
+        complain(
+            f"rank 0 on {info.host} is gone: its host failed or it was killed. See what it "
+            f"printed. The run ends"
+        )
     agent.end_program()
     return 1
 
@@ -80,10 +82,10 @@ async def _run_program(
     channel.send(**protocol.ProgramEnded(code).to_json())
 
 
-def _unreachable(spec: RunSpec, info: RendezvousInfo, failed: Mapping[str, str]) -> str:
+def unreachable(timeout: float, info: RendezvousInfo, failed: Mapping[str, str]) -> str:
     """Why no line to rank 0 came up, though its note was there."""
     return (
         f"got no answer from rank 0 at {info.address}:{info.port} on {info.host} within "
-        f"{spec.timeout:g} s: the note is stale, or the network between the nodes is closed. "
-        f"--interface chooses another network"
+        f"{timeout:g} s ({failed[info.address]}): the note is stale, or the network between the "
+        f"nodes is closed. --interface chooses another network"
     )

@@ -12,6 +12,7 @@ A rank consists of
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import traceback
 from collections.abc import Awaitable
@@ -24,6 +25,8 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.logs import complain, set_log_level
 from hpcdask.node.gpu_probe import GpuProbe, has_peers
 from hpcdask.process import leave
+from hpcdask.spec.parsing import has_rank
+from hpcdask.upstream.distributed import run_in_loop
 
 from .options import RunRequest
 from .preflight import early_error
@@ -100,11 +103,10 @@ def _launch(
     process.mark("options read")
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
-    from distributed.compatibility import asyncio_run
-    from distributed.config import get_loop_factory
 
-    from hpcdask.node import forking
+    from hpcdask.node import forking, profiling
     from hpcdask.node.forkserver import start_forkserver
+    from hpcdask.security import ports
 
     from . import rendezvous, scheduler
     from .agent import RankAgent
@@ -112,6 +114,10 @@ def _launch(
     process.mark("distributed imported")
     reexec.adopt_configured_pre_spawn(janitor, **ranks.given())
     spec = request.spec
+    if rank is not None and spec.profile_ranks and not has_rank(spec.profile_ranks, rank.index):
+        spec = dataclasses.replace(spec, profile="none")
+        request = dataclasses.replace(request, spec=spec)
+    profiling.run_under_nsys(spec, f"rank-{rank.index if rank else os.getpid()}", janitor)
     scratch, problem = _prepare(request, janitor, rank)
     forker = forking.Forker(janitor, probe)
     program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
@@ -122,6 +128,7 @@ def _launch(
             return request.program
         program = forked
     set_log_level()  # not in the program, whose logging is the user's
+    ports.use(spec.port_range)
     leads = rank is None or rank.index == 0
     scheduler_child = forker.fork(scheduler.main) if leads else None
     start_forkserver(spec, scratch, forker, peers=has_peers(rank))
@@ -135,7 +142,7 @@ def _launch(
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
     work = _part_of(request, agent, meeting, scheduler_child)
-    return asyncio_run(end_with(work, agent), loop_factory=get_loop_factory())
+    return run_in_loop(end_with(work, agent))
 
 
 def _prepare(
@@ -143,7 +150,7 @@ def _prepare(
 ) -> tuple[str, HpcdaskError | None]:
     """Make the scratch folder and look for what cannot work, before the forks; rank 0 tells it."""
     from hpcdask.node import forkserver
-    from hpcdask.node.preflight import check_preloads
+    from hpcdask.node.preflight import check_parts
     from hpcdask.node.scratch import new_scratch
 
     spec = request.spec
@@ -162,7 +169,7 @@ def _prepare(
     else:
         reexec.add_working_folder()
     try:
-        check_preloads(spec)
+        check_parts(spec)
     except UsageError as error:
         problem = problem or error
     return scratch, problem

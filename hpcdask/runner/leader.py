@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from hpcdask.logs import complain, plural, say
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement, owned_cores
+from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import mark
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials
@@ -32,12 +32,15 @@ from .events import Event, Events, Interrupted
 from .messages import (
     LOOPBACK,
     WarmupNotes,
+    failure_of,
     host_of,
     loss_of,
+    tell_cpu,
     tell_ready,
     tell_ways_in,
 )
 from .rendezvous import Rendezvous
+from .run_files import RunFiles
 from .scheduler_process import SchedulerProcess
 from .user_program import UserProgram
 from .wanted_workers import WantedWorkers
@@ -80,8 +83,7 @@ class Leader:
             agent, self.arrivals, self.events, exists=has_program, line=attached
         )
         self.address = ""
-        self.on_gpus = False
-        self.written = ""
+        self.files = RunFiles(agent)
         self.dashboard_host, self.dashboard = "", 0
         self.deadline = time.monotonic() + self.spec.timeout
 
@@ -105,7 +107,7 @@ class Leader:
             await self._bring_up()
             code = await self._watch()
         except OSError as error:
-            complain(f"rank 0 on {self.rank.host} cannot go on: {error}")
+            complain(f"rank 0 on {self.rank.host} cannot go on: {error}. See hpcdask doctor there")
             code = ClusterError.exit_code
         except HpcdaskError as error:
             complain(error)
@@ -130,8 +132,7 @@ class Leader:
         plan = make_plan(self.spec, self.rank, seen, fabrics)
         if self.spec.interface == AUTO:
             self._start_scheduler(plan.interfaces[self.rank.host])
-        if self.spec.device == "auto" and not any(one.gpus for one in seen.values()):
-            say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
+        tell_cpu(self.spec, seen, plan)
         self._widen_scheduler(seen)
         self.events.start(self.scheduler.listen())
         started = (await self._next("the scheduler to start", {"scheduler"})).value
@@ -141,7 +142,6 @@ class Leader:
         self.address, self.dashboard_host = started.address, started.dashboard_host
         self.dashboard = started.dashboard_port
         self.wanted.plan(plan.placements)
-        self.on_gpus = any(one.gpu for group in plan.placements.values() for one in group)
         self._start_workers(plan.placements)
         while not self.wanted.are_enough(self.scheduler.registered):
             await self._next(
@@ -151,7 +151,8 @@ class Leader:
             )
         if self.spec.scheduler_file:  # another run may have taken it meanwhile
             await asyncio.to_thread(scheduler_file.check_writable, self.spec.scheduler_file)
-            self._write_file(self.spec.scheduler_file)
+        self.agent.workers.parts |= {"scheduler": self.scheduler.pid, **self.program.process()}
+        self.files.write(self.address, self.scheduler.doors, gpus=self.wanted.on_device)
         self._announce(plan)
 
     def _start_scheduler(self, interface: str | None) -> None:
@@ -163,7 +164,8 @@ class Leader:
                 interface=interface,
                 protocol="tls" if self.spec.tls else "tcp",
                 credentials=self.agent.credentials,
-                dashboard=self.spec.dashboard_address or f"{listens}:8787",
+                dashboard=self.spec.dashboard_address
+                or f"{listens}:{0 if self.spec.port_range else 8787}",
                 scratch=self.agent.scratch,
             )
         )
@@ -218,15 +220,6 @@ class Leader:
                 )
             )
 
-    def _write_file(self, file: str) -> None:
-        path = os.path.abspath(file)
-        self.agent.janitor.remove_at_once(path)
-        self.agent.janitor.remove_at_once(f"{path}.keys")
-        self.written = path
-        scheduler_file.write(
-            path, self.address, self.agent.credentials, job=job_id(), gpus=self.on_gpus
-        )
-
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
         nodes = len({self.arrivals.reports[index].host for index in plan.placements})
@@ -259,17 +252,20 @@ class Leader:
                         f"{who} ended while the cluster came up; see what it printed"
                     )
                 case "failed":
-                    index, name, text = event.value
-                    failure = f"a worker of {self.arrivals.name(index)} did not start: {text}"
+                    index, name, _ = event.value
+                    failure = failure_of(event, self.arrivals)
                     if not self.wanted.enough_without(index, name):
                         raise ClusterError(failure)
                     say(failure)
                 case "scheduler-lost":
-                    raise ClusterError("the scheduler's process ended while the cluster came up")
+                    raise ClusterError(
+                        "the scheduler's process ended while the cluster came up: see whether the "
+                        "node ran out of memory"
+                    )
 
     async def _watch(self) -> int:
         """From ready to the end of the program, or of the cluster."""
-        self.program.start(self.address, self.on_gpus)
+        self.program.start(self.address, self.wanted.on_device)
         lost = False
         while True:
             event = await self.events.get()
@@ -302,10 +298,13 @@ class Leader:
                     return 0
                 case "scheduler-closed":
                     self.wanted.give_up()  # the program has shut the cluster down
-                case "workers" | "still-no-workers" if not self.scheduler.registered:
-                    self._miss_workers(event.what)
+                case "workers" | "still-no-workers":
+                    self._see_workers(event.what)
 
-    def _miss_workers(self, what: str) -> None:
+    def _see_workers(self, what: str) -> None:
+        self.files.note(self.scheduler.doors)
+        if self.scheduler.registered:
+            return
         if what == "workers":
             self.events.later(NO_WORKER_NOTICE_S, "still-no-workers")
         elif self.wanted.names:
@@ -314,10 +313,10 @@ class Leader:
     def _goes_on_after(self, event: Event) -> bool:
         """Do without a rank that is gone or a worker that failed, if enough remain."""
         if event.what == "failed":
-            index, name, text = event.value
+            index, name, _ = event.value
             enough = self.wanted.enough_without(index, name)
             if enough:
-                say(f"a worker of {self.arrivals.name(index)} did not start: {text}")
+                say(failure_of(event, self.arrivals))
             return enough
         self.arrivals.forget(event.value)
         enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
@@ -331,15 +330,17 @@ class Leader:
 
     async def _take_down(self, code: int) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
+        self.files.unlist()
         self.agent.end_program()
+        for line in await self.scheduler.gpu_usage() if self.wanted.on_device else ():
+            say(line)
         self.scheduler.tell(protocol.Silence())
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
         self.arrivals.send_all(protocol.EndRun(code if never_ran else 0))
-        await asyncio.gather(self.agent.close_workers(), self.arrivals.all_gone())
+        profiled = self.spec.profile != "none" or self.spec.profile_ranks
+        more = WRITE_DEADLINE_S if profiled else 0.0
+        await asyncio.gather(self.agent.close_workers(), self.arrivals.all_gone(more))
         await self.scheduler.end()
         if self.rendezvous is not None:
             self.rendezvous.close()
-        if self.written:
-            scheduler_file.remove(self.written, self.address)
-            self.agent.janitor.forget(self.written)  # the next cluster may write there now
-            self.agent.janitor.forget(f"{self.written}.keys")
+        await self.files.remove()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError
-from hpcdask.logs import plural, say
+from hpcdask.logs import plural, say, some
+from hpcdask.node.inventory import Inventory
 from hpcdask.process import seconds_since_start
+from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
 from .arrivals import Arrivals
@@ -42,6 +45,17 @@ def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard
     )
 
 
+def tell_cpu(spec: RunSpec, seen: Mapping[int, Inventory], plan: Plan) -> None:
+    """Say that workers compute on the CPU where no word of the user's says so."""
+    if spec.device != "auto" or kinds.kinds(spec.groups):
+        return
+    if not any(one.gpus for one in seen.values()):
+        say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
+    elif blind := [seen[index] for index in plan.placements if not seen[index].gpus]:
+        hosts = some(one.host for one in blind)
+        say(f"{plural(len(blind), 'rank')} without a GPU on {hosts}, so on the CPU (--groups auto)")
+
+
 def tell_ways_in(
     spec: RunSpec, address: str, dashboard_host: str, port: int, host: str, *, has_program: bool
 ) -> None:
@@ -65,6 +79,15 @@ def tell_ways_in(
         )
 
 
+def failure_of(event: Event, arrivals: Arrivals) -> str:
+    """Which worker did not start, why, and where to look."""
+    index, _, text = event.value
+    return (
+        f"a worker of {arrivals.name(index)} did not start: {text.rstrip('.')}. See its lines "
+        f"above, and hpcdask doctor there"
+    )
+
+
 def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
     """What the run lost, as the error that ends it."""
     if event.what == "scheduler-lost":
@@ -73,9 +96,7 @@ def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
             "The run ends"
         )
     if event.what == "failed":
-        index, _, text = event.value
-        why = text.rstrip(".")
-        return ClusterError(f"a worker of {arrivals.name(index)} failed: {why}. The run ends")
+        return ClusterError(f"{failure_of(event, arrivals)}. The run ends")
     return ClusterError(
         f"{arrivals.name(event.value)} is gone: it was killed or its node failed. The run ends "
         f"(--workers-min lets it go on)"

@@ -22,6 +22,11 @@ def early_error(request: RunRequest, rank: ranks.Rank) -> HpcdaskError | None:
                 f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or "
                 f"use --layout shared"
             )
+        if request.spec.groups and request.spec.device != "auto":
+            raise UsageError(
+                f"--groups {' '.join(request.spec.groups)} says what each rank computes on, and "
+                f"--device {request.spec.device} that all compute on the same: leave one out"
+            )
         if request.program is not None:
             request.program.check()
         if request.spec.scheduler_file is not None:

@@ -158,7 +158,7 @@ class Program:
             self.set_path()
             found = PathFinder.find_spec("__main__", sys.path[:1])
             if found is None:
-                raise UsageError(f"{self.target} has no __main__.py")
+                raise UsageError(f"{self.target} has no __main__.py: name a script")
             spec = found
         sys.argv = [spec.origin or self.target, *self.arguments]
         if not self.is_module:
@@ -200,8 +200,10 @@ def await_start(sock: socket.socket) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     restore_environment()
     from hpcdask.client.connect import configure_client
+    from hpcdask.node.observe import make_observable
 
     configure_client(order.address, order.file, on_gpus=order.on_gpus)
+    make_observable()
     _free_blas(order.threads)
 
 

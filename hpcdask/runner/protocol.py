@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.security.credentials import Credentials
+from hpcdask.spec.records import Record
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Record):
     """Base of them all; the name of the class says in JSON which it is."""
 
     def to_json(self) -> dict[str, Any]:
         """What `read` reads."""
-        return {"op": type(self).__name__, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Take the fields."""
-        return cls(**data)
+        return {"op": type(self).__name__, **super().to_json()}
 
 
 def read(data: Mapping[str, Any]) -> Message:
@@ -41,11 +36,6 @@ class StartWorkers(Message):
 
     scheduler: str
     placements: list[WorkerPlacement]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Take the fields."""
-        return cls(data["scheduler"], list(map(WorkerPlacement.from_json, data["placements"])))
 
 
 @dataclass(frozen=True)
@@ -109,6 +99,11 @@ class StartScheduler(Message):
 
 
 @dataclass(frozen=True)
+class TellGpuUsage(Message):
+    """Say what the GPUs did: the run ends."""
+
+
+@dataclass(frozen=True)
 class Silence(Message):
     """The run ends: what would be logged of that is no news."""
 
@@ -139,9 +134,12 @@ class SchedulerFailed(Message):
 
 @dataclass(frozen=True)
 class WorkersChanged(Message):
-    """The names of workers that came, or went: those of all would be too much each time."""
+    """The names of workers that came, or went: those of all would be too much each time.
 
-    came: list[str]
+    Those that came are with the addresses of their nannies.
+    """
+
+    came: dict[str, str]
     gone: list[str]
 
 
@@ -150,6 +148,13 @@ class WorkerWarm(Message):
     """What a worker's first exchanges with its peers gave, as it told."""
 
     found: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GpuUsageTold(Message):
+    """What the GPUs did, in lines for the user; none where none was sampled."""
+
+    lines: list[str]
 
 
 @dataclass(frozen=True)

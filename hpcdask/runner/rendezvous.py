@@ -12,7 +12,6 @@ over the control line (`hpcdask.runner.control`). The note travels
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -34,6 +33,7 @@ from hpcdask.errors import LaunchError, MissingExtra
 from hpcdask.logs import complain
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials
+from hpcdask.spec.records import Record
 
 #: The file with the note.
 NOTE = "note.json"
@@ -46,7 +46,7 @@ PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
 
 
 @dataclass(frozen=True)
-class RendezvousInfo:
+class RendezvousInfo(Record):
     """Rank 0's note: where it listens, and what it takes to be let in.
 
     `host` is its node's name. A rank that cannot reach the address may try `others`.
@@ -58,15 +58,6 @@ class RendezvousInfo:
     nonce: str
     credentials: Credentials
     others: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RendezvousInfo:
-        """Read what `to_json` and JSON made of a note."""
-        return cls(**data)
 
 
 class Rendezvous(Protocol):
@@ -223,9 +214,9 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
         counts = [os.environ.get(name, "") for name in COUNTS]
         started = max((int(count) for count in counts if count.isdigit()), default=1)
         if rank.size == 1 and started > 1:
-            raise mismatch(started, rank)
+            raise mismatch(started, 1, rank)
     elif comm.size != rank.size:
-        raise mismatch(rank.size, rank)
+        raise mismatch(rank.size, comm.size, rank)
     return rank, MPIRendezvous(comm, deadline)
 
 
@@ -262,11 +253,12 @@ def _wait_until_read() -> None:
                 time.sleep(0.005)  # pipes have no event for it
 
 
-def mismatch(expected: int, rank: Rank) -> LaunchError:
-    """The error for ranks that each believe to be alone."""
+def mismatch(expected: int, size: int, rank: Rank) -> LaunchError:
+    """The error for ranks of which MPI counts others than the launcher, mostly each alone."""
+    counts = "says that each is rank 0 of 1" if size == 1 else f"counts {size}"
     return LaunchError(
-        f"the launcher started {expected} ranks, but MPI says that each is rank 0 of 1: the MPI of "
-        f"mpi4py is not the launcher's. {_plugin_hint(rank)}"
+        f"the launcher started {expected} ranks, but MPI {counts}: the MPI of mpi4py is not the "
+        f"launcher's. {_plugin_hint(rank)}"
     )
 
 

@@ -26,13 +26,15 @@ from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.client.connect import configure_client, forget_client, load_security
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import complain
+from hpcdask.node.profiling import WRITE_DEADLINE_S
+from hpcdask.process import signal_name
 from hpcdask.spec.argv import to_argv
 from hpcdask.spec.signatures import Keyword, describe, optional, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
 from .program import hear_start
 
-#: Seconds that the ranks get to end after the program.
+#: Seconds that the ranks get to end after the program, beside those to write profiles.
 CLOSE_DEADLINE_S = 10.0
 
 
@@ -138,8 +140,7 @@ class Runner:
         code = self._process.wait()
         if code >= 0:
             return code
-        name = signal.Signals(-code).name
-        complain(f"this rank was killed by {name}. Did the node run out of memory?")
+        complain(f"this rank was killed by {signal_name(-code)}. Did the node run out of memory?")
         return 128 - code
 
     def close(self) -> Awaitable[None]:
@@ -160,7 +161,7 @@ class Runner:
         forget_client()
         atexit.unregister(self._close_at_exit)
         try:
-            process.wait(CLOSE_DEADLINE_S)
+            process.wait(CLOSE_DEADLINE_S + WRITE_DEADLINE_S * (self.spec.profile != "none"))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

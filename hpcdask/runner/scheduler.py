@@ -12,14 +12,17 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.client.batching import BATCH_INTERVAL_S
+from hpcdask.client.batching import send_at_once
 from hpcdask.comm.peers import TOPIC
 from hpcdask.gpu.devices import start_nvml
+from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
 from hpcdask.logs import set_log_level
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.forkserver import leave_signals_to_the_rank
+from hpcdask.node.observe import make_observable
 from hpcdask.security import listening, webserver
 from hpcdask.security.credentials import to_security
+from hpcdask.upstream.distributed import run_in_loop
 
 from . import protocol
 from .protocol import WorkersChanged, WorkerWarm
@@ -35,13 +38,14 @@ class _WorkerReporter(SchedulerPlugin):
         self._names: dict[str, str] = {}
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        scheduler.stream_comms[worker].interval = BATCH_INTERVAL_S
-        self._names[worker] = str(scheduler.workers[worker].name)
-        self._send(WorkersChanged(came=[self._names[worker]], gone=[]))
+        send_at_once(scheduler.stream_comms[worker])
+        state = scheduler.workers[worker]
+        self._names[worker] = str(state.name)
+        self._send(WorkersChanged(came={self._names[worker]: state.nanny or ""}, gone=[]))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         if name := self._names.pop(worker, None):
-            self._send(WorkersChanged(came=[], gone=[name]))
+            self._send(WorkersChanged(came={}, gone=[name]))
 
     async def before_close(self) -> None:
         set_log_level("ERROR")  # a client may close it, and workers that are told still say it
@@ -53,9 +57,6 @@ class _WorkerReporter(SchedulerPlugin):
 
 def main(sock: socket.socket) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
-    from distributed.compatibility import asyncio_run
-    from distributed.config import get_loop_factory
-
     leave_signals_to_the_rank()
     listening.prepare()
     start_nvml()
@@ -63,7 +64,7 @@ def main(sock: socket.socket) -> None:
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
     # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.
     gc.set_threshold(*(3 * count for count in gc.get_threshold()))
-    asyncio_run(_main(sock), loop_factory=get_loop_factory())
+    run_in_loop(_main(sock))
 
 
 async def _main(sock: socket.socket) -> None:
@@ -76,6 +77,7 @@ async def _main(sock: socket.socket) -> None:
     order = protocol.read(received) if received else None
     if not isinstance(order, protocol.StartScheduler):  # the run has ended before
         return
+    make_observable()
     try:
         with webserver.without_proxy():
             scheduler = Scheduler(
@@ -91,11 +93,14 @@ async def _main(sock: socket.socket) -> None:
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_WorkerReporter(send))
+        expect_gpus(scheduler)
         await scheduler
         listening.guard(scheduler)
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        send(protocol.SchedulerFailed(f"the scheduler did not start: {what}"))
+        advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"
+        text = f"the scheduler did not start: {what}. {advice} on {socket.gethostname()}"
+        send(protocol.SchedulerFailed(text))
         await channel.flush()
         return
     server: Any = scheduler.http_server
@@ -103,14 +108,19 @@ async def _main(sock: socket.socket) -> None:
     told = asyncio.create_task(_obey(scheduler, channel))
     await scheduler.finished()
     told.cancel()
+    send(protocol.GpuUsageTold(usage_lines(scheduler)))
     send(protocol.SchedulerClosed())
     await channel.flush()
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
-    while (order := await channel.receive()) is not None:
+    while (received := await channel.receive()) is not None:
         set_log_level("CRITICAL")
-        if isinstance(protocol.read(order), protocol.CloseScheduler):
+        order = protocol.read(received)
+        if isinstance(order, protocol.TellGpuUsage):
+            await refresh(scheduler)
+            channel.send(**protocol.GpuUsageTold(usage_lines(scheduler)).to_json())
+        if isinstance(order, protocol.CloseScheduler):
             break
     set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")

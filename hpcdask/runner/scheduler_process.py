@@ -14,21 +14,28 @@ from hpcdask.node.forking import ForkedProcess
 from . import protocol
 from .events import Events
 
+#: Seconds in which it asks the workers what the GPUs did, and says so.
+USAGE_DEADLINE_S = 1.0
+
 
 class SchedulerProcess:
     """Starts it, hears from it, and ends it.
 
     `events` hear ``scheduler`` when it has started or cannot, ``workers`` when these change, and
     ``scheduler-closed`` or ``scheduler-lost`` at its end. `warm` is told what a worker's first
-    exchanges with its peers gave. `registered` has the names of its workers.
+    exchanges with its peers gave. `registered` has the names of its workers, `doors` the addresses
+    of the nannies of all that ever were.
     """
 
     def __init__(
         self, process: ForkedProcess, events: Events, warm: Callable[[dict[str, Any]], None]
     ) -> None:
         self.registered: set[str] = set()
+        self.doors: dict[str, str] = {}
         self._process, self._events, self._warm = process, events, warm
         self._orders: MessageStream | None = None
+        self._usage: list[str] = []
+        self._usage_told = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -53,14 +60,28 @@ class SchedulerProcess:
                 case protocol.WorkersChanged(came, gone):
                     self.registered.difference_update(gone)
                     self.registered.update(came)
+                    self.doors.update(came)
                     self._events.happened("workers")
                 case protocol.WorkerWarm(found):
                     self._warm(found)
+                case protocol.GpuUsageTold(lines):
+                    self._usage = self._usage or lines
+                    self._usage_told.set()
                 case protocol.SchedulerClosed():
                     closed = True
                 case started:
                     self._events.happened("scheduler", started)
+        self._usage_told.set()
         self._events.happened("scheduler-closed" if closed else "scheduler-lost")
+
+    async def gpu_usage(self) -> list[str]:
+        """What the GPUs did, in lines for the user, if it answers in time."""
+        if not self._usage_told.is_set():
+            self.tell(protocol.TellGpuUsage())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(USAGE_DEADLINE_S):
+                    await self._usage_told.wait()
+        return self._usage
 
     async def end(self) -> None:
         """Close it; after a second, by force."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from hpcdask.client import scheduler_file
 from hpcdask.logs import say
 from hpcdask.node.forking import ForkedProcess
-from hpcdask.queues.environment import job_id
 
 from . import protocol
 from .agent import TERM_DEADLINE_S, RankAgent
@@ -53,12 +51,16 @@ class UserProgram:
 
     async def _attend(self, line: ForkedProcess, address: str, on_gpus: bool) -> None:
         channel = await line.channel()
-        file = os.path.join(self._agent.scratch, "scheduler.json")
-        scheduler_file.write(file, address, self._agent.credentials, job=job_id())
-        channel.send(**protocol.StartProgram(address, on_gpus, file).to_json())
+        channel.send(**self._agent.order_to_start(address, on_gpus).to_json())
         while await channel.receive() is not None:
             pass
         self._events.happened("program", 0)
+
+    def process(self) -> dict[str, int]:
+        """The id of its process by its name in `hpcdask stacks`, if it runs on this node."""
+        if self.attached:
+            return {"program": os.getppid()}
+        return {"program": self._agent.program.pid} if self._agent.program is not None else {}
 
     def end_by(self, number: int) -> None:
         """A signal ends the run: the program gets it, and some time."""

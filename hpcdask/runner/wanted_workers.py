@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from hpcdask.errors import LaunchError
+from hpcdask.logs import plural, some
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.spec.specs import RunSpec
 
@@ -45,9 +46,9 @@ class WantedWorkers:
 
     def too_late(self, registered: Collection[str]) -> LaunchError:
         """The error that says which did not register."""
-        missing = ", ".join(sorted(self.names - set(registered)))
+        missing = some(sorted(self.names - set(registered)))
         return LaunchError(
-            f"of {len(self.names)} workers, these did not register within "
+            f"of {plural(len(self.names), 'worker')}, these did not register within "
             f"{self._spec.timeout:g} s: {missing}. Allow more with --timeout, or start with fewer "
             f"by --workers-min"
         )

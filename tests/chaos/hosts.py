@@ -56,7 +56,7 @@ class Hosts:
         self.wrapper.write_text(  # called as ssh is: options, host, command
             f"#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nhost=$1; shift\n"
             f"[[ $host == {self.addresses[0]} ]] && name={a} || name={b}\n"
-            'exec ip netns exec $name unshare --uts bash -c "hostname $name; exec $*"\n'
+            'exec ip netns exec $name unshare --uts bash -c "hostname $name; $*"\n'
         )
         self.wrapper.chmod(0o700)
         return self
@@ -73,6 +73,19 @@ class Hosts:
             _ip("-n", self.names[1], "link", "set", self.links[1], "up" if up else "down")
             if up:
                 _ip("-n", self.names[1], "route", "replace", "default", "dev", self.links[1])
+
+    def slow(self, port: int, peer_port: int) -> None:
+        """Let what the first host sends from a port to a port of the other go at 200 Mbit/s."""
+        tc = ["netns", "exec", self.names[0], "tc"]
+        device = f"dev {self.links[0]}"
+        match = f"match ip sport {port} 0xffff match ip dport {peer_port} 0xffff"
+        for command in (
+            f"qdisc add {device} root handle 1: htb default 10",
+            f"class add {device} parent 1: classid 1:10 htb rate 40gbit quantum 60000",
+            f"class add {device} parent 1: classid 1:20 htb rate 200mbit quantum 60000",
+            f"filter add {device} parent 1: protocol ip u32 {match} flowid 1:20",
+        ):
+            _ip(*tc, *command.split())
 
 
 @contextlib.contextmanager

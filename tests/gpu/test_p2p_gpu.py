@@ -206,7 +206,7 @@ def run(
     script.write_text(HEAD + program)
     given = [*sharing(count, gpus), *options]
     words = [str(script), str(count), *arguments]
-    done = launch(count, "--protocol", "ucx", *given, *words, timeout=240)
+    done = launch(count, "--protocol", "ucx", *given, *words, timeout=40)
     print(done.stderr)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

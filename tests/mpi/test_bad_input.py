@@ -25,10 +25,10 @@ from launching import (
     Launcher,
     Result,
     clean_environment,
+    made_by_hpcdask,
     name_of,
     openmpi_launcher,
     wait_for,
-    walk,
 )
 
 pytestmark = pytest.mark.mpi
@@ -62,7 +62,7 @@ def private() -> Iterator[Path]:
 
 def remains(folder: Path) -> list[str]:
     """What lies there, but for the session folder that Open MPI leaves without its mpirun."""
-    return [str(path) for path in walk(folder) if "hpcdask" in path.name] + [
+    return [str(path) for path in made_by_hpcdask(folder)] + [
         str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("ompi.")
     ]
 

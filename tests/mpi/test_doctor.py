@@ -13,6 +13,7 @@ import pytest
 
 from clock import stretched
 from launching import clean_environment
+from listeners import free_range, text
 
 pytestmark = pytest.mark.mpi
 
@@ -137,3 +138,19 @@ def test_two_nodes_are_compared(tmp_path: Path):
     assert (port["status"], "on node1 reached from 1 other node" in port["value"]) == ("ok", True)
     (clocks,) = of_topic(made, "clocks")
     assert clocks["status"] == "ok"
+
+
+def test_two_nodes_reach_each_other_in_a_range_of_ports(tmp_path: Path):
+    ports = text(free_range(40))
+    first, second = ranks_of_two_nodes(tmp_path, "--json", "--port-range", ports)
+    made = parse(first[1])
+    assert second == (first[0], "", "")
+    *free, between = of_topic(made, "port range")
+    assert [one["status"] for one in free] == ["ok", "ok"]
+    assert f"{ports}: " in free[0]["value"]
+    value = f"{ports}: 2 nodes reach each other in it"
+    assert (between["status"], between["value"]) == ("ok", value)
+    (port,) = of_topic(made, "scheduler's port")
+    assert int(port["value"].partition(" on ")[0].rpartition(":")[2]) in range(
+        *map(int, ports.split("-"))
+    )

@@ -336,7 +336,7 @@ def test_options_arrive_at_the_workers(site: Site):
     assert ended.code == 0, str(ended)
     found = found_in(ended.out, "found")
     assert found["names"] == ["given-0", "given-1"]
-    assert found["resources"] == [{"TEST": 2.0, "MEM": 1e9}] * 2
+    assert found["resources"] == [{"CPU": 1.0, "TEST": 2.0, "MEM": 1e9}] * 2
     for worker in found["workers"]:
         assert abs(worker["lifetime"] - 3600) <= 1
         assert worker["threads"] == 3

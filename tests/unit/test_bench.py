@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import dask
 import pytest
 from distributed import Client, KilledWorker, LocalCluster
+from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 from threadpoolctl import threadpool_limits
 
 from hpcdask.bench import cluster as bench_cluster
@@ -813,3 +815,31 @@ def test_cases_beside_the_peers_that_there_are_not(cases, message):
     )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FutureCancelledError("x", "scheduler-connection-lost"),
+        CommClosedError("in <TLS>: stream is closed"),
+        TimeoutError("no connection"),
+    ],
+)
+def test_a_cluster_that_is_lost_is_no_bad_input(monkeypatch, error):
+    def measure(cluster: object, timeline: bool) -> dict:
+        raise error
+
+    for name in ("connect", "inspect", "watched"):
+        monkeypatch.setattr(execution, name, lambda *_, **__: contextlib.nullcontext())
+    files = {"json_file": None, "report_file": None}
+    with pytest.raises(ClusterError, match=r"lost its cluster .*see the log of its scheduler"):
+        execution.execute([measure], scheduler_file="cluster.json", device="cpu", **files)
+
+
+def test_a_cluster_without_workers_does_not_hang(client, monkeypatch):
+    never = client.submit(lambda: 1, resources={"none of them has it": 1}, pure=False)
+    monkeypatch.setattr(bench_cluster, "LOOK_S", 0.05)
+    monkeypatch.setattr(bench_cluster, "WORKER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bench_cluster, "workers_of", lambda _: {})
+    with pytest.raises(ClusterError, match="has had no worker for"):
+        bench_cluster.wait_with_workers(client, [never])

@@ -21,8 +21,9 @@ from hpcdask.workloads.compressed import (
     decompress,
     decompress_array,
 )
+from launching import needs
 
-pytest.importorskip("numcodecs")
+pytestmark = needs("numcodecs")
 
 FEW = settings(max_examples=20, deadline=None)
 DTYPES = ["u1", "?", ">i2", "i8", "f4", "f8", "c16", "M8[s]", "S3"]

@@ -54,7 +54,7 @@ def test_what_the_queue_shows_counts_whatever_accounting_says(
 
     async def ask() -> dict[str, QueueStatus]:
         state = ClusterState(None, "ab-1", size=1, policy=Policy(), say=said.append)
-        controller = JobController(state, Door(error), folder, poll_interval_s=1)
+        controller = JobController([state], Door(error), folder, poll_interval_s=1)
         await controller._poller.ask(["1", "2"])
         return await controller._poller.ask(["1", "2"])
 
@@ -67,15 +67,16 @@ class Cluster:
 
     def __init__(self, folder: Path, door: LocalQueue, *workers: str) -> None:
         self.said: list[str] = []
-        self.scheduler = SimpleNamespace(workers={})
+        self.scheduler = SimpleNamespace(workers={}, address="tls://here:1")
         for name in workers:
-            self.scheduler.workers[name] = SimpleNamespace(name=name, nbytes=0)
+            self.scheduler.workers[name] = SimpleNamespace(name=name, nbytes=0, nanny="")
         self.state = ClusterState(
             self.scheduler, "ab", size=1, policy=Policy(lost_after_s=0.2), say=self.said.append
         )
         made = ClusterFolder.create("ab", "local", base=folder)
         made.write_script("#!/bin/sh\n")
-        self.controller = JobController(self.state, door, made, poll_interval_s=60)
+        self.controller = JobController([self.state], door, made, poll_interval_s=60)
+        self.group = self.controller.groups[""]
         self.controller._poller.postpone()
 
     def add(self, job_id: str, state: JobState, **facts: Any) -> None:
@@ -107,14 +108,14 @@ def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkey
         cluster.controller._observe(set(), {})
         await asyncio.sleep(0)
         assert not tried  # they may just be closing
-        monkeypatch.setattr(cluster.controller, "_act", lambda: None)
+        monkeypatch.setattr(cluster.group, "act", lambda: None)
         watch = asyncio.create_task(cluster.controller._watch())
         await asyncio.wait_for(again.wait(), 60)
         watch.cancel()
         cluster.controller._observe(set(), {})
-        await asyncio.gather(watch, *cluster.controller._terminator.stop(), return_exceptions=True)
+        await asyncio.gather(watch, *cluster.group.terminator.stop(), return_exceptions=True)
         assert set(cluster.scheduler.workers) == {"ab-2-1-0", "ab-3-0-0", "other"}
-        assert not cluster.controller._terminator._strays
+        assert not cluster.group.terminator._strays
         assert cluster.said == [
             "warning: workers of jobs that are over were still there, and retire: 1, 2",
             "warning: workers of 1, 2 cannot hand over: RuntimeError: dictionary changed size",
@@ -138,10 +139,10 @@ def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants
     async def run() -> None:
         cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
         cluster.add("1", JobState.COMPLETED)
-        await cluster.controller._terminator._retire_strays(["ab-1-0-0"])
+        await cluster.group.terminator._retire_strays(["ab-1-0-0"])
         assert not forced
-        cluster.controller.set_target(0)
-        await cluster.controller._terminator._retire_strays(["ab-1-0-0"])
+        cluster.group.set_target(0)
+        await cluster.group.terminator._retire_strays(["ab-1-0-0"])
 
     monkeypatch.setattr(retire, "retire", hand_over)
     monkeypatch.setattr(retire, "force_out", force_out)
@@ -207,18 +208,18 @@ def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
         cluster.controller._poller._queried = {"1"}
 
         def connect() -> None:  # before sbatch returns
-            cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0)
+            cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0, nanny="")
             cluster.controller._observe(set(), {})
 
         door.meanwhile = connect
-        await cluster.controller._submit(2)
+        await cluster.group._submit(2)
         one, two = cluster.state.active()
         assert (one.id, two.id) == ("1", "2")
         assert one.submitted > before.submitted
         assert one == Job("1", 1, one.submitted)
         assert two.state is JobState.RUNNING
         assert not cluster.controller._poller._queried
-        cluster.controller._add(["2"])
+        cluster.group._add(["2"])
         assert cluster.state.jobs["2"] is two
 
     asyncio.run(run())

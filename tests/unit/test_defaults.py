@@ -55,7 +55,7 @@ def test_what_the_user_configured_stays(configured: str):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.stdout == f"{configured}\n"
 

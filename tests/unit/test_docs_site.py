@@ -20,7 +20,7 @@ import yaml
 import hpcdask
 from hpcdask import cli
 from hpcdask.bench.command import bench
-from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.configuration import import_job_class, import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.runner.options import command, parse
@@ -51,8 +51,9 @@ FOREIGN = {
     "benchmarks/programs/rechunk.py": "--method",
     "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task "
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
-    "--gres --me --mem --mpi --nodes --ntasks --ntasks-per-node --partition --pty "
-    "--requeue --signal --test-only --time",
+    "--gres --het-group --jobid --me --mem --mpi --nodes --ntasks --ntasks-per-node --overlap "
+    "--partition --pty --requeue --signal --test-only --time",
+    "flux": "--gpus-per-slot --requires",
 }
 FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
 
@@ -207,8 +208,8 @@ def cluster_keywords() -> set[str]:
         if name.endswith("Cluster"):
             found |= set(inspect.signature(cls.__init__).parameters)
             module, job = cls.jobqueue
-            found |= job_keywords(getattr(import_jobqueue(module), job))
-            for method in ("scale", "adapt", "job_logs", "close"):
+            found |= job_keywords(import_job_class((module, job)))
+            for method in ("scale", "adapt", "job_logs", "logs", "close"):
                 found |= set(inspect.signature(getattr(cls, method)).parameters)
     return found
 
@@ -220,8 +221,8 @@ def takes(name: str) -> set[str] | None:
         return cluster_keywords()
     if short in ("Runner", "initialize"):
         return set(RunSpec.__dataclass_fields__) | {"exit", "worker_options"}
-    if short in ("scale", "adapt", "job_logs"):
-        return cluster_keywords()
+    if short in ("scale", "adapt", "job_logs", "logs"):
+        return cluster_keywords() | {"gpu", "cpu"}  # groups of the pages' clusters
     found = next((f for f in FUNCTIONS if f.__name__ == short), None)
     return None if found is None else set(inspect.signature(found).parameters)
 
@@ -357,7 +358,7 @@ def test_messages_exist(quote):
 
 
 def test_messages_are_many():
-    assert len(quotes()) > 40
+    assert len(quotes()) > 25
     never = "worker 3 has lost its temper: give it a rest, or another one"
     assert known_characters(never) < 0.4 * len(never)
 
@@ -420,6 +421,11 @@ def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^(?:.* <)?([a-z][\w/-]*)>?$", tables, re.MULTILINE)
     pages = {name.removeprefix("docs/").removesuffix(".md") for name in PAGES} - {"README", "index"}
     assert set(listed) >= {name for name in pages if "/_build/" not in name}
+
+
+def test_the_citation_has_the_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == hpcdask.__version__
 
 
 # The site guide

@@ -11,11 +11,13 @@ import io
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -37,9 +39,9 @@ from hpcdask.doctor import (
     software,
     stack,
 )
-from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks, spans
+from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks
 from hpcdask.doctor.launch import Launch, Route
-from hpcdask.errors import LaunchError
+from hpcdask.errors import LaunchError, UsageError
 from hpcdask.runner.control import ControlServer, find_leader
 from hpcdask.runner.rendezvous import RendezvousInfo
 
@@ -127,6 +129,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
         "shared memory": {**folder, "type": "tmpfs"},
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
         "queue": {"system": "", "job": None, "request": "", "gpus": {}, "step": ""},
+        "ports": {},
         **more,
     }
 
@@ -603,7 +606,7 @@ def test_a_rank_that_does_not_arrive_is_named():
 def test_a_rank_that_ends_early_is_named():
     made = command.build(heard(laptop(), hosts=["node1", "node2"]))
     assert made.exit_code == 2
-    assert only(made, "ranks").value == "rank 1 on node2 ended, or hangs, before it reported"
+    assert only(made, "ranks").value == "rank 1 on node2 ended, or hung, before reporting"
 
 
 def test_the_scheduler_s_port():
@@ -745,7 +748,6 @@ def test_json_has_this_form():
 
 
 def test_numbers_for_people():
-    assert spans([3, 0, 1, 2, 8]) == "0-3,8"
     assert (amount(139.8 * GIB), amount(512)) == ("139.8 GiB", "0.5 KiB")
 
 
@@ -765,6 +767,12 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
     def fail() -> Facts:
         raise OSError("no such thing\nhere")
 
+    def tell_a_part() -> Facts:
+        for number in range(3, 256):
+            with contextlib.suppress(OSError):
+                os.write(number, b'{"a": ')
+        os._exit(3)
+
     others = set(psutil.Process().children())
     started = clock()
     found = collect.Gathering(
@@ -774,6 +782,7 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
             "hangs": lambda: time.sleep(600) or {},
             "fails": fail,
             "dies": lambda: sys.modules["os"]._exit(3),
+            "dies too": tell_a_part,
         },
         deadline_s=6.0,
     ).results()
@@ -784,7 +793,7 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
     assert len(found["large"]["text"]) == 300_000
     assert found["hangs"] == {"problem": "did not answer within 6 s"}
     assert found["fails"] == {"problem": "OSError: no such thing here"}
-    assert found["dies"] == {"problem": "its process has died"}
+    assert found["dies"] == found["dies too"] == {"problem": "its process has died"}
 
 
 def test_mounts():
@@ -812,13 +821,31 @@ def test_mounts_with_names_that_are_not_ascii():
     assert node.mount_type("/mnt/mes données\\x/y", mounts) == "lustre"
 
 
-def test_scratch_that_cannot_be_written(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "new"))
+def test_scratch_is_where_workers_have_it(monkeypatch, tmp_path):
+    """Also where Python takes another folder than that of TMPDIR."""
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     found = node.read_scratch()
-    assert found["path"] == str(tmp_path / "new")
-    assert (found["source"], found["writable"]) == ("TMPDIR", True)
-    monkeypatch.setenv("TMPDIR", "/proc")
-    assert node.read_scratch()["writable"] is False
+    assert (found["path"], found["source"], found["writable"]) == (str(tmp_path), "TMPDIR", True)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    found = node.read_scratch()
+    assert found["path"] == tempfile.gettempdir() != str(tmp_path / "missing")
+    assert found["source"] == f"TMPDIR={tmp_path / 'missing'} cannot be written"
+
+
+def test_configured_scratch(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", "new")
+    with dask.config.set({"temporary-directory": "~/$PLACE"}):
+        found = node.read_scratch()
+        assert found["path"] == str(tmp_path / "new")
+        assert found["source"] == "temporary-directory of Dask's configuration"
+        monkeypatch.delenv("PLACE")
+        with pytest.raises(UsageError, match=r"\$PLACE is not set on "):
+            node.read_scratch()
+    with dask.config.set({"temporary-directory": "/proc"}):
+        assert node.read_scratch()["writable"] is False
 
 
 def test_mpi_plugins_of_slurm_s_versions():

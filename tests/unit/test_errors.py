@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from hpcdask.errors import DeviceError, root_cause
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdask.errors import DeviceError, QueueError, root_cause
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.watchdog import start_watchdog
+from hpcdask.runner.events import Event
+from hpcdask.runner.messages import failure_of
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -21,3 +31,16 @@ def test_an_error_of_ours_is_told_rather_than_what_it_came_from():
     assert root_cause(caused(RuntimeError("Nanny failed"), ours)) == (
         "DeviceError: no room for an RMM pool"
     )
+
+
+def test_where_to_look_if_a_part_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_memory(*args: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    folder = ClusterFolder.create("c", "local", tmp_path / "base")
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    with pytest.raises(QueueError, match=r"watchdog.*Cannot allocate memory\. See .*ulimit -u"):
+        start_watchdog(folder)
+    arrivals = SimpleNamespace(name=lambda index: f"rank {index} on n1")
+    told = failure_of(Event("failed", (1, "n1-1", "it was killed.")), arrivals)
+    assert told.startswith("a worker of rank 1 on n1 did not start: it was killed. See ")

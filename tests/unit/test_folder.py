@@ -53,6 +53,16 @@ def test_the_default_base_is_in_the_home(tmp_path, monkeypatch):
     assert [found.name for found in list_clusters()] == ["ab-1"]
 
 
+def test_the_environment_names_the_usual_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HPCDASK_HOME", "~/project/hpcdask")
+    made = ClusterFolder.create("ab-1", "slurm")
+    assert made.path == tmp_path / "project/hpcdask/ab-1"
+    assert [found.name for found in list_clusters()] == ["ab-1"]
+    monkeypatch.setenv("HPCDASK_HOME", "")
+    assert base_path() == tmp_path / ".hpcdask"
+
+
 def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     """`hpcdask jobs`, `cleanup` and clients of other processes did not know such clusters."""
     usual = base_path()

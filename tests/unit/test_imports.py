@@ -14,7 +14,7 @@ import hpcdask
 from launching import needs
 
 OPTIONAL = ["cuda", "cupy", "dask_cuda", "distributed_ucxx", "mpi4py", "pynvml", "rmm", "ucxx"]
-NEED_UCX = ("comm.ucx", "comm.ucx_auth", "comm.ucx_progress")
+NEED_UCX = ("comm.ucx", "comm.ucx_auth", "comm.ucx_progress", "upstream.ucxx")
 MODULES = [
     "hpcdask",
     *(
@@ -137,6 +137,13 @@ def test_the_package_alone_imports_next_to_nothing():
     assert not loaded & {"dask", "distributed", "numpy", "click", "cryptography", *OPTIONAL}
 
 
+def test_commands_import_dask_when_one_runs_that_needs_it():
+    loaded = {name.partition(".")[0] for name in imported("hpcdask.cli")["modules"]}
+    assert "click" in loaded
+    assert not loaded & {"dask", "distributed", "numpy", "cryptography", *OPTIONAL}
+
+
+@pytest.mark.slow
 def test_no_module_does_more_than_dask_does():
     """Together they are imported once; one that misbehaves is found by the next test, by name."""
     found = imported(*MODULES, before="import distributed, dask.array, click, cryptography")
@@ -144,6 +151,7 @@ def test_no_module_does_more_than_dask_does():
     assert not found["events"]
 
 
+@pytest.mark.slow
 def test_no_module_needs_an_optional_package():
     """What each module does when it is imported without any other of ours before it.
 

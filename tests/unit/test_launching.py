@@ -23,9 +23,13 @@ def test_walk_goes_on_when_a_folder_vanishes(tmp_path: Path):
 #: Functions that sleep by themselves, and why no claim depends on how long.
 SLEEP = {
     "chaos/programs/notebook.py:slow": "a Dask task",
+    "jobs/attached.py": "until it is killed",
+    "jobs/attached.py:work": "a Dask task",
     "jobs/notebook.py": "until it is killed",
     "jobs/test_cluster.py:endless": "a Dask task",
+    "jobs/test_groups.py:slow": "a Dask task",
     "jobs/test_gang.py:run": "wherever it is just then",
+    "jobs/test_saves_before_end.py:slow": "a Dask task",
     "jobs/test_worker.py:test_the_second_signal_ends_at_once": "longer than what counts once",
     "mpi/programs/embedded.py:interrupt": "longer than what counts once",
     "mpi/programs/embedded.py:work": "until it is interrupted",
@@ -35,6 +39,7 @@ SLEEP = {
     "mpi/programs/waits.py:leave": "a program that takes its time to end",
     "mpi/test_ends.py:test_a_second_signal_ends_it_at_once": "longer than what counts once",
     "mpi/test_ucx.py:result": "after a failure",
+    "slurm/test_detached_faults.py:work": "a Dask task",
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_termination.py:hand_over": "as long as it may",
     "unit/test_listening.py:run": "turns of the loop, however long they take",

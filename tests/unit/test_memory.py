@@ -31,6 +31,7 @@ from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import MemoryPlan, plan
 from hpcdask.gpu.oom import DeviceMemoryError
 from hpcdask.spec.specs import WorkerSpec
+from launching import needs
 
 GIB = 1 << 30
 H200 = Gpu("GPU-4d3c", "NVIDIA H200", 141 * GIB + 1000)
@@ -287,8 +288,10 @@ def test_without_a_pool_rmm_is_left_alone(rmm):
     assert told == []
 
 
+@needs("cupy")
 def test_cupy_allocates_through_rmm(rmm, monkeypatch):
-    cupy = pytest.importorskip("cupy")
+    import cupy
+
     rmm()
     allocators = SimpleNamespace(rmm_cupy_allocator=lambda nbytes: nbytes)
     monkeypatch.setitem(sys.modules, "rmm.allocators", SimpleNamespace(cupy=allocators))
@@ -453,10 +456,10 @@ async def with_worker(test, *, worker_class=Worker, **keywords):
         return await test(client, cluster.workers[0])
 
 
+@needs("dask_cuda")
 @pytest.mark.parametrize("memory_limit", [0, 2000])
 def test_results_spill_from_device_to_host_to_disk(memory_limit):
     """With dask-cuda's own store, which needs no GPU for this."""
-    pytest.importorskip("dask_cuda")
     spec = replace(made(SLICE), device_memory_limit=500)
     make, limits = memory.store(spec, memory_limit)
     limits = {**limits, "memory_limit": memory_limit}
@@ -560,8 +563,10 @@ def test_other_errors_are_not(error):
     assert not oom.device_out_of_memory(error)
 
 
+@needs("cupy")
 def test_cupy_s_own_error_is_recognised():
-    cupy = pytest.importorskip("cupy")
+    import cupy
+
     error = cupy.cuda.memory.OutOfMemoryError(10**10, 5 * 10**9, 0)
     assert oom.device_out_of_memory(error)
     assert oom.asked_for(error) == 10**10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from distributed import Client, LocalCluster
 from distributed.protocol import deserialize
 from distributed.protocol import serialize as serialized
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
-from distributed.shuffle import _core, _rechunk
+from distributed.shuffle import _rechunk
 
 from device_stand_in import DeviceStandIn
 from hpcdask.comm import p2p
@@ -356,21 +355,6 @@ def test_ucx_knows_a_message_of_shards_for_one_of_the_device() -> None:
 
 
 # What is distributed's
-
-
-def test_what_is_overridden_is_still_there() -> None:
-    """Private parts of distributed, as `hpcdask.comm.p2p` knows them."""
-    run = _rechunk.ArrayRechunkRun
-    for name, function in vars(p2p.DeviceRechunkRun).items():
-        if inspect.isfunction(function) and name not in ("attend", "_keep", "_pop", "_take"):
-            ours, theirs = inspect.signature(function), inspect.signature(getattr(run, name))
-            assert list(ours.parameters) == list(theirs.parameters), name
-    create = list(inspect.signature(_core.ShuffleSpec.create_run_on_worker).parameters)
-    assert create == ["self", "run_id", "span_id", "worker_for", "plugin"]
-    for setting in (p2p.MESSAGE_LIMIT, p2p.BUFFER_LIMIT):
-        assert not p2p._is_given(setting)
-        with dask.config.set({setting: "3 MiB"}):
-            assert p2p._is_given(setting)
 
 
 @pytest.mark.parametrize("disk", [True, False])

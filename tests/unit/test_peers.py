@@ -52,6 +52,15 @@ def test_a_pair_without_cuda_ipc_on_one_node_is_named():
         assert words in warning
 
 
+def test_of_many_pairs_some_are_named():
+    """A setting that is the same on all nodes concerns each pair."""
+    found = evaluate(
+        [link(f"a{number}", f"b{number}", cuda_ipc=False) for number in range(3500)], on_device=True
+    )
+    assert len(found.warnings) == 6
+    assert found.warnings[-1] == "the same for 3495 more links"
+
+
 def test_a_rate_is_no_evidence_of_cuda_ipc():
     """Under load it is low over NVLink, too."""
     found = evaluate([link(rate=1e8)], on_device=True)

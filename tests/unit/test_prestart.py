@@ -17,6 +17,7 @@ from distributed import Security
 from distributed.core import Status
 
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.errors import DeviceError
 from hpcdask.gpu import driver
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node import gpu_probe, inventory, nanny, worker_group
@@ -219,6 +220,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 PROBE = """
 from hpcdask.node import gpu_probe
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.errors import DeviceError
 
 def start_probe():
     gpu_probe.has_nvidia_driver = lambda: True
@@ -229,6 +231,19 @@ def start_probe():
     prestart.make_context = lambda: None
     return gpu_probe.GpuProbe.start(lambda: None, EARLY, prestart.prestart)
 """
+
+
+def test_a_probe_that_fails_says_why(monkeypatch, capfd):
+    def fail(*arguments: object) -> None:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(gpu_probe, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(gpu_probe, "_serve", fail)
+    probe = gpu_probe.GpuProbe.start(lambda: None, EarlyOptions(in_run=True))
+    with pytest.raises(DeviceError, match="has died"):
+        probe.report()
+    probe.dismiss()
+    assert "ValueError: odd" in capfd.readouterr().err
 
 
 def test_the_probe_becomes_the_worker_or_is_dismissed(tmp_path):

@@ -1,7 +1,7 @@
 """How the answers of queueing systems are read, and what they are asked.
 
 The answers were written after the manuals and the systems' sources, which each section names; no
-system was running. PBS over SLURM and Grid Engine are tested with real commands elsewhere.
+system was running. PBS over SLURM, Grid Engine and OAR are tested with real commands elsewhere.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from doors import TAG
 from hpcdask.errors import QueueError, Refused
 from hpcdask.queues import helpers
 from hpcdask.queues.base import Queue
+from hpcdask.queues.flux import FluxQueue
 from hpcdask.queues.htcondor import HtcondorQueue
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.lsf import LsfQueue
@@ -620,6 +621,15 @@ def test_tags_of_oar():
     assert site.ran == ["oarstat -f -J -u ann"]
 
 
+def test_oars_own_copy_of_a_job_is_cancelled():
+    told = "[NodeChangeState] Resubmiting job 41 => 57) (due to event PING_CHECKER_NODE_SUSPECTED"
+    events = [{"type": "RESUBMIT_JOB_AUTOMATICALLY", "job_id": 41, "description": told}]
+    queue = OarQueue()
+    site = Site(queue, {"oarstat": oar_job("Error", events=events), "oardel": ""})
+    assert do(queue.query(["41"]))["41"].state is QueueState.FAILED
+    assert site.ran == ["oarstat -f -J -j 41", "oardel 57"]
+
+
 def test_oar_does_not_answer():
     queue = OarQueue()
     Site(
@@ -630,6 +640,140 @@ def test_oar_does_not_answer():
         do(queue.query(["41"]))
     with pytest.raises(QueueError, match="DB error"):
         do(queue.cancel(["41"]))
+
+
+# Flux 0.88: flux-jobs(1) --json and info.py, flux-batch(1), flux-cancel(1), raise.c
+
+
+def flux_job(state: str, **more: Any) -> dict[str, Any]:
+    job = {"id": 1479472349184, "jobid": "\u0192gPwYj9Ty", "name": f"mine:{TAG}", "urgency": 16}
+    return {**job, "state": state, "annotations": {}, "exception": {}, **more}
+
+
+RAN = {"t_run": 1795212000.5, "expiration": 1795219200.5, "nodelist": "n[1-2]"}
+ENDED = {**RAN, "state": "INACTIVE"}
+FLUX_STATES = [
+    (flux_job("DEPEND"), (QueueState.PENDING, "", None)),
+    (flux_job("PRIORITY"), (QueueState.PENDING, "", None)),
+    (flux_job("SCHED", urgency=0), (QueueState.PENDING, "held (urgency 0)", None)),
+    (
+        flux_job("SCHED", annotations={"sched": {"reason_pending": "insufficient resources"}}),
+        (QueueState.PENDING, "insufficient resources", None),
+    ),
+    (flux_job("RUN", **RAN), (QueueState.RUNNING, "", None)),
+    (flux_job("CLEANUP", **RAN), (QueueState.RUNNING, "", None)),
+    (
+        flux_job("INACTIVE", result="COMPLETED", returncode=0, waitstatus=0),
+        (QueueState.COMPLETED, "", 0),
+    ),
+    (
+        flux_job("INACTIVE", result="FAILED", returncode=3, waitstatus=768),
+        (QueueState.FAILED, "", 3),
+    ),
+    (
+        flux_job("INACTIVE", result="FAILED", returncode=-9, waitstatus=9),
+        (QueueState.FAILED, "ended by SIGKILL", 137),
+    ),
+    (
+        flux_job(
+            "INACTIVE",
+            result="FAILED",
+            returncode=1,
+            exception={"occurred": True, "type": "alloc", "note": "unsatisfiable request"},
+        ),
+        (QueueState.FAILED, "unsatisfiable request", 1),
+    ),
+    (
+        flux_job(
+            "INACTIVE", result="CANCELED", returncode=-128, exception={"type": "cancel", "note": ""}
+        ),
+        (QueueState.CANCELLED, "cancel", None),
+    ),
+    (
+        flux_job(
+            "INACTIVE",
+            result="TIMEOUT",
+            returncode=142,
+            waitstatus=36352,
+            exception={"type": "timeout", "note": "resource allocation expired"},
+        ),
+        (QueueState.TIMEOUT, "resource allocation expired", 142),
+    ),
+    (flux_job("ODD"), (QueueState.UNKNOWN, "ODD", None)),
+]
+
+
+@pytest.mark.parametrize(("job", "expected"), FLUX_STATES)
+def test_states_of_flux(job: dict[str, Any], expected: tuple[QueueState, str, int | None]):
+    queue = FluxQueue()
+    for found in (job, {"jobs": [job]}):  # alone if one was asked for
+        site = Site(queue, {"flux jobs": json.dumps(found)})
+        seen = do(queue.query(["1479472349184", "7"]))
+        assert site.ran == ["flux jobs --json 1479472349184 7"]
+        assert set(seen) == {"1479472349184"}
+        assert facts(seen["1479472349184"]) == expected
+
+
+def test_times_and_nodes_of_flux():
+    queue = FluxQueue()
+    Site(queue, {"flux jobs": json.dumps(flux_job("RUN", **RAN))})
+    seen = do(queue.query(["1479472349184"]))["1479472349184"]
+    assert (seen.started, seen.ends, seen.nodes) == (1795212000.5, 1795219200.5, "n[1-2]")
+
+
+@pytest.mark.parametrize("said", ["fgPwYj9Ty\n", "\u0192gPwYj9Ty\n"])
+def test_ids_of_flux_are_numbers(script: str, said: str):
+    queue = FluxQueue()
+    site = Site(queue, {"flux batch": said})
+    (job,) = do(queue.submit(script, 1))
+    assert site.ran == [f"flux batch {shlex.quote(script)}"]
+    number, text = int(job), ""
+    digits = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    while number:
+        number, digit = divmod(number, 58)
+        text = digits[digit] + text
+    assert text == "gPwYj9Ty"
+
+
+def test_what_flux_refuses(script: str):
+    queue = FluxQueue()
+    site = Site(queue, {"flux batch": (1, "", "flux-batch: ERROR: 'nix' is not a valid queue\n")})
+    with pytest.raises(Refused, match="not a valid queue") as caught:
+        do(queue.submit(script, 1))
+    assert not caught.value.for_now
+    site.answers = {
+        "flux batch": (1, "", "flux-batch: ERROR: job submission to gpu is disabled: service\n")
+    }
+    with pytest.raises(Refused) as caught:
+        do(queue.submit(script, 1))
+    assert caught.value.for_now
+
+
+def test_tags_of_flux():
+    queue = FluxQueue()
+    jobs = [flux_job("RUN"), {**flux_job("RUN", name="another"), "id": 7}]
+    site = Site(queue, {"flux jobs": json.dumps({"jobs": jobs})})
+    assert do(queue.tagged()) == {"1479472349184": TAG}
+    assert site.ran == ["flux jobs --json --count=0"]
+
+
+def test_flux_does_not_know_or_does_not_answer():
+    queue = FluxQueue()
+    site = Site(
+        queue,
+        {
+            "flux jobs": (1, "", "JobID 7 unknown\n"),
+            "flux cancel": (1, "", "flux-cancel: ERROR: 7: job is inactive\n"),
+        },
+    )
+    assert do(queue.query(["7"])) == {}
+    do(queue.cancel(["7"]))
+    lost = "ERROR: Unable to connect to Flux: broker socket /run/flux/local was not found"
+    site.answers = {"flux": (1, "", f"flux-jobs: {lost}\n")}
+    with pytest.raises(QueueError, match="Unable to connect"):
+        do(queue.query(["7"]))
+    with pytest.raises(QueueError, match="Unable to connect"):
+        do(queue.cancel(["7"]))
 
 
 # HTCondor 24: condor_q(1) and condor_history(1) -json, job ClassAd attributes, hold reason codes

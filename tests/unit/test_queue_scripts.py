@@ -146,7 +146,7 @@ exec python -m hpcdask.worker --workers 2
 def test_oar():
     """OAR 2.5: oarsub(1), -n, -l with a property in braces and its hierarchy, -p, -O with %jobid%.
 
-    The lines become arguments, split like shell words.
+    The lines become arguments, split like shell words. IO.pm refuses a ; in the name of output.
     """
     text = script(
         "OAR",
@@ -165,8 +165,8 @@ def test_oar():
 #OAR -l '{gpu_model='"'"'A100 80GB'"'"'}/nodes=1/gpu=2,walltime=00:30:00'
 #OAR -p memcore>=8192
 # OAR does not take the job name "it's my; job"
-#OAR -O '/home/ann/my runs; 1/logs/queue-%jobid%.log'
-#OAR -E '/home/ann/my runs; 1/logs/queue-%jobid%.log'
+#OAR -O /dev/null
+#OAR -E /dev/null
 # HPCDASK_TAG=hpcdask:ab12cd34
 
 export HPCDASK_JOB_ID="$OAR_JOB_ID" HPCDASK_RESTARTS=0
@@ -174,6 +174,37 @@ module load "my env"; echo $HOME
 exec python -m hpcdask.worker --workers 2
 """
     )
+
+
+def test_flux():
+    """Flux 0.88: flux-batch(1), RFC 36; options are split like shell words."""
+    text = script("Flux", queue="gpu batch", account="my bank", walltime="1.5h", gpu_type="h100")
+    assert (
+        text
+        == """\
+#!/usr/bin/env bash
+#flux: --job-name="it's my; job:hpcdask:ab12cd34"
+#flux: --nodes=1
+#flux: --nslots=1
+#flux: --cores-per-slot=8
+#flux: --queue="gpu batch"
+#flux: --bank="my bank"
+#flux: --time-limit=5400s
+#flux: --requires=h100
+#flux: --gpus-per-slot=2
+#flux: --output="/home/ann/my runs; 1/logs/queue-{{id.dec}}.log"
+
+export HPCDASK_JOB_ID="$(flux job id "$FLUX_ENCLOSING_ID")" HPCDASK_RESTARTS=0
+module load "my env"; echo $HOME
+exec python -m hpcdask.worker --workers 2
+"""
+    )
+
+
+@pytest.mark.parametrize("walltime", ["30", "soon", "1w", ""])
+def test_walltimes_that_flux_does_not_have(walltime: str):
+    with pytest.raises(UsageError, match="HOURS:MINUTES:SECONDS, 30m"):
+        door("Flux").parse_walltime(walltime)
 
 
 def test_htcondor():

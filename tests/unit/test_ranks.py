@@ -14,6 +14,7 @@ from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
 from hpcdask.runner.rendezvous import wants_mpi
+from launching import needs
 
 OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -62,6 +63,18 @@ PALS = {
     "PMI_CONTROL_PORT": "11999",
     "PMI_LOCAL_RANK": "1",
     "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+# flux run -N2 -n4; on Crays, Flux has a plugin that sets PALS's variables, too
+FLUX = {
+    "FLUX_ENCLOSING_ID": "\u0192D2e73NP",
+    "FLUX_JOB_ID": "\u0192DCB6RV",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_TASK_RANK": "3",
+    "PMI_FD": "9",
     "PMI_RANK": "3",
     "PMI_SIZE": "4",
 }
@@ -118,6 +131,9 @@ BY_SRUN = {
         (INTEL, "hydra"),
         (MVAPICH, "mvapich"),
         (PALS, "pals"),
+        (FLUX, "flux"),
+        ({**FLUX, "PALS_APID": "7", "PALS_RANKID": "3"}, "flux"),
+        ({**FLUX, **MPICH}, "hydra"),
         (SRUN, "srun"),
         ({**SHELL_BY_SRUN, **OPENMPI}, "openmpi"),
         ({**SHELL_BY_SRUN, **MPICH}, "hydra"),
@@ -156,6 +172,8 @@ def test_no_launcher(environ):
         {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"},
         {name: value for name, value in OPENMPI.items() if "LOCAL_SIZE" not in name},
         {name: value for name, value in MPICH.items() if not name.startswith("MPI_")},
+        {**FLUX, "FLUX_TASK_LOCAL_ID": "0"},  # not side by side
+        {**FLUX, "FLUX_JOB_SIZE": "5"},
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(y2)"},
         {**SRUN, "SLURM_PROCID": "three"},
     ],
@@ -211,9 +229,9 @@ def launch_id(environ: dict[str, str]) -> str:
     return rank.launch_id
 
 
-@pytest.mark.parametrize("environ", [OPENMPI, MPICH, MVAPICH, PALS, SRUN, {**SRUN, **PMI2}])
+@pytest.mark.parametrize("environ", [OPENMPI, MPICH, MVAPICH, PALS, FLUX, SRUN, {**SRUN, **PMI2}])
 def test_ranks_of_a_launch_share_its_id(environ):
-    names = ("RANK", "RANKID", "PROCID", "LOCALID", "NODEID", "PMI_ID", "PMI_FD")
+    names = ("RANK", "LOCAL_ID", "RANKID", "PROCID", "LOCALID", "NODEID", "PMI_ID", "PMI_FD")
     other = {name: "0" if name.endswith(names) else value for name, value in environ.items()}
     assert other != environ
     assert launch_id(environ) == launch_id(other)
@@ -230,6 +248,8 @@ def test_ranks_of_a_launch_share_its_id(environ):
         ({**BATCH, **MPICH}, {"SLURM_RESTART_COUNT": "1"}),
         (OPENMPI, {"PMIX_NAMESPACE": "prterun-node1-26653@1"}),
         (PALS, {"PALS_APID": "another"}),
+        (FLUX, {"FLUX_JOB_ID": "\u0192another"}),
+        (FLUX, {"FLUX_ENCLOSING_ID": "\u0192another"}),
         (PALS, {"PBS_JOBID": "8"}),
     ],
 )
@@ -272,6 +292,7 @@ def test_jobs_of_grid_engine():
 # --- how ranks meet -------------------------------------------------------------------------------
 
 
+@needs("mpi4py")
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -286,7 +307,6 @@ def test_jobs_of_grid_engine():
     ],
 )
 def test_mpi_is_started_only_where_it_is_needed(environ, expected):
-    pytest.importorskip("mpi4py")
     assert wants_mpi(detect(environ), environ) is expected
 
 

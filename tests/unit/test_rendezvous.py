@@ -8,21 +8,24 @@ import errno
 import json
 import os
 import select
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import dask
 import pytest
 
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import WorkerPlacement
-from hpcdask.runner import control, protocol
+from hpcdask.runner import control, follower, protocol
 from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
 from hpcdask.security import listening, private
 from strangers import as_stranger, root_only
@@ -61,9 +64,11 @@ MESSAGES = [
     protocol.CloseScheduler(),
     protocol.SchedulerStarted("tls://n1:1", "127.0.0.1", 8787),
     protocol.SchedulerFailed("no port"),
-    protocol.WorkersChanged(["n1-0"], ["n1-1"]),
+    protocol.WorkersChanged({"n1-0": "tls://10.0.0.1:4000"}, ["n1-1"]),
     protocol.WorkerWarm({"name": "n1-0", "links": []}),
     protocol.SchedulerClosed(),
+    protocol.TellGpuUsage(),
+    protocol.GpuUsageTold(["GPUs: 8 x H200"]),
 ]
 
 
@@ -343,3 +348,15 @@ def test_ranks_look_in_the_same_place_while_the_disk_is_full(tmp_path, monkeypat
     before = FileRendezvous("a launch", shared=False).folders
     monkeypatch.setattr(tempfile, "tempdir", "/elsewhere")
     assert FileRendezvous("a launch", shared=False).folders == before
+
+
+def test_a_rank_says_why_rank_0_does_not_answer():
+    """A port where nobody listens is another matter than a network that swallows all."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        info = RendezvousInfo("127.0.0.1", unused.getsockname()[1], "n1", "nonce", {})
+        note = SimpleNamespace(fetch=lambda: info)
+        rank = Rank(1, 2, 0, 1, "n2", "srun", "test")
+        why = partial(follower.unreachable, 0.2)
+        with pytest.raises(LaunchError, match=r"on n1 within 0\.2 s \(.*refused.*\): the note"):
+            asyncio.run(control.find_leader(rank, note, 0.2, why, tls=False))

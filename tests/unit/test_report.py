@@ -86,6 +86,17 @@ def timeline(n_workers=2, n_threads=1):
     return {"entries": entries, "left_out": 1234}
 
 
+def gpus(*unknown):
+    """What two GPUs did, as in a record; these figures are not known."""
+    moment = {"utilisation": 50, "memory": 2**34, "power": 350.0, "nvlink": 1e9}
+    moment |= dict.fromkeys(unknown)
+    return {
+        "usage": {"problems": ["idle: n1 GPU <1>"]},
+        "line": "2 x H100, 0.01 GPU hours",
+        "series": {f"n1 GPU {i}": [{"time": t, **moment} for t in range(3)] for i in range(2)},
+    }
+
+
 STARTUP = {
     key: value
     for key, value in record("startup", "hpcdask", 1.6, phases=PHASES).items()
@@ -94,7 +105,7 @@ STARTUP = {
 ALL = [
     {"workload": "limits", "rates": {"memory": 3.1e13, "matrix_float64": 4.2e11}},
     record(limit=limit(0.6, 0.6, "random"), published=PUBLISHED),
-    record("svd", limit=limit(0.5, 0.5), timeline=timeline()),
+    record("svd", limit=limit(0.5, 0.5), timeline=timeline(), gpus=gpus()),
     EXCHANGE,
     STARTUP,
 ]
@@ -179,7 +190,7 @@ def test_everything_is_told(whole):
     [
         ([record()], ["Times"]),
         ([record(published=PUBLISHED)], ["Times", "Published figures"]),
-        ([EXCHANGE], ["Times", "Exchange between workers"]),
+        ([EXCHANGE], ["What to look at", "Times", "Exchange between workers"]),
         ([STARTUP], ["Times", "Where the time goes"]),
         ([record(timeline=timeline())], ["Times", "Timeline of array tuned"]),
         ([record(timeline={"entries": [], "left_out": 0})], ["Times"]),
@@ -194,6 +205,41 @@ def test_sections_without_data_are_left_out(records, sections):
     assert ("class='rates'" in page) == (records == [ALL[0]])
 
 
+def test_the_verdict_names_the_nearest_and_what_is_far():
+    slow = [
+        record(form="stock", limit=limit(0.1, 0.1), timeline=timeline()),
+        record("svd", limit=limit(0.9, 0.9, "link")),
+    ]
+    page = Page(report.html([*slow, EXCHANGE])).text
+    assert "1 of 2 workloads reaches half of what this hardware allows, or more." in page
+    assert "Nearest is svd tuned, at 90 % of exchange speed." in page
+    assert "array stock runs at 10 % of memory speed: see its timeline" in page
+    assert page.index("gpu1-1 to gpu1-0: slow") < page.index("array stock runs at")
+    alone = Page(report.html([slow[1]])).text
+    assert "svd tuned runs at 90 % of exchange speed." in alone
+    assert "No check failed, and nothing stands out." in alone
+
+
+@pytest.mark.parametrize(
+    ("n", "told"),
+    [
+        (1, "8 workers, 8 threads on n0 over tcp with TLS"),
+        (2, "8 workers, 8 threads on n0, n1 over tcp with TLS"),
+        (5, "8 workers, 8 threads on n0, n1, n2, n3 and 1 more over tcp with TLS"),
+        (99, "8 workers, 8 threads on n0, n1, n2, n3 and 95 more over tcp with TLS"),
+    ],
+)
+def test_hosts_and_protocol_are_named(n, told):
+    hosts = [f"n{i}" for i in range(n)]
+    assert told in Page(report.html([record(hosts=hosts, protocols=["tls"])])).text
+
+
+def test_forms_have_their_own_colours():
+    legend = charts.times([record(), record(form="stock")], ["a", "b"]).legend
+    assert [mark.colour for mark in legend] == [charts.GREEN, charts.BLUE, charts.FAINT]
+    assert "Dask's documentation" in legend[0].meaning
+
+
 def test_rates_of_several_clusters_are_nobody_s():
     """Those of the last row of a table stood above all."""
     one, other = {"memory": 2e10}, {"memory": 4e10}
@@ -204,8 +250,8 @@ def test_rates_of_several_clusters_are_nobody_s():
 
 def test_charts_keep_their_labels_on_a_narrow_page():
     page = report.html([ALL[1]])
-    assert '"min_width":640' in page
-    assert re.search(r"<div class='wide'>\s*<div id=", page)
+    assert '"min_width":720' in page
+    assert re.search(r"<div class='wide drawn'>\s*<div id=", page)
 
 
 def test_failed_checks_stand_out():
@@ -370,4 +416,24 @@ def test_a_browser_draws_it_without_errors(tmp_path):
     page.write_text(report.html([*ALL, nasty]).replace("<head>", f"<head>{WATCH}"))
     text = browser.run(tmp_path, "--virtual-time-budget=3000", "--dump-dom", page.as_uri())
     told = json.loads(re.search(r'<pre id="told">(.*?)</pre>', text, re.DOTALL)[1])
-    assert told == {"errors": [], "roots": 3, "idle": True, "loaded": []}
+    assert told == {"errors": [], "roots": 4, "idle": True, "loaded": []}
+
+
+def test_what_the_gpus_did_stands_below_the_timeline(whole):
+    page = Page(whole)
+    assert page.text.count("2 x H100, 0.01 GPU hours") == 1
+    assert "idle: n1 GPU <1>" in page.text
+    assert page.text.index("Timeline of") < page.text.index("2 x H100, 0.01 GPU hours")
+    assert "power, W" in whole
+    assert "n1 GPU 1" in page.text
+
+
+def test_gpus_without_a_timeline_and_with_unknown_figures():
+    page = report.html([record(gpus=gpus("power", "nvlink"))])
+    assert "<h2>GPUs during" in page
+    assert "utilisation, %" in page
+    assert "power, W" not in page
+    told = gpus()
+    del told["series"]
+    assert "2 x H100" in report.html([record(gpus=told)])
+    assert "GPUs" not in report.html([record()])

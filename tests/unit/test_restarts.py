@@ -48,6 +48,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    async def fail(): raise ValueError('no luck')\n"
         "    if first == 'raise': worker._register_with_scheduler = fail\n"
         "    if first == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if first == 'realtime': os.kill(os.getpid(), signal.SIGRTMIN + 2)\n"
     )
     monkeypatch.setattr(nanny, "RESTART_PAUSE_S", 0.01)
     return file
@@ -127,12 +128,16 @@ def test_a_worker_that_never_starts_again_is_given_up(tmp_path, preload, capfd):
     )
 
 
-def test_a_worker_that_is_killed_while_it_starts_tells_the_signal(tmp_path, preload):
+@pytest.mark.parametrize(
+    ("failure", "told"), [("kill", "SIGKILL"), ("realtime", f"signal {signal.SIGRTMIN + 2}")]
+)
+def test_a_worker_that_is_killed_while_it_starts_tells_the_signal(tmp_path, preload, failure, told):
     async def body(scheduler: Scheduler) -> None:
-        (tmp_path / "failures").write_text("kill\n")
+        (tmp_path / "failures").write_text(f"{failure}\n")
         one = await nanny_of(scheduler, tmp_path, preload)
         with pytest.raises(Exception, match="failed to start") as caught:
             await one
-        assert "its process was killed by SIGKILL while it started" in str(caught.value.__cause__)
+        said = f"its process was killed by {told} while it started"
+        assert said in str(caught.value.__cause__)
 
     run(body)

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.clusters import controller as controlling
 from hpcdask.clusters.controller import JobController
@@ -23,7 +21,7 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.node.inventory import Inventory
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner import protocol
-from hpcdask.runner.arrivals import Arrivals
+from hpcdask.runner.arrivals import Arrivals, RankReport
 from hpcdask.runner.assignment import place_workers
 from hpcdask.runner.events import Events
 from hpcdask.runner.messages import WarmupNotes
@@ -84,14 +82,14 @@ def test_the_scheduler_tells_of_one_worker_at_a_time():
     scheduler: Any = SimpleNamespace(workers={}, stream_comms={})
     for number in range(200):
         address = f"tls://n{number}:1"
-        scheduler.workers[address] = SimpleNamespace(name=f"n{number}-0")
-        scheduler.stream_comms[address] = SimpleNamespace()
+        scheduler.workers[address] = SimpleNamespace(name=f"n{number}-0", nanny=address)
+        scheduler.stream_comms[address] = SimpleNamespace(interval=0.0)
         reporter.add_worker(scheduler, address)
     del scheduler.workers["tls://n7:1"]
     reporter.remove_worker(scheduler, "tls://n7:1")
     reporter.remove_worker(scheduler, "tls://stranger:1")
-    assert told[-1] == protocol.WorkersChanged(came=[], gone=["n7-0"])
-    assert [one.came for one in told[:-1]] == [[f"n{number}-0"] for number in range(200)]
+    assert told[-1] == protocol.WorkersChanged(came={}, gone=["n7-0"])
+    assert [[*one.came] for one in told[:-1]] == [[f"n{number}-0"] for number in range(200)]
     assert max(len(json.dumps(one.to_json())) for one in told) < 100
 
 
@@ -136,10 +134,10 @@ def test_workers_that_come_one_by_one_are_seen_together(tmp_path: Path, monkeypa
 
     async def poke() -> float:
         scheduler: Any = SimpleNamespace(workers={}, add_plugin=plugins.append, stream_handlers={})
-        scheduler.stream_comms = {"tls://n1:1": SimpleNamespace()}
+        scheduler.stream_comms = {"tls://n1:1": SimpleNamespace(interval=0.0)}
         state = ClusterState(scheduler, "ab", size=1, policy=Policy(), say=print)
         folder = ClusterFolder.create("ab", "local", base=tmp_path)
-        controller = JobController(state, LocalQueue(), folder, poll_interval_s=60)
+        controller = JobController([state], LocalQueue(), folder, poll_interval_s=60)
         controller._poller.postpone()
         for number in range(jobs):
             state.enter(str(number))
@@ -161,11 +159,19 @@ def test_workers_that_come_one_by_one_are_seen_together(tmp_path: Path, monkeypa
     assert 1 < len(steps) <= 3 + lasted / (controlling.STEP_PAUSE_S * jobs)
 
 
-@pytest.mark.timeout(200)
+def test_the_page_and_its_picture_have_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import scale_docs
+
+    results = json.loads((BENCHMARKS / "results/scale/cpu.json").read_text())
+    assert scale_docs.PAGE.read_text() == scale_docs.page(results)
+    assert scale_docs.PICTURE.read_text() == scale_docs.picture(results)
+
+
 def test_twenty_stand_ins_meet_a_real_rank_0_and_a_real_job_control(tmp_path: Path):
     results = tmp_path / "results.json"
     command = [sys.executable, BENCHMARKS / "scale.py", "--workers", "20", "--jobs", "20"]
-    subprocess.run([*command, "--beat", "2", "--json", results], check=True, timeout=180)
+    subprocess.run([*command, "--beat", "2", "--json", results], check=True, timeout=600)
     found = json.loads(results.read_text())
     (launch,), (jobs,) = found["launches"], found["jobs"]
     assert launch["workers"] == jobs["jobs"] == 20
@@ -174,3 +180,19 @@ def test_twenty_stand_ins_meet_a_real_rank_0_and_a_real_job_control(tmp_path: Pa
     assert launch["rank0_descriptors"] - launch["rank0_descriptors_alone"] == 20
     assert launch["scheduler_descriptors"] - launch["scheduler_descriptors_alone"] == 40
     assert 0 < jobs["join_steps"] <= 100
+
+
+def test_what_a_thousand_ranks_lack_is_told_in_a_line():
+    size = 1000
+    arrivals = Arrivals(Rank(0, size, 0, 1, "n0", "srun", "launch"), Events())
+    arrivals.reports = {rank: RankReport(rank, f"n{rank}", 1) for rank in range(size // 2)}
+    wanted = WantedWorkers(RunSpec())
+    wanted.names = {f"n{rank}-{rank}" for rank in range(size)}
+    missing = str(arrivals.too_late(300)), str(wanted.too_late(["n0-0"]))
+    assert "ranks 500-999 of 1000 did not arrive" in missing[0]
+    assert "1 on n0, 1 on n1" in missing[0]
+    assert "n1-1, " in missing[1]
+    assert "and 994 more" in missing[1]
+    for text in missing:
+        assert "--timeout" in text
+        assert len(text) < 300

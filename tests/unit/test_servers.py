@@ -47,7 +47,6 @@ async def until_the_end():
 async def cluster():
     from hpcdask.clusters.scheduler import ClusterScheduler, read_scheduler_options
     options = read_scheduler_options(None, "none", None, local=True)
-    options["dashboard_address"] = options["dashboard_address"].replace("8787", "0")
     made = ClusterScheduler(Scheduler, options, None, local=True, say=print)
     made.save_keys(sys.argv[2])
     await made.start()

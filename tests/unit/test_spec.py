@@ -232,6 +232,7 @@ FIELDS = {
     "device": st.sampled_from(["auto", "cuda", "cpu"]),
     "protocol": st.sampled_from(["auto", "tcp", "ucx"]),
     "interface": st.none() | WORDS,
+    "port_range": st.none() | st.just("20000-20999"),
     "nthreads": COUNTS,
     "memory_limit": st.none() | st.just(0) | st.integers(128 << 20, 1 << 45),
     **dict.fromkeys(SWITCHES, SWITCH),
@@ -250,15 +251,19 @@ FIELDS = {
     "lifetime_stagger": SECONDS,
     "lifetime_restart": st.booleans(),
     "death_timeout": st.floats(0.001, 1e7),
+    "profile": st.sampled_from(["none", "nsys", "py-spy"]),
+    "profile_folder": st.none() | WORDS,
 }
 RUN_FIELDS = {
     "layout": st.sampled_from(["shared", "dedicated"]),
     "scheduler_file": st.none() | WORDS,
     "dashboard_address": st.none() | WORDS,
     "tls": st.booleans(),
+    "groups": st.sampled_from([(), ("auto",), ("gpu:4", "cpu:2"), ("cpu:16",)]),
     "oversubscribe": st.booleans(),
     "timeout": st.floats(0.001, 1e7),
     "workers_min": COUNTS,
+    "profile_ranks": st.lists(st.sampled_from(["0", "2-5", "7-7"]), max_size=2).map(tuple),
 }
 
 

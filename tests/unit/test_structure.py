@@ -46,7 +46,7 @@ def test_nothing_is_too_long(path: Path):
             assert node.end_lineno - node.lineno < limit, node.name
 
 
-@pytest.mark.parametrize("room", ["bootstrap", "node", "comm", "gpu"])
+@pytest.mark.parametrize("room", ["bootstrap", "node", "comm", "gpu", "upstream"])
 def test_what_the_probe_passes_through_imports_nothing_by_itself(room: str):
     """It is forked before distributed is imported."""
     assert not (PACKAGE / room / "__init__.py").read_text()

@@ -164,6 +164,14 @@ def test_grid_engine():
     assert text.endswith(MPIRUN)
 
 
+def test_flux():
+    """flux-batch(1): a slot is a node's share; flux-run(1) starts the ranks."""
+    text = script("flux", "-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", *PROGRAM)
+    for line in ("nodes=2", "nslots=2", "cores-per-slot=4", "gpus-per-slot=4", "time-limit=3600s"):
+        assert text.count(f"\n#flux: --{line}\n") == 1
+    assert "\nexec flux run -N 2 -n 8 -c 1 -g 1 " in text
+
+
 def test_oar():
     """oarsub(1): nodes before GPUs; oarsh is how its nodes are reached."""
     text = script("oar", "-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", *PROGRAM)
@@ -306,7 +314,7 @@ def test_everything_from_the_program_on_is_the_program_s():
         (("slurm", "--prologue", "a\nb", "train.py"), "--prologue 'a\\nb' has a control char"),
         (("slurm", "--directive", "", "train.py"), "--directive is empty"),
         (("slurm", "train.py", "a\nb"), "line end"),
-        (("pbs", "--launcher", "srun", "train.py"), "--launcher srun is SLURM's"),
+        (("pbs", "--launcher", "srun", "train.py"), "--launcher srun is not PBS's: use mpirun"),
         (("pbs", "--mem", "0", "train.py"), "is SLURM's"),
         (("htcondor", "-N", "2", "train.py"), "HTCondor's jobs are of one node"),
         (("htcondor", "-q", "gpu", "train.py"), "HTCondor has none"),
@@ -495,7 +503,7 @@ def test_the_version_is_that_of_the_package():
 
 def test_every_system_has_a_script():
     help_of_submit = " ".join(hpcdask("submit", "--help").output.split())
-    assert "[slurm|lsf|sge|moab|pbs|oar|htcondor]" in help_of_submit
+    assert "[slurm|flux|lsf|sge|moab|pbs|oar|htcondor]" in help_of_submit
 
 
 def test_completion_by_the_shell():

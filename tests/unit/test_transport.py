@@ -166,7 +166,7 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, nodes(ports=[IB], links="none"), "tcp", "n0, n1 cannot use the InfiniBand there"),
         (AUTO, nodes(ports=[IB], ucx=NO_CUDA), "tcp", "no transport for CUDA"),
         (AUTO, nodes(links="none"), "tcp", "no usable InfiniBand on n0, n1; NVLink does"),
-        (AUTO, nodes(5, links="none"), "tcp", "InfiniBand on n0, n1, n2 and 2 more; "),
+        (AUTO, nodes(5, links="none"), "tcp", "InfiniBand on n0, n1, n2, n3, n4; "),
         (AUTO, nodes(hidden=3), "tcp", "InfiniBand on n0, n1; workers on n0, n1 are confined to"),
         (AUTO, [*seats("a", 1), *seats("b", 1)], "tcp", "no node has two GPUs"),
         (AUTO, [*nodes(), *seats("b", links="none")], "tcp", "NVLink does not join the GPUs of b"),

@@ -681,16 +681,18 @@ def test_numpy_chunks_are_no_cupy_arrays(part):
         lazy.compute()
 
 
+@needs("scipy")
 def test_chunks_that_are_no_arrays():
-    sparse = pytest.importorskip("scipy.sparse")
+    from scipy import sparse
+
     x = X.map_blocks(sparse.csr_matrix, meta=np.empty((0, 0), np.uint8))
     with pytest.raises(WorkloadError, match=r"a chunk is csr_matrix; NumPy and CuPy arrays"):
         svd_workload.svd_rows(x, 2, device="cpu")[1].compute()
 
 
+@needs("numcodecs")
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_svd_of_compressed_chunks(part):
-    pytest.importorskip("numcodecs")
     x = da.random.default_rng(0).integers(0, 4, (90, 12), chunks=(30, -1)).astype("uint8")
     ours, same = (svd_workload.svd_rows(y, 3, device="cpu")[part] for y in (compress_array(x), x))
     np.testing.assert_allclose(ours.compute(), same.compute(), atol=1e-12)

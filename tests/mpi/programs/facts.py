@@ -26,7 +26,9 @@ def open_files() -> dict[str, str]:
             kinds[fd] = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue  # the listing's own
-    return {fd: kind for fd, kind in kinds.items() if int(fd) > 2}
+    # besides that of its stacks, in memory, which `hpcdask stacks` reads
+    own = "/memfd:hpcdask-stacks"
+    return {fd: kind for fd, kind in kinds.items() if int(fd) > 2 and not kind.startswith(own)}
 
 
 main = sys.modules["__main__"]

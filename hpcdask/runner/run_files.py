@@ -1,0 +1,97 @@
+"""The files by which a run is found: the scheduler file that was asked for, and one on its node.
+
+Both name the nannies of its workers, which `hpcdask stacks` asks past a scheduler that is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+
+from hpcdask.client import scheduler_file
+from hpcdask.errors import SchedulerFileError
+from hpcdask.jobs.runs import RunNote
+from hpcdask.queues.environment import job_id
+from hpcdask.security import private
+
+from .agent import RankAgent
+
+#: Seconds between two writings, and for the last one to end.
+PAUSE_S, LAST_S = 2.0, 2.0
+
+
+class RunFiles:
+    """Writes them, notes who comes, and removes them."""
+
+    def __init__(self, agent: RankAgent) -> None:
+        self._agent = agent
+        self._asked = ""
+        self._listed = ""
+        self._paths: list[str] = []
+        self._address = ""
+        self._doors: dict[str, str] = {}
+        self._over = asyncio.Event()
+        self._noting: asyncio.Task[None] | None = None
+
+    def write(self, address: str, doors: Mapping[str, str], *, gpus: bool) -> None:
+        """Write both; `doors` are the nannies' addresses by the names of their workers."""
+        self._address, self._doors = address, dict(doors)
+        own = os.path.join(self._agent.scratch, "run.json")
+        self._paths = [own]
+        if self._agent.spec.scheduler_file:
+            self._asked = os.path.abspath(self._agent.spec.scheduler_file)
+            self._agent.janitor.remove_at_once(self._asked)
+            self._agent.janitor.remove_at_once(f"{self._asked}.keys")
+            self._paths.append(self._asked)
+        for path in self._paths:
+            scheduler_file.write(
+                path, address, self._agent.credentials, job=job_id(), gpus=gpus, **self._facts()
+            )
+        with contextlib.suppress(OSError):  # then it is found by its file only
+            link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
+            self._agent.janitor.remove_at_once(link)
+            private.remove(link)  # of a process that had this id
+            os.symlink(own, link)
+        if self._asked:
+            note = RunNote.of_this(self._asked, address)
+            with contextlib.suppress(OSError):  # then it is not listed
+                note.write()
+                self._listed = str(note.path)
+
+    def _facts(self) -> dict[str, object]:
+        return {"doors": self._doors, "parts": self._agent.workers.parts}
+
+    def note(self, doors: Mapping[str, str]) -> None:
+        """Note the doors of workers that came later, soon."""
+        if self._paths and doors != self._doors:
+            self._doors = dict(doors)
+            if self._noting is None or self._noting.done():
+                self._noting = asyncio.create_task(self._note())
+
+    async def _note(self) -> None:
+        written = None
+        while written is not self._doors and not self._over.is_set():
+            written = self._doors
+            for path in self._paths:
+                with contextlib.suppress(OSError, SchedulerFileError):  # somebody has removed it
+                    await asyncio.to_thread(scheduler_file.note, path, **self._facts())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PAUSE_S):
+                    await self._over.wait()
+
+    def unlist(self) -> None:
+        """The run ends, and says so: `hpcdask list` is not to take it for one that was killed."""
+        if self._listed:
+            private.remove(self._listed)
+
+    async def remove(self) -> None:
+        """Remove what lies outside of the rank's folder: the next cluster may write there now."""
+        self._over.set()
+        if self._noting is not None:
+            await asyncio.wait([self._noting], timeout=LAST_S)
+        if self._asked:
+            scheduler_file.remove(self._asked, self._address)
+            self._agent.janitor.forget(self._asked)
+            self._agent.janitor.forget(f"{self._asked}.keys")

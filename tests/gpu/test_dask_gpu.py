@@ -1,0 +1,59 @@
+"""dask's own tests of CuPy arrays, computed on a cluster; what fails without one does not count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import dask.array
+import pytest
+
+from gpu_launching import launch
+from hpcdask.gpu.devices import Gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+#: `assert_eq` computes with the synchronous scheduler, unless it is told another one.
+PROGRAM = """
+import functools, json, sys
+import dask.array.utils as utils
+import pytest
+
+class Failures:
+    def __init__(self):
+        self.failed, self.passed = [], 0
+    def pytest_runtest_logreport(self, report):
+        self.passed += report.passed and report.when == "call"
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+def run(tests):
+    seen = Failures()
+    options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    pytest.main([*options, *tests], plugins=[seen])
+    return seen
+
+from distributed import Client
+with Client() as client:
+    utils.assert_eq = functools.partial(utils.assert_eq, scheduler=client)
+    seen = run(sys.argv[2:])
+    workers = len(client.nthreads())
+utils.assert_eq = utils.assert_eq.func
+for name in [name for name in sys.modules if ".test_cupy_" in name]:
+    del sys.modules[name]
+alone = run(seen.failed).failed if seen.failed else []
+with open(sys.argv[1], "w") as file:
+    json.dump({"passed": seen.passed, "failed": sorted({*seen.failed} - {*alone})}, file)
+"""
+
+
+def test_dask_s_tests_of_cupy_pass_on_a_cluster(gpus: list[Gpu], tmp_path: Path) -> None:
+    tests = sorted(map(str, (Path(dask.array.__file__).parent / "tests").glob("test_cupy_*.py")))
+    assert tests
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = launch(1, str(program), str(tmp_path / "seen.json"), *tests, timeout=600)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["failed"] == [], done.stdout
+    assert seen["passed"] > 50, done.stdout

@@ -1,0 +1,132 @@
+"""Runs over two hosts: network namespaces with names and addresses of their own, and a cable."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.hosts import Hosts, missing
+from clock import clock
+from launching import Launcher, mpich_launcher, openmpi_launcher, unavailable
+from running import Site
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+#: With HPCDASK_PICTURES set, the test takes it anew.
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "exchange-hosts.svg"
+ARRAY = 2000 * 2000 * 8  # bytes of the program's array
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if why := missing():
+        unavailable(why)
+    with Hosts(tmp_path) as hosts:
+        yield hosts
+
+
+def over(hosts: Hosts, name: str, ranks: int = 1) -> Launcher:
+    """A launcher on the first host that starts ranks on each, by what stands in for ssh."""
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0]]
+    here = ["ip", "netns", "exec", hosts.names[0], *rename]
+    if name == "mpich":
+        launcher = mpich_launcher()
+        way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", str(ranks)]
+        way += ["-hosts", ",".join(hosts.addresses)]
+    else:
+        launcher = openmpi_launcher()
+        way = ["--prtemca", "plm_ssh_agent", str(hosts.wrapper), "--map-by", f"ppr:{ranks}:node"]
+        way += ["--host", ",".join(hosts.addresses)]
+    launcher.prefix = [*here, *launcher.prefix, *way]
+    return launcher
+
+
+def sent(hosts: Hosts) -> int:
+    """Bytes that have gone over the cable, both ways."""
+    name, link = hosts.names[0], hosts.links[0]
+    told = subprocess.run(
+        ["ip", "-n", name, "-s", "-j", "link", "show", link], capture_output=True, check=True
+    )
+    (one,) = json.loads(told.stdout)
+    return one["stats64"]["rx"]["bytes"] + one["stats64"]["tx"]["bytes"]
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_arrays_over_two_hosts(hosts: Hosts, launcher: str) -> None:
+    with Site(over(hosts, launcher)) as site:
+        ended = site.run("two_hosts.py", timeout=120)
+        since = clock()
+        assert ended.code == 0, str(ended)
+        assert not ended.errors, str(ended)
+        assert "2 workers on 2 nodes (2 x CPU), tcp with TLS" in ended.err
+        assert json.loads(ended.out.split("hosts ")[1].splitlines()[0]) == hosts.addresses
+        assert ARRAY < sent(hosts) < 12 * ARRAY
+        site.check_nothing_left(since)
+
+
+def test_a_client_of_the_other_host_by_a_scheduler_file(hosts: Hosts) -> None:
+    with Site(over(hosts, "mpich")) as site:
+        run = site.start("--scheduler-file", "cluster.json")
+        run.line("hpcdask: scheduler at", stream="err", timeout=120)
+        program = (
+            "import hpcdask; client = hpcdask.connect('cluster.json');"
+            "print(client.submit(sum, [1, 2]).result(), len(client.run(abs, 1)));"
+            "client.shutdown()"
+        )
+        command = [str(hosts.wrapper), hosts.addresses[1], sys.executable, "-c", f'"{program}"']
+        done = subprocess.run(
+            command, cwd=site.folder, env=site.launcher.env, capture_output=True, text=True
+        )
+        assert done.stdout.split() == ["3", "2"], done.stderr
+        ended = run.end(60)
+        assert ended.code == 0, str(ended)
+        site.check_nothing_left(ended.at)
+
+
+def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
+    with Site(over(hosts, "mpich")) as site:
+        run = site.start("two_hosts.py", "stay")
+        run.line("computed", timeout=120)
+        hosts.join(up=False)
+        run.line(f"hpcdask: error: rank 1 on {hosts.names[1]}", stream="err", timeout=120)
+        hosts.join(up=True)  # mpiexec waits for its ssh to the lost host, however long
+        ended = run.end(120)
+        assert ended.code != 0
+        site.check_nothing_left(ended.at, within=30)
+
+
+def test_the_slow_pair_of_two_hosts_is_named(hosts: Hosts) -> None:
+    """Four workers on each host; the connection from one to one of the other host is made slow."""
+    launcher = over(hosts, "mpich", ranks=4)
+    with Site(launcher) as site:
+        run = site.start("slow_pair.py", n=8)
+        workers = json.loads(run.line("workers ", timeout=180))
+        (sender, port, _), (receiver, _, pid) = workers[1], workers[6]
+        hosts.slow(port, peer_port(hosts.names[1], port, pid))
+        (site.folder / "slowed").touch()
+        slow = json.loads(run.line("slow ", timeout=180))
+        ended = run.end(60)
+        assert ended.code == 0, str(ended)
+        assert [sender, receiver] in [one["who"] for one in slow if one["kind"] == "pair"], slow
+        assert hosts.names[0] in slow[0]["text"]
+        svg = (site.folder / "exchange.svg").read_text()
+        for name, node in zip(hosts.names, ("node1", "node2"), strict=True):
+            assert name in svg
+            svg = svg.replace(name, node)
+        if os.environ.get("HPCDASK_PICTURES"):
+            PICTURE.write_text(svg)
+        assert PICTURE.read_text().count(">node1<") == svg.count(">node1<") == 2
+        site.check_nothing_left(ended.at)
+
+
+def peer_port(host: str, port: int, pid: int) -> int:
+    """The port of a process on a host whose connection goes to this port of the other host."""
+    command = ["ip", "netns", "exec", host, "ss", "-Htnp", "dport", "=", f":{port}"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in told.splitlines() if f"pid={pid}," in line]
+    return int(line.split()[3].rpartition(":")[2])
