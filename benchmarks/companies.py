@@ -28,6 +28,7 @@ class Companies:
     def start(self) -> None:
         """One more process."""
         here, there = socket.socketpair()
+        here.settimeout(PATIENCE_S)
         with here, there:
             command = [
                 sys.executable,

@@ -32,6 +32,7 @@ from launches import execute, gpu_names, mpirun
 import hpcdask
 
 HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs/benchmarks.md"
 MEASURE = str(HERE / "measure.py")
 PACKAGES = [
     "hpcdask",
@@ -418,23 +419,24 @@ def section(content: dict[str, Any]) -> str:
 
 def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
     """Rows of one kind."""
-    text = f"\n| {what} | {ours}, s | peer, s | ratio (least-greatest) | pairs |\n"
+    text = f"\n| {what} | {ours}, s | other, s | ratio | pairs |\n"
     text += "|---|---|---|---|---|\n"
     for case in cases:
+        scatter = f" ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})"
         text += (
             f"| {case['case'].removesuffix(FORMS)} | {case['ours_s']:.3g} | "
             f"{case['theirs_s']:.3g} ({case['peer'].removesuffix(STOCK)}) | "
-            f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-"
-            f"{case['ratio_max']:.3f}) | {len(case['pairs'])} |\n"
+            f"{case['ratio']:.3f}{scatter if len(case['pairs']) > 1 else ''} | "
+            f"{len(case['pairs'])} |\n"
         )
     return text
 
 
-def write_docs(paths: list[str]) -> None:
-    """Write docs/benchmarks.md from results, one section per file."""
+def page(paths: Sequence[Path]) -> str:
+    """The text of docs/benchmarks.md: from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
     # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
-    ordered = sorted(map(Path, paths), key=lambda path: path.stem)
+    ordered = sorted(paths, key=lambda path: path.stem)
     contents = [json.loads(path.read_text()) for path in ordered]
     measured: dict[str, str] = {}
     for content in contents:
@@ -447,7 +449,7 @@ def write_docs(paths: list[str]) -> None:
         measured.setdefault(versions, on)
     if programs := "".join(map(user_programs.tables, contents)):
         text += (HERE / "programs.md.in").read_text() + programs
-    (HERE.parent / "docs" / "benchmarks.md").write_text(text)
+    return text
 
 
 def main() -> None:
@@ -465,11 +467,11 @@ def main() -> None:
         "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write-docs", nargs="+", metavar="JSON")
+    parser.add_argument("--write-docs", nargs="+", metavar="JSON", type=Path)
     user_programs.add_options(parser)
     options = parser.parse_args()
     if options.write_docs:
-        write_docs(options.write_docs)
+        PAGE.write_text(page(options.write_docs))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
     gpus = gpu_names()

@@ -29,7 +29,7 @@ import distributed
 import numpy as np
 import psutil
 from companies import PATIENCE_S, Companies, shares
-from scale_docs import write_page
+from scale_docs import PAGE, PICTURE, page, picture
 from stand_ins import AT_ONCE, CORES, MEMORY, PER_NODE, stand_in_rank
 
 import hpcdask
@@ -292,7 +292,9 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, help="write the page from these results")
     options = parser.parse_args()
     if options.write_docs:
-        write_page(json.loads(options.write_docs.read_text()))
+        found = json.loads(options.write_docs.read_text())
+        PAGE.write_text(page(found))
+        PICTURE.write_text(picture(found))
         return
     listening.prepare()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends first

@@ -152,8 +152,8 @@ def picture(results: dict[str, Any]) -> str:
     return Template(text).render(panels=panels, width=830, height=height) + "\n"
 
 
-def write_page(results: dict[str, Any]) -> None:
-    """Put the tables into the page, and draw the picture."""
+def page(results: dict[str, Any]) -> str:
+    """The text of the page, with the tables in their place."""
     found = results["versions"]
     about = (
         f"{found['cores']} CPU cores, no GPU; {found['date']}; hpcdask {found['hpcdask']}, "
@@ -168,5 +168,4 @@ def write_page(results: dict[str, Any]) -> None:
     ]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{''.join(parts)}\n{END}{after}")
-    PICTURE.write_text(picture(results))
+    return f"{before}{BEGIN}\n{''.join(parts)}\n{END}{after}"

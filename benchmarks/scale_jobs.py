@@ -54,7 +54,7 @@ class Steps:
             step()
             self.seconds += time.process_time() - start
             self.count += 1
-            self.seen += len(controller.state.jobs)
+            self.seen += len(controller.jobs())
 
         controller._step = counted  # type: ignore[method-assign]
 
@@ -91,13 +91,13 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     assert scheduler.server is not None
     state = ClusterState(scheduler.server, cluster, size=1, policy=Policy(), say=print_aside)
     queue = LocalQueue([cluster])
-    controller = JobController(state, queue, folder, poll_interval_s=5.0)
+    controller = JobController([state], queue, folder, poll_interval_s=5.0)
     steps = Steps(controller)
     controller.start()
 
     with timed(found, "submit_s"):
-        controller.set_target(jobs)
-        await controller.wait_submitted()
+        controller.groups[""].set_target(jobs)
+        await controller.wait_submitted([""])
     await until(lambda: len(folder.reports()) == jobs, "the reports of the jobs")
     ids = state.live()
     with timed(found, "query_s", REPEATS):
@@ -106,7 +106,7 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     with timed(found, "reconcile_waiting_s", REPEATS):
         for _ in range(REPEATS):
             controller._observe(set(ids), seen)
-            controller._act()
+            controller.groups[""].act()
     with timed(found, "survey_s", REPEATS):
         for _ in range(REPEATS):
             clusters, _ = await survey(str(place))
@@ -134,7 +134,7 @@ async def measure_workers(
     keys: str,
 ) -> None:
     """Let the jobs' workers come, decide again, and shrink to half."""
-    state = controller.state
+    state = controller.groups[""].state
     names = [name for job in state.jobs.values() for name in worker_names(state.cluster, job)]
     jobs, workers = len(names), state.scheduler.workers
     known = {"scheduler": state.scheduler.address, "credentials": load_credentials(keys)}
@@ -160,15 +160,15 @@ async def measure_workers(
     with timed(found, "reconcile_running_s", REPEATS):
         for _ in range(REPEATS):
             controller._observe(set(ids), seen)
-            controller._act()
+            controller.groups[""].act()
     state.wanted = jobs // 2  # what to give up, without doing it
     with timed(found, "closable_s"):
-        controller._closable()
+        controller.groups[""]._closable()
     state.wanted = jobs
     this = psutil.Process()
     found["rss"], found["descriptors"] = this.memory_info().rss, this.num_fds()
     with timed(found, "shrink_s"):
-        controller.set_target(jobs // 2)
+        controller.groups[""].set_target(jobs // 2)
         await until(lambda: len(workers) <= jobs // 2, "workers to retire")
 
 

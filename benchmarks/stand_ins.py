@@ -285,10 +285,6 @@ class Company:
         beats = sum(worker.beats for worker in self.workers) - before
         return {"beats": beats, "longest_s": max(worker.late_s for worker in self.workers)}
 
-    async def workers_leave(self) -> None:
-        """All close."""
-        await asyncio.gather(*(worker.leave() for worker in self.workers))
-
     async def ranks_end(self) -> None:
         """All wait for the end of the run."""
         await asyncio.gather(*(rank.end() for rank in self.ranks))

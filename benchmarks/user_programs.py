@@ -282,28 +282,35 @@ def tables(content: dict[str, Any]) -> str:
     found = [row for row in content["cases"] if "phase" in row]
     if not found:
         return ""
-    text = f"\n### {content['machine']} ({content['date']})\n"
-    means = {(peer, phase): (mean, count) for peer, phase, mean, count in summary(found)}
-    for peer in dict.fromkeys(row["peer"] for row in found):
+    workers = "one worker" if content["workers"] == 1 else f"{content['workers']} workers"
+    peers = list(dict.fromkeys(row["peer"] for row in found))
+    rounds = max(row["rounds"] for row in found)
+    text = (
+        f"\n### {content['machine']} ({content['date']})\n\n"
+        "Seconds of the first run / the later runs; the same for ratios and their mean "
+        f"(of that many programs). Each cluster has {workers}, in {plural(rounds, 'round')}:\n\n"
+        f"| program | {OURS} | {' | '.join(f'{peer} | ratio' for peer in peers)} |\n"
+        f"|---|---|{'---|---|' * len(peers)}\n"
+    )
+    by_program: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in found:
+        by_program.setdefault(row["case"], {})[row["peer"], row["phase"]] = row
+    for program, those in by_program.items():
+        one = next(iter(those.values()))
+        size = next((f", {run['GB']:.3g} GB" for run in runs_of(one) if "GB" in run), "")
+        of = {peer: cells([those.get((peer, phase)) for phase in PHASES]) for peer in peers}
         text += (
-            f"\nhpcdask and {peer}, {content['workers']} workers each:\n\n"
-            "| program | first run | peer | ratio (least to greatest) | later runs | peer "
-            "| ratio (least to greatest) | rounds |\n|---|---|---|---|---|---|---|---|\n"
+            f"| `{program}`: {one['what']}{size} | {next(iter(of.values()))[0]} | "
+            + " | ".join(f"{theirs} | {ratio}" for _, theirs, ratio in of.values())
+            + " |\n"
         )
-        by_program: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in found:
-            if row["peer"] == peer:
-                by_program.setdefault(row["case"], {})[row["phase"]] = row
-        for program, phases in by_program.items():
-            one = phases["first"]
-            size = next((f", {run['GB']:.3g} GB" for run in runs_of(one) if "GB" in run), "")
-            parts = " | ".join(cells(phases.get(phase)) for phase in PHASES)
-            text += f"| `{program}`: {one['what']}{size} | {parts} | {one['rounds']} |\n"
-        parts = " | | | ".join(
-            "**{:.2f}** ({} programs)".format(*means[peer, phase]) if (peer, phase) in means else ""
-            for phase in PHASES
-        )
-        text += f"| **geometric mean** | | | {parts} | |\n"
+    means = {(peer, phase): (mean, count) for peer, phase, mean, count in summary(found)}
+    text += "| **geometric mean** | |"
+    for peer in peers:
+        told = [means[peer, phase] for phase in PHASES if (peer, phase) in means]
+        text += f" | {'/'.join(f'**{mean:.2f}**' for mean, _ in told)}"
+        text += f" (of {'/'.join(str(count) for _, count in told)}) |" if told else " |"
+    text += "\n"
     failures = dict.fromkeys(
         f"- `{row['case']}` fails on {name}: `{row[who]}`\n"
         for row in found
@@ -312,9 +319,13 @@ def tables(content: dict[str, Any]) -> str:
     )
     text += "\n" * bool(failures) + "".join(failures)
     there = {row["case"] for row in found}
-    absent = {name: why for name, why in content.get("left_out", {}).items() if name not in there}
-    left_out = [f"`{name}` ({why})" for name, why in absent.items()]
-    return text + (f"\nLeft out: {', '.join(left_out)}.\n" if left_out else "")
+    absent: dict[str, list[str]] = {}
+    for name, why in content.get("left_out", {}).items():
+        if name not in there:
+            absent.setdefault(why, []).append(f"`{name}`")
+    return text + "".join(
+        f"\nLeft out: {', '.join(names)} ({why}).\n" for why, names in absent.items()
+    )
 
 
 def runs_of(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -322,13 +333,26 @@ def runs_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [result for pair in row["pairs"] for result in pair.values()]
 
 
-def cells(row: dict[str, Any] | None) -> str:
-    """Ours, theirs and the ratio of one phase."""
-    if row is None:
-        return " | | "
-    both = [
-        "fails" if row[f"{who}_s"] is None else f"{row[f'{who}_s']:.3g} s"
+def cells(rows: Sequence[dict[str, Any] | None]) -> tuple[str, str, str]:
+    """Ours, theirs and the ratio of both phases."""
+
+    def both(texts: Sequence[str]) -> str:
+        return "/".join(texts) if any(texts) else ""
+
+    there = [row for row in rows if row is not None]
+    ours, theirs = (
+        both(["fails" if row[f"{who}_s"] is None else f"{row[f'{who}_s']:.3g}" for row in there])
         for who in ("ours", "theirs")
-    ]
-    ratio = "{ratio:.2f} ({ratio_min:.2f} to {ratio_max:.2f})" if "ratio" in row else ""
-    return " | ".join([*both, ratio.format(**row)])
+    )
+    ratios = []
+    for row in there:
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+        if ratio and row["rounds"] > 1:
+            ratio += f" ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
+        ratios.append(ratio)
+    return ours, theirs, both(ratios)
+
+
+def plural(number: int, word: str) -> str:
+    """A number of things."""
+    return f"{number} {word}{'s' * (number != 1)}"

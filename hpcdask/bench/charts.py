@@ -23,11 +23,12 @@ from hpcdask.bench.records import (
     number,
     reached,
 )
+from hpcdask.logs import natural
 
 Record = Mapping[str, Any]
 
 #: The part of the chart's width that the text beside a median may take.
-TEXT_PART = 0.3
+TEXT_PART = 0.36
 #: Sizes within one percent are the same.
 SAME_SIZE = 1.01
 #: Beyond this ratio of sizes, times are not in proportion: what is small waits for other things.
@@ -40,6 +41,12 @@ FAINT, REST, GRID = "#b9b9b4", "#9a9a94", "#e4e4e0"
 NAMES = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 #: On these, white is easier to read than black.
 DARK = (BLUE, GREEN, RED, INK)
+#: Colours of the two forms of a workload, and what these are.
+FORMS = {"stock": GREEN, "tuned": BLUE}
+FORM_MEANINGS = {
+    "stock": "stock: the program as Dask's documentation writes it",
+    "tuned": "tuned: the same computation, laid out by hpcdask",
+}
 FONT = "Helvetica, Arial, sans-serif"
 # A bare string would be the name of a column.
 TEXT = {"text_font": {"value": FONT}, "text_font_size": "12px"}
@@ -47,7 +54,7 @@ TEXT = {"text_font": {"value": FONT}, "text_font_size": "12px"}
 ROW, ROOM = 46, 70
 TIMELINE_HEIGHT = 768
 #: Pixels in which all labels have room; on narrower pages a chart can be moved sideways.
-LEAST_WIDTH = 640
+LEAST_WIDTH = 720
 LABEL_CHARACTERS = 44
 
 
@@ -96,7 +103,11 @@ def times(records: Sequence[Record], labels: Sequence[str]) -> Chart:
     """Draw the time of each record, its limit and what was published, on a logarithmic axis."""
     plot = _rows_figure(labels, x_axis_type="log", x_range=_log_range(records))
     _name_ticks(plot)
-    legend = [Mark(BLUE, "dot", "median; line: least to greatest; small dots: single runs")]
+    forms = [str(record.get("form")) for record in records if not failed(record)]
+    legend = [Mark(FORMS[form], "dot", FORM_MEANINGS[form]) for form in FORMS if form in forms]
+    if not set(forms) <= set(FORMS):
+        legend.append(Mark(PURPLE, "dot", "neither"))
+    legend.append(Mark(FAINT, "dot", "large: median; line: least to greatest; small: single runs"))
     if limits := [(y, record) for y, record in enumerate(records) if record.get("limit")]:
         _draw_limits(plot, limits)
         legend.append(Mark(INK, "tick", "limit of the hardware, measured on the same workers"))
@@ -138,7 +149,7 @@ def _draw_runs(plot: Any, records: Sequence[Record]) -> None:
             "median": record["seconds_median"],
             "least": record["seconds_min"],
             "greatest": record["seconds_max"],
-            "colour": RED if failed(record) else BLUE,
+            "colour": _colour(record),
             "time": duration(record["seconds_median"]),
             "spread": f"{duration(record['seconds_min'])} to {duration(record['seconds_max'])}",
             "text": _beside(record),
@@ -147,7 +158,7 @@ def _draw_runs(plot: Any, records: Sequence[Record]) -> None:
     )
     plot.segment("least", "y", "greatest", "y", source=data, color="colour", line_width=4)
     runs = [
-        {"x": seconds, "y": y, "colour": RED if failed(record) else BLUE}
+        {"x": seconds, "y": y, "colour": _colour(record)}
         for y, record in enumerate(records)
         for seconds in record.get("seconds") or ()
     ]
@@ -174,6 +185,10 @@ def _draw_published(plot: Any, found: Sequence[Record], *, fill: str) -> None:
     how = {"marker": "diamond", "size": 15, "line_color": ORANGE, "line_width": 2}
     marks = plot.scatter("x", "y", source=data, fill_color=fill, **how)
     _hover(plot, marks, [("", "@what"), ("here", "@here"), ("published", "@told")])
+
+
+def _colour(record: Record) -> str:
+    return RED if failed(record) else FORMS.get(str(record.get("form")), PURPLE)
 
 
 def _beside(record: Record) -> str:
@@ -255,7 +270,8 @@ def timeline(entries: Sequence[Record]) -> Chart:
 
     A row for each thread, what came to it below what it computed.
     """
-    threads = sorted({(str(e["worker"]), int(e["thread"])) for e in entries}, key=_natural)
+    found = {(str(e["worker"]), int(e["thread"])) for e in entries}
+    threads = sorted(found, key=lambda one: (natural(one[0]), one[1]))
     several = len({worker for worker, _ in threads}) < len(threads)
     plot = _rows_figure(
         [f"{worker}, thread {thread}" if several else worker for worker, thread in threads],
@@ -311,12 +327,6 @@ def _timeline_colours(
         legend.append(Mark(colour, "bar", action.replace("-", " ")))
         colours.update({(action, str(e["name"])): colour for e in entries if e["action"] == action})
     return colours, legend
-
-
-def _natural(thread: tuple[str, int]) -> tuple[Any, ...]:
-    """Sort w2 before w10."""
-    parts = re.split(r"(\d+)", thread[0])
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts), thread[1]
 
 
 # --- common ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -16,11 +17,14 @@ import numpy as np
 from hpcdask.client.connect import connect as connect_to_file
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.gpu.devices import NONE_VISIBLE
+from hpcdask.gpu.driver import has_nvidia_driver
 from hpcdask.workloads import CUPY_INSTALL, Device
 
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
 WARM_POLL_S = 0.05
+#: How often it is seen meanwhile whether there are workers.
+LOOK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Cluster:
     """The workers of a cluster as a workload sees them.
 
     ``devices`` maps names to numbers of workers; ``n_slots`` are worker threads in all;
-    ``memory_nbytes`` is that of all devices, or of all workers without a GPU.
+    ``memory_nbytes`` is that of all devices, or of all workers without a GPU; ``protocols`` are
+    those of the workers' addresses.
     """
 
     client: distributed.Client
@@ -37,6 +42,8 @@ class Cluster:
     n_slots: int
     memory_nbytes: int
     cupy: str | None
+    hosts: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(f"{count} x {name}" for name, count in self.devices.items())
@@ -46,7 +53,7 @@ class Cluster:
 def probe() -> dict[str, Any]:
     """Tell what this worker can compute on; runs on workers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu = visible.strip() not in NONE_VISIBLE if visible is not None else _nvml_count() > 0
+    gpu = visible.strip() not in NONE_VISIBLE if visible is not None else has_nvidia_driver()
     found: dict[str, Any] = {"host": platform.node(), "gpu": gpu, "cuda": False, "why": ""}
     try:
         import cupy
@@ -65,20 +72,6 @@ def probe() -> dict[str, Any]:
     return found
 
 
-def _nvml_count() -> int:
-    import ctypes
-
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return 0
-    nvml.nvmlShutdown()
-    return count.value
-
-
 def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
     """Decide what to compute on from the answers of `probe`, by worker address.
 
@@ -92,7 +85,10 @@ def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
     for address, answer in lacking.items():
         if answer["gpu"]:
             where = f"worker {address} on {answer['host']}"
-            raise UsageError(f"{where} sees a GPU but cannot use it: {answer['why']}")
+            raise UsageError(
+                f"{where} sees a GPU but cannot use it: {answer['why']}; `hpcdask doctor` there "
+                f"tells more"
+            )
     if wanted == "auto" and len(lacking) == len(found):
         return "cpu"
     names = ", ".join(f"{address} on {f['host']} ({f['why']})" for address, f in lacking.items())
@@ -127,6 +123,22 @@ def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
     return found
 
 
+def wait_with_workers(client: distributed.Client, what: Any) -> None:
+    """Wait for Dask tasks, however long they take, unless the workers are gone for a minute."""
+    since = time.monotonic()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            distributed.wait(what, timeout=LOOK_S)
+            return
+        if workers_of(client):
+            since = time.monotonic()
+        elif time.monotonic() > since + WORKER_TIMEOUT_S:
+            raise ClusterError(
+                f"the cluster has had no worker for {WORKER_TIMEOUT_S:g} s, so nothing is "
+                f"computed: see their logs, or those of their jobs, and start again"
+            )
+
+
 def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:
     names = ("host", "nthreads", "memory_limit")
     return {
@@ -140,21 +152,28 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     try:
         client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
     except TimeoutError as exc:
-        raise UsageError(f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s") from exc
+        raise UsageError(
+            f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s: see the log of the job, or "
+            f"of the ranks, that should have brought one"
+        ) from exc
     wait_until_warm(client)
     found = client.run(probe)
     device = choose_device(found, wanted)
     info = workers_of(client)
     n_slots = sum(worker["nthreads"] for worker in info.values())
+    where = (
+        tuple(sorted({answer["host"] for answer in found.values()})),
+        tuple(sorted({address.partition("://")[0] for address in info})),
+    )
     if device == "cuda":
         names = Counter(answer["name"] for answer in found.values())
         memory = sum(answer["memory"] for answer in found.values())
         version = ", ".join(sorted({answer["cupy"] for answer in found.values()}))
-        return Cluster(client, device, dict(names), n_slots, memory, version)
+        return Cluster(client, device, dict(names), n_slots, memory, version, *where)
     limits = [worker["memory_limit"] or 0 for worker in info.values()]
     # A worker without a limit may use all it finds: nothing to compare with.
     memory = sum(limits) if all(limits) else sys.maxsize
-    return Cluster(client, device, {"cpu": len(found)}, n_slots, memory, None)
+    return Cluster(client, device, {"cpu": len(found)}, n_slots, memory, None, *where)
 
 
 def connect(scheduler_file: str | None) -> distributed.Client:

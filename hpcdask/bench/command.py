@@ -23,13 +23,14 @@ from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
 from hpcdask.bench.execution import Measurement, check_outputs, execute, reported
 from hpcdask.bench.options import COMMON, FORMS, OUTPUTS, OutputFile, Size, options, repeats_option
-from hpcdask.bench.records import say, tell
+from hpcdask.bench.records import tell
 from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.devices import visible_gpus
+from hpcdask.logs import say
 from hpcdask.workloads import Device, Form
 
 SVD_NBYTES = 200 * 10**9

@@ -23,9 +23,10 @@ import numpy as np
 from hpcdask.bench import exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
-from hpcdask.bench.records import Case, decimal_bytes, say
+from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.workload import Timed, record
 from hpcdask.errors import UsageError
+from hpcdask.logs import say
 from hpcdask.workloads import Check, count_tasks
 from hpcdask.workloads import exchange as workload
 
@@ -132,7 +133,10 @@ def heat_map(line: Mapping[str, Any]) -> str:
 def _members(client: distributed.Client, device: str) -> Members:
     workers = workers_of(client)
     if len(workers) < 2:
-        raise UsageError(f"an exchange needs two workers at least; this cluster has {len(workers)}")
+        raise UsageError(
+            f"an exchange needs two workers at least, and this cluster has {len(workers)}: "
+            f"start more, as with `mpirun -n 2 hpcdask bench exchange`"
+        )
     found = client.run(_describe, device, workers=list(workers))
     members = Members.of({a: {**one, "name": workers[a]["name"]} for a, one in found.items()})
     uuids = [found[address]["uuid"] for address in members.addresses]

@@ -16,14 +16,17 @@ from typing import Any
 
 import click
 import dask
-from distributed import KilledWorker
+from distributed import CancelledError, KilledWorker
+from distributed.comm import CommClosedError
 
 from hpcdask.bench import limits, summary
 from hpcdask.bench.cluster import connect, inspect
-from hpcdask.bench.records import describe, say, tell
+from hpcdask.bench.gpus import watched
+from hpcdask.bench.records import describe, tell
 from hpcdask.bench.startup import AHEAD, age
 from hpcdask.bootstrap.reexec import interpreter
-from hpcdask.errors import ClusterError, UsageError
+from hpcdask.errors import ClusterError, UsageError, root_cause
+from hpcdask.logs import say
 from hpcdask.workloads import WorkloadError
 
 Measurement = Callable[..., dict[str, Any]]
@@ -44,45 +47,60 @@ def execute(
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(click.get_current_context().find_root().obj, device)
     code = 0
-    try:
-        with (
-            connect(scheduler_file) as client,
-            reported(report_file) as lines,
-            summary.shown(lines),
-        ):
-            cluster = inspect(client, device)
-            rates: dict[str, float] = {}
-            for measurement in measurements:
-                try:
+    with (
+        _as_ours(),
+        connect(scheduler_file) as client,
+        reported(report_file) as lines,
+        summary.shown(lines),
+    ):
+        cluster = inspect(client, device)
+        rates: dict[str, float] = {}
+        for measurement in measurements:
+            try:
+                with watched(client, series=report_file is not None) as gpus:
                     line = measurement(cluster, timeline=report_file is not None)
-                except (UsageError, WorkloadError) as exc:
-                    if not leave_out:
-                        raise
-                    say(f"left out: {exc}")
-                    continue
-                except (KilledWorker, MemoryError) as exc:
-                    text = f"{type(exc).__name__}: {exc}"
-                    if not leave_out:
-                        raise ClusterError(text) from exc
-                    say(f"error: {text}")
-                    code = 1
-                    continue
-                lines.append(line)
-                if "work" in line:
-                    if not rates:  # bad input is known by now
-                        rates = limits.measure(cluster)
-                        known = {"workload": limits.LIMITS, "rates": rates}
-                        lines.insert(0, {**known, **describe(cluster)})
-                    _complete(line, rates)
-                code = max(code, tell(line, json_file, as_json=not summary.is_terminal()))
-                if finish is not None:
-                    finish(line)
-    except WorkloadError as exc:
-        raise UsageError(str(exc)) from exc
-    except OSError as exc:
-        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
+            except (UsageError, WorkloadError) as exc:
+                if not leave_out:
+                    raise
+                say(f"left out: {exc}")
+                continue
+            except (KilledWorker, MemoryError) as exc:
+                text = f"{type(exc).__name__}: {exc}"
+                if not leave_out:
+                    raise ClusterError(text) from exc
+                say(f"error: {text}")
+                code = 1
+                continue
+            if gpus:
+                line["gpus"] = gpus
+            lines.append(line)
+            if "work" in line:
+                if not rates:  # bad input is known by now
+                    rates = limits.measure(cluster)
+                    known = {"workload": limits.LIMITS, "rates": rates}
+                    lines.insert(0, {**known, **describe(cluster)})
+                _complete(line, rates)
+            code = max(code, tell(line, json_file, as_json=not summary.is_terminal()))
+            if finish is not None:
+                finish(line)
     if code:
         raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def _as_ours() -> Iterator[None]:
+    """Raise errors of input, cluster and files as errors of hpcdask."""
+    try:
+        yield
+    except WorkloadError as exc:
+        raise UsageError(str(exc)) from exc
+    except (CancelledError, CommClosedError, TimeoutError) as exc:
+        raise ClusterError(
+            f"the measurement lost its cluster ({root_cause(exc)}): see the log of its scheduler, "
+            f"and whether its job or run has ended"
+        ) from exc
+    except OSError as exc:
+        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
 
 
 @contextlib.contextmanager

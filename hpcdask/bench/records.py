@@ -17,6 +17,7 @@ import click
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster
+from hpcdask.logs import say
 from hpcdask.workloads import Form
 
 #: Phases that are shorter would be told as 0.00 s.
@@ -80,11 +81,6 @@ def complaint(check: Mapping[str, Any]) -> str:
     )
 
 
-def say(text: str) -> None:
-    """Print one line for the user on stderr."""
-    click.echo(f"hpcdask: {text}", err=True)
-
-
 def announce(case: Case, cluster: Cluster) -> None:
     """Say in one line what is about to be measured, and on what."""
     say(
@@ -146,6 +142,8 @@ def describe(cluster: Cluster) -> dict[str, Any]:
         "devices": cluster.devices,
         "workers": sum(cluster.devices.values()),
         "threads": cluster.n_slots,
+        "hosts": cluster.hosts,
+        "protocols": cluster.protocols,
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

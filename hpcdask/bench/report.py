@@ -15,6 +15,7 @@ from bokeh.resources import Resources
 
 from hpcdask.bench.charts import Chart, phases, published, timeline, times
 from hpcdask.bench.exchange import heat_map
+from hpcdask.bench.gpu_charts import gpu_lines
 from hpcdask.bench.heatmap import TEMPLATES
 from hpcdask.bench.limits import LIMITS
 from hpcdask.bench.records import (
@@ -27,7 +28,9 @@ from hpcdask.bench.records import (
     number,
     reached,
 )
+from hpcdask.bench.verdict import verdict
 from hpcdask.errors import UsageError
+from hpcdask.logs import plural, some
 
 Record = Mapping[str, Any]
 Named = Sequence[tuple[str, Record]]
@@ -40,6 +43,11 @@ RATES = {
     "matrix_float32": ("matrix products, float32", "FLOP/s"),
     "link": ("between workers, each to the next", "B/s"),
 }
+
+#: What the protocols of addresses are called.
+PROTOCOLS = {"tls": "tcp with TLS", "tcp": "tcp without TLS"}
+#: Hosts that are named.
+MOST_HOSTS = 4
 
 
 class Cell(NamedTuple):
@@ -83,6 +91,10 @@ def html(records: Sequence[Record]) -> str:
         if found:
             charts[name] = draw([record for _, record in found], [label for label, _ in found])
     charts |= {name: timeline(told["entries"]) for name, _, told in timelines}
+    gpus = [
+        (f"gpus{i}", label, one["gpus"]) for i, (label, one) in enumerate(shown) if "gpus" in one
+    ]
+    charts |= {name: gpu_lines(told["series"]) for name, _, told in gpus if told.get("series")}
     script, places = "", dict[str, Any]()
     if charts:
         script, places = components({name: chart.figure for name, chart in charts.items()})
@@ -94,6 +106,7 @@ def html(records: Sequence[Record]) -> str:
         charts=charts,
         devices=_different(counts(record) for record in records),
         facts=_facts(records),
+        verdict=verdict(shown),
         rates=[_rate(name, rate) for name, rate in _rates(records).items()],
         failures=[(label, complaint(check)) for label, one in shown for check in failed(one)],
         has_startup=any(record["workload"] == "startup" for _, record in shown),
@@ -102,6 +115,7 @@ def html(records: Sequence[Record]) -> str:
         published=_table(_PUBLISHED, _published_rows(timed)),
         exchanges=_exchanges(shown),
         timelines=timelines,
+        gpus=gpus,
     )
 
 
@@ -124,11 +138,17 @@ def _named(records: Sequence[Record]) -> Named:
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
-    """Workers, dates and versions."""
+    """Workers, hosts and protocols, dates and versions."""
     workers = _different(
-        f"{_count(r['workers'], 'worker')}, {_count(r['threads'], 'thread')}"
+        f"{plural(r['workers'], 'worker')}, {plural(r['threads'], 'thread')}"
         for r in records
         if "workers" in r and "threads" in r
+    )
+    hosts = _different(host for record in records for host in record.get("hosts") or ())
+    protocols = _different(one for record in records for one in record.get("protocols") or ())
+    where = [f"on {some(hosts, MOST_HOSTS)}"] if hosts else []
+    where += [f"over {' and '.join(PROTOCOLS.get(one, one) for one in protocols)}"] * bool(
+        protocols
     )
     dates = sorted(_different(record.get("date") for record in records))
     when = _different(date.replace("T", " ").replace("+00:00", " UTC") for date in dates)
@@ -138,7 +158,7 @@ def _facts(records: Sequence[Record]) -> list[str]:
             if version:
                 versions[name] = _different([*versions.get(name, ()), version])
     return [
-        "; ".join(workers),
+        " ".join(["; ".join(workers), *where]).strip(),
         f"measured {' to '.join([*when[:1], *when[1:][-1:]])}" if when else "",
         ", ".join(f"{name} {' and '.join(found)}" for name, found in versions.items()),
     ]
@@ -150,10 +170,6 @@ def _rate(name: str, rate: float) -> tuple[str, str]:
         if rate >= 10**power:
             return what, f"{number(rate / 10**power)} {prefix}{unit}"
     return what, f"{number(rate)} {unit}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _different(values: Iterable[Any]) -> list[str]:

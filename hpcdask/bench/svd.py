@@ -12,7 +12,7 @@ import numpy as np
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
-from hpcdask.bench.workload import Timed, Workload, run
+from hpcdask.bench.workload import Timed, Workload, compute, run
 from hpcdask.errors import UsageError
 from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
@@ -132,7 +132,7 @@ def _check_svd(
     u, s, v = triplets
     starts = sorted({0, x.shape[0] // 2, max(0, x.shape[0] - 64)})
     parts = [part for a in starts for part in (x[a : a + 64], u[a : a + 64])]
-    fetched = client.gather(client.compute([s, v, u.T @ u, *parts]))
+    fetched = compute(client, [s, v, u.T @ u, *parts])
     s, v, gram, *blocks = (to_host(a) for a in fetched)
     rows, u_rows = np.concatenate(blocks[0::2]), np.concatenate(blocks[1::2])
     if x.shape[1] != n:
@@ -183,7 +183,7 @@ def run_svd_exact(
 
 
 def _check_exact(client: distributed.Client, x: Any, u: Any, s: Any, v: Any) -> list[Check]:
-    gram, u_gram = (to_host(a) for a in client.gather(client.compute([x.T @ x, u.T @ u])))
+    gram, u_gram = (to_host(a) for a in compute(client, [x.T @ x, u.T @ u]))
     one = np.eye(len(s))
     # The eigenvectors of the Gram matrix: (x v)ᵀ(x v) = s²
     residual = v @ gram @ v.T - np.diag(s**2)

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcdask.bench.array import PUBLISHED_NBYTES, published
-from hpcdask.bench.records import decimal_bytes, say
+from hpcdask.bench.records import decimal_bytes
+from hpcdask.bench.summary import WIDE
 from hpcdask.bootstrap.reexec import interpreter
 from hpcdask.errors import ClusterError
+from hpcdask.logs import say
 from hpcdask.workloads import Device
 
 #: Seconds that one cluster may take, from its start to its end.
 DEADLINE_S = 3600.0
-#: Columns of a table that goes to a file or pipe.
-WIDE = 120
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ def run_row(row: Row, nbytes: int, repeats: int) -> list[dict[str, Any]]:
             check=False,
         )
     except subprocess.TimeoutExpired as exc:
-        raise ClusterError(f"{row.name}: no result after {DEADLINE_S:g} s") from exc
+        raise ClusterError(
+            f"{row.name}: no result after {DEADLINE_S:g} s; try a smaller --size and --cpu-size"
+        ) from exc
     finally:
         os.sched_setaffinity(0, cores)
     if done.returncode:

@@ -18,7 +18,7 @@ from typing import Any
 
 import distributed
 
-from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.cluster import Cluster, wait_with_workers
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, announce, describe
 from hpcdask.bench.timeline import recorded
@@ -139,7 +139,7 @@ def measure(
         title = "warm-up" if index < n_warmup else f"run {index - n_warmup + 1} of {repeats}"
         with progress(client, title, n_tasks):
             start = time.perf_counter()
-            results = client.gather(client.compute(list(collections)))
+            results = compute(client, collections)
             elapsed = time.perf_counter() - start
         if index >= n_warmup:
             seconds.append(elapsed)
@@ -147,15 +147,22 @@ def measure(
         return Timed(seconds, results, n_tasks)
     collections = build(n_warmup + repeats)
     with recorded(client) as found, progress(client, "timeline", n_tasks):
-        client.gather(client.compute(list(collections)))
+        compute(client, collections)
     return Timed(seconds, results, n_tasks, found)
+
+
+def compute(client: distributed.Client, collections: Sequence[Any]) -> Any:
+    """Compute collections, and return their results."""
+    futures = client.compute(list(collections))
+    wait_with_workers(client, futures)
+    return client.gather(futures)
 
 
 def hold(client: distributed.Client, x: Any) -> Any:
     """Return a dask array whose chunks are in the memory of the workers."""
     x = x.persist()
     with progress(client, "input", x.npartitions):
-        distributed.wait(x)
+        wait_with_workers(client, x)
     return x
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcdask.bench.cluster import Cluster, workers_of
-from hpcdask.bench.records import Case, decimal_bytes, say
-from hpcdask.bench.workload import Timed, Workload, hold, measure, run
+from hpcdask.bench.records import Case, decimal_bytes
+from hpcdask.bench.workload import Timed, Workload, compute, hold, measure, run
 from hpcdask.errors import UsageError
+from hpcdask.logs import say
 from hpcdask.workloads import Check, made_genotypes
 from hpcdask.workloads import genotypes as workload
 from hpcdask.workloads.svd import svd_rows
@@ -154,6 +155,6 @@ def _make(cluster: Cluster, nbytes: int, path: str, target: Path) -> int:
     total = made_genotypes.write_genotypes(
         path, shape, chunks=chunks, n_slots=cluster.n_slots, n_populations=N_POPULATIONS
     )
-    written = int(cluster.client.gather(cluster.client.compute(total)))
+    written = int(compute(cluster.client, [total])[0])
     say(f"written in {time.perf_counter() - start:.1f} s")
     return written

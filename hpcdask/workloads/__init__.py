@@ -19,9 +19,9 @@ from typing import Any, Literal, cast, get_args
 
 import dask.array as da
 import numpy as np
-from dask._expr import FinalizeCompute
-from dask._task_spec import Alias, Task, convert_legacy_graph
 from dask.base import collections_to_expr
+
+from hpcdask.upstream.dask import Alias, FinalizeCompute, Task, convert_legacy_graph
 
 Device = Literal["cuda", "cpu"]
 Form = Literal["tuned", "stock"]

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
+
+from hpcdask.upstream.dask import Task, TaskRef
 
 # 64 partial results of a few bytes are one message per worker.
 SPLIT_EVERY = 64

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import List, TaskRef
 from dask.core import flatten
 
+from hpcdask.upstream.dask import List, TaskRef
 from hpcdask.workloads import WorkloadError, to_host
 from hpcdask.workloads.graphs import Graph
 from hpcdask.workloads.tall import Basis, Floats, Rows, basis_of, combine, end, left, only, products

@@ -27,6 +27,7 @@ from typing import Any, cast
 import dask.array as da
 import numpy as np
 
+from hpcdask.upstream import zarr as upstream
 from hpcdask.workloads import Device, WorkloadError, check_device, run_bench, slab_rows
 from hpcdask.workloads.graphs import sum_of_chunks
 from hpcdask.workloads.zarr_reading import StoredArray, StoredRows, zarr_module
@@ -117,9 +118,7 @@ def _found(array: Any, where: str) -> StoredArray:
         dtype=str(array.dtype.newbyteorder("=")),
         chunk=tuple(array.shards or array.chunks),
         fill_value=array.fill_value or 0,
-        plain=array.metadata.zarr_format == 3
-        and not (array.shards or array.filters or array.compressors)
-        and "big" not in repr(array.serializer),
+        plain=upstream.is_plain(array),
         stamp=_stamp(name),
     )
 

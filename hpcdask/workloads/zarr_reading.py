@@ -30,6 +30,7 @@ from dask.system import CPU_COUNT
 from distributed import get_worker
 from numpy.typing import NDArray
 
+from hpcdask.upstream import zarr as upstream
 from hpcdask.workloads import Device, WorkloadError, array_module, to_host
 
 ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
@@ -162,11 +163,7 @@ async def _open(stored: StoredArray, direct: bool) -> Any:
         if array.shards:
             n_chunks = math.prod(map(operator.floordiv, array.shards, array.chunks))
             store.index_nbytes = n_chunks * INDEX_ENTRY_NBYTES
-            # As the store has it: the attributes are enums in zarr 3.1 and strings in 3.3
-            sharding: Any = array.metadata.codecs[0].to_dict()["configuration"]
-            if sharding["index_location"] == "start":
-                endian = sharding["index_codecs"][0]["configuration"]["endian"]
-                store.index_type = f"{'<>'[endian == 'big']}u8"
+            store.index_type = upstream.first_index_type(array)
     return array
 
 
@@ -210,7 +207,7 @@ async def _name_the_chunk(
         try:
             await array.getitem(area, prototype=buffers)
         except Exception as exc:
-            key = array.metadata.encode_chunk_key((i, j))
+            key = upstream.chunk_key(array, (i, j))
             what = f"chunk {key} of {stored} cannot be read on {socket.gethostname()}: {exc}"
             if isinstance(exc, OSError):
                 raise WorkloadError(what) from exc
