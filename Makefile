@@ -17,22 +17,27 @@ export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
 # PBS and Grid Engine, whose packages exclude each other, are unpacked here
 export HPCDASK_QUEUES := $(CURDIR)/.queues
 
+# The source distribution of dask-jobqueue, whose tests run on hpcdask
+export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
+
 # Of the unit tests, those that do not depend on Python's version: pages, packages and pictures
-ONCE := docs docs_site wheel bundle containers report bench
+ONCE := docs docs_site prose wheel bundle containers report bench
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,3)
+WORKERS ?= $(if $(CUDA),0,4)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
 
-.PHONY: help venv programs demo test chaos lint format type docs links bench check clean
+.PHONY: help venv programs demo test versions chaos lint format type docs links bench check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
 	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
 	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
+	@echo "make release sdist and wheel, checked in clean environments, and the notes of the version"
+	@echo "make versions  the tests that need no GPU and no queue, on all Pythons, oldest and newest dask"
 	@echo "make chaos   kill, stop and starve runs and job clusters at random, and check what is left"
 	@echo "make check   the same as test;  make lint | type | format | docs | links | bench | venv | clean"
 
@@ -68,7 +73,7 @@ venv: .venv/.test .venv-mpich/.done
 	@touch $@
 
 # Another Python that hpcdask promises, for its unit tests, where there is one. Without CUDA's packages,
-# Sphinx and MPI it takes a tenth of the room
+# which pin dask, it has the newest dask, and takes a tenth of the room
 .venv-second/.done: pyproject.toml | .venv/.made
 	@mkdir -p .venv-second; python=$$(bash tests/tools/second-python.sh $(PYTHON)); \
 	if [ -n "$$python" ]; then \
@@ -84,6 +89,8 @@ lint: .venv/.test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "Not formatted: make format"; exit 1; }
 	@out=$$($(BIN)/lint-imports --no-logo --no-cache) || { echo "$$out"; exit 1; }
+	@$(BIN)/proselint check --config tools/proselint.json README.md CHANGELOG.md docs/*.md
+	@$(BIN)/python -m pytest -q --no-header -p no:cacheprovider tests/unit/test_prose.py >/dev/null || { echo "Long or indirect sentences: pytest tests/unit/test_prose.py"; exit 1; }
 
 type: .venv/.test
 	@$(BIN)/mypy
@@ -95,21 +102,28 @@ format: .venv/.test
 programs: | .venv/.made
 	@bash tests/tools/install-programs.sh
 	@bash tests/tools/install-queues.sh
+	@bash tests/tools/fetch-peers.sh $(BIN)/python
 
 # CI's word that nothing may be missing is for the first
 define SECOND_TESTS
-{ echo "Unit tests on $$(.venv-second/bin/python --version)"; env -u CI .venv-second/bin/python -m pytest -q -n $(WORKERS) \
+{ echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; env -u CI .venv-second/bin/python -m pytest -q -n $(WORKERS) \
 	-m "not slow" -p no:cacheprovider tests/unit $(ONCE:%=--ignore=tests/unit/test_%.py); }
 endef
 
 # Types are checked beside the tests, which wait more than they compute
 test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint
 	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS); tests=$$?; \
 	second=0; [ -n "$(ARGS)" ] || [ ! -x .venv-second/bin/python ] || $(SECOND_TESTS) || second=$$?; \
 	wait $$types; types=$$?; cat .venv/types.log; exit $$((tests ? tests : second ? second : types))
 
 check: test
+
+# On other Pythons, with the oldest and newest dask and zarr, and what will come: CELLS="3.12-oldest"
+CELLS ?= $(foreach python,3.11 3.12 3.13 3.14,$(python)-oldest $(python)-newest) 3.14-pre
+versions: .venv/.test .venv-mpich/.done
+	@ONCE="$(ONCE:%=--ignore=tests/unit/test_%.py)" WORKERS=$(WORKERS) \
+		bash tests/tools/versions.sh $(CELLS) $(if $(ARGS),-- $(ARGS))
 
 # Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu; or those of a file, EPISODE
 chaos: .venv/.test .venv-mpich/.done programs
@@ -133,6 +147,11 @@ dist: | .venv/.made
 	@out=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$out"; exit 1; }
 	@ls dist/hpcdask-*.tar.gz dist/hpcdask-*.whl
 
+# Checked, with notes in dist/notes.md; TARGETS of the README run in the source distribution
+TARGETS ?= demo test
+release: dist
+	@bash tools/release.sh $(BIN)/python $(TARGETS)
+
 # hpcdask, all it needs, and what WITH names, for machines without a network; CUDA=cpu without GPUs
 PYTHON_VERSION ?= 3.12
 PLATFORM ?= manylinux_2_28_x86_64
@@ -141,7 +160,7 @@ bundle: dist
 	@$(BIN)/python tools/bundle.py "$$(ls -t dist/hpcdask-*.whl | head -n 1)" --extras \
 		"$(CUDA),$(EXTRAS)" --with "$(WITH)" --python-version $(PYTHON_VERSION) --platform $(PLATFORM)
 
-.PHONY: dist bundle
+.PHONY: dist release bundle
 
 clean:
-	rm -rf .venv .venv-mpich .venv-second .queues docs/_build
+	rm -rf .venv .venv-mpich .venv-second .versions .queues docs/_build

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from distributed import Client
 
 from hpcdask.clusters.cluster import JobCluster
+from hpcdask.clusters.detached.attached import AttachedCluster
 from hpcdask.runner.runner import Runner as _Runner
 """
 

@@ -1,42 +1,48 @@
 #!/usr/bin/env bash
-# Unpacks PBS's commands over SLURM (slurm-wlm-torque) and Grid Engine into folders of their own,
-# FOLDER/torque and FOLDER/sge: both packages bring a qsub, and neither is needed on the system.
-# The default FOLDER is .queues beside the environment of `make venv`; HPCDASK_QUEUES names another.
-# Where they cannot be had, the tests that need them skip, or fail with CI=true, and say why.
+# Unpacks PBS's commands over SLURM (slurm-wlm-torque), Grid Engine and OAR into folders of their own,
+# FOLDER/torque, FOLDER/sge and FOLDER/oar: packages exclude each other, and none is needed on the
+# system. The default FOLDER is .queues beside the environment of `make venv`; HPCDASK_QUEUES names
+# another. Where they cannot be had, the tests that need them skip, or fail with CI=true, and say why.
 set -eu
 folder=${1:-${HPCDASK_QUEUES:-$PWD/.queues}}
 torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libswitch-perl"
 sge="gridengine-master gridengine-exec gridengine-client gridengine-common"
-[ ! -e "$folder/complete" ] || exit 0
+oar="oar-server oar-user oar-common liboar-perl libdbi-perl libdbd-mysql-perl libjson-perl libsort-versions-perl"
+kinds="torque sge oar"
+[ "$(cat "$folder/complete" 2>/dev/null)" != "$kinds" ] || exit 0
 
-give_up() { echo "The commands of PBS and Grid Engine are not installed ($1)"; exit 0; }
+give_up() { echo "The commands of PBS, Grid Engine and OAR are not installed ($1)"; exit 0; }
 command -v apt-get >/dev/null && command -v dpkg >/dev/null || give_up "no apt-get here"
 packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT
 
-echo "Unpacking the commands of PBS and Grid Engine into $folder"
+echo "Unpacking the commands of PBS, Grid Engine and OAR into $folder"
 # Libraries have other names in each release
 libraries() { apt-cache depends "$1" | sed -nE "s/^ *Depends: (lib($2)[0-9a-z]*)\$/\1/p"; }
 find_libraries() {
     torque="$torque $(libraries libslurm-perl slurm)"
     sge="$sge $(libraries gridengine-exec 'jemalloc|munge|hwloc|tirpc')"
 }
+# Not every distribution has it
+oar_here() { ! apt-cache show oar-server >/dev/null 2>&1 || echo "$oar"; }
 # Root's apt-get would download as a user who cannot write here; others need no such word
 # shellcheck disable=SC2086
 download() {
     find_libraries
-    (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge)
+    (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge $(oar_here))
 }
 update() { if [ "$(id -u)" = 0 ]; then apt-get -qq update; else sudo -n apt-get -qq update; fi; }
 { download || { update && download; }; } >"$packages/log" 2>&1 </dev/null || {
     tail -n 20 "$packages/log"
     give_up "apt-get download failed"
 }
-for kind in torque sge; do
+for kind in $kinds; do
     rm -rf "${folder:?}/$kind"
     mkdir -p "$folder/$kind"
     for package in ${!kind}; do
-        dpkg -x "$packages/$package"_*.deb "$folder/$kind"
+        for file in "$packages/$package"_*.deb; do
+            [ ! -e "$file" ] || dpkg -x "$file" "$folder/$kind"
+        done
     done
 done
 # Grid Engine loads its spooling library from one folder; without one, the loader's path counts
@@ -49,4 +55,4 @@ for program in sbatch srun salloc; do
     path=$(command -v $program) || give_up "$program is missing: install SLURM first"
     ln -sf "$path" "$folder/torque/usr/bin/$program"
 done
-touch "$folder/complete"
+echo "$kinds" >"$folder/complete"

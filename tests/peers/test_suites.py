@@ -1,0 +1,109 @@
+"""The tests of dask-jobqueue, as they are, with hpcdask in its place.
+
+What may fail stands in known.toml, with the reason. The suite comes from the package's source
+distribution, which `make programs` unpacks outside of this repository.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from launching import clean_environment, leftovers, unavailable, wait_for
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# read before a test has a home of its own
+SUITES = Path(os.environ.get("HPCDASK_PEERS") or Path.home() / ".cache" / "hpcdask-peers")
+KNOWN = tomllib.loads((HERE / "known.toml").read_text())
+FETCH = ["bash", str(ROOT / "tests/tools/fetch-peers.sh"), sys.executable, str(SUITES)]
+
+
+@pytest.fixture
+def suites() -> Path:
+    said = subprocess.run(FETCH, capture_output=True, text=True, timeout=300)
+    if not (SUITES / "complete").exists():
+        unavailable(f"no source distribution of dask-jobqueue: {said.stdout.strip()[-500:]}")
+    return SUITES
+
+
+def run(suites: Path, package: str, folder: Path, *words: str, **env: str) -> dict[str, str]:
+    """Run a package's tests, and return how each ended: passed, skipped, failed or error."""
+    tests = suites / package / package.replace("-", "_") / "tests"
+    marker = f"peers-{os.getpid()}-{folder.name}"
+    paths = [HERE, ROOT, suites / package]
+    report = folder / "report.xml"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", str(tests), "--rootdir", str(tests)),
+            *("-c", os.devnull),
+            *("-q", "--tb=short", "-p", "no:cacheprovider", "--timeout", "15"),
+            *("-o", "junit_family=xunit1", "--junitxml", str(report), *words),
+        ],
+        cwd=folder,
+        env={
+            **clean_environment(),
+            "PATH": f"{HERE / 'bin'}{os.pathsep}{clean_environment()['PATH']}",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PEERS_MARKER": marker,
+            **env,
+        },
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-2000:]
+    wait_for(lambda: not leftovers(marker), 20, "the processes of the suite to end")
+    print(done.stdout[-20000:])
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        found[name] = next((child.tag for child in case if child.tag in OTHERS), "passed")
+    return found
+
+
+OTHERS = {"failure", "error", "skipped"}
+
+
+def compare(found: dict[str, str], package: str) -> None:
+    """What fails is in the table, and what is in the table fails."""
+    named = [name for entry in KNOWN.get(package, []) for name in entry["tests"]]
+    assert len(named) == len(set(named))
+    covered = {
+        name: [one for one in found if name in (one, one.partition("[")[0])] for name in named
+    }
+    passes = {
+        name: ones
+        for name, ones in covered.items()
+        if not any(found[one] in ("failure", "error") for one in ones)
+        or any(found[one] == "passed" for one in ones)
+    }
+    excused = {one for ones in covered.values() for one in ones}
+    fails = [one for one, end in found.items() if end in ("failure", "error")]
+    assert sorted(set(fails) - excused) == [], "a promise broken, or a line for known.toml"
+    assert passes == {}, "in known.toml, and does not fail"
+
+
+def test_every_reason_is_a_private_part_or_on_the_page() -> None:
+    page = " ".join((ROOT / "docs/coming-from.md").read_text().split())
+    for package, entries in KNOWN.items():
+        for entry in entries:
+            kind, _, text = entry["because"].partition(": ")
+            assert kind in ("private", "docs"), entry
+            assert kind == "private" or text in page, (package, text)
+
+
+@pytest.mark.slow
+def test_dask_jobqueue(suites: Path, tmp_path: Path) -> None:
+    # test_runner.py is about its AsyncRunner, for which hpcdask.Runner is another thing
+    words = ["-p", "jobqueue_plugin", "-k", "not test_runner"]
+    found = run(suites, "dask-jobqueue", tmp_path, *words)
+    assert list(found.values()).count("passed") > 90, found
+    compare(found, "dask-jobqueue")
