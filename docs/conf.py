@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import tomllib
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
@@ -29,6 +30,17 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
+# Links to edit a page and to report a problem, once the repository has an address
+project_file = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+if source := project_file["project"]["urls"].get("Source"):
+    html_theme_options = {
+        "source_repository": source,
+        "source_branch": "main",
+        "source_directory": "docs/",
+        "footer_icons": [
+            {"name": "Report a problem", "url": f"{source}/issues", "html": "issues", "class": ""}
+        ],
+    }
 html_title = f"hpcdask {release}"
 html_static_path = ["pictures"]
 html_css_files = ["site.css"]
