@@ -24,7 +24,7 @@ export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
 ONCE := docs docs_site prose wheel bundle containers report bench
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,4)
+WORKERS ?= $(if $(CUDA),0,6)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
@@ -106,16 +106,17 @@ programs: | .venv/.made
 
 # CI's word that nothing may be missing is for the first
 define SECOND_TESTS
-{ echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; env -u CI .venv-second/bin/python -m pytest -q -n $(WORKERS) \
+{ echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; env -u CI .venv-second/bin/python -m pytest -q -n 2 \
 	-m "not slow" -p no:cacheprovider tests/unit $(ONCE:%=--ignore=tests/unit/test_%.py); }
 endef
 
-# Types are checked beside the tests, which wait more than they compute
+# Types are checked, and the second Python's tests run, beside the tests, which wait more than they compute
 test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint
-	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
+	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; : >.venv/second.log; \
+	{ [ -n "$(ARGS)" ] || [ ! -x .venv-second/bin/python ] || nice -n 5 $(SECOND_TESTS); } >.venv/second.log 2>&1 & second=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS); tests=$$?; \
-	second=0; [ -n "$(ARGS)" ] || [ ! -x .venv-second/bin/python ] || $(SECOND_TESTS) || second=$$?; \
-	wait $$types; types=$$?; cat .venv/types.log; exit $$((tests ? tests : second ? second : types))
+	wait $$second; second=$$?; wait $$types; types=$$?; cat .venv/second.log .venv/types.log; \
+	exit $$((tests ? tests : second ? second : types))
 
 check: test
 

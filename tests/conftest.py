@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def the_same_environment_after_a_module() -> Iterator[None]:
-    """As `the_same_environment`, for what a module's own fixtures start."""
+    """As `the_same_environment`, for what a module's own fixtures start.
+
+    A client whose scheduler was shut down leaves itself in dask's configuration.
+    """
     with restored_environment():
         yield
+    if dask := sys.modules.get("dask"):
+        dask.config.config.pop("scheduler", None)
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,8 @@ class JobPublisher:
                 address = self.groups[0].scheduler.address
                 await asyncio.to_thread(self.folder.write_doors, address, self._doors)
                 self.groups[0].clear_warning("reports")
+            except RuntimeError:  # at the end of Python there are no threads
+                return
             except Exception as error:  # the jobs go on without
                 if not self.groups[0].closing:
                     text = f"hpcdask jobs cannot be told of the jobs: {error}"
@@ -69,9 +71,7 @@ class JobPublisher:
 
     async def forget(self) -> None:
         """Have the queue's word count from now on, as nobody watches these jobs any more."""
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # at the end of Python there are no threads
+        with contextlib.suppress(OSError, RuntimeError):
             await asyncio.to_thread(self.folder.write_reports, [])
 
     def stop(self) -> list[asyncio.Task[None]]:
