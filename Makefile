@@ -106,14 +106,15 @@ programs: | .venv/.made
 
 # CI's word that nothing may be missing is for the first
 define SECOND_TESTS
-{ echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; env -u CI .venv-second/bin/python -m pytest -q -n 2 \
-	-m "not slow" -p no:cacheprovider tests/unit $(ONCE:%=--ignore=tests/unit/test_%.py); }
+echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; \
+env -u CI nice -n 5 .venv-second/bin/python -m pytest -q -n 2 -m "not slow" -p no:cacheprovider tests/unit \
+	$(ONCE:%=--ignore=tests/unit/test_%.py)
 endef
 
 # Types are checked, and the second Python's tests run, beside the tests, which wait more than they compute
 test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint
-	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; : >.venv/second.log; \
-	{ [ -n "$(ARGS)" ] || [ ! -x .venv-second/bin/python ] || nice -n 5 $(SECOND_TESTS); } >.venv/second.log 2>&1 & second=$$!; \
+	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
+	if [ -z "$(ARGS)" ] && [ -x .venv-second/bin/python ]; then $(SECOND_TESTS); fi >.venv/second.log 2>&1 & second=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS); tests=$$?; \
 	wait $$second; second=$$?; wait $$types; types=$$?; cat .venv/second.log .venv/types.log; \
 	exit $$((tests ? tests : second ? second : types))

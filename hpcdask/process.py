@@ -13,6 +13,12 @@ from typing import NoReturn
 STARTED = "HPCDASK_STARTED"
 #: What the whole job may get: the rank ends its parts in good order.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: Of these, those that end a run, and those that mean something to the program only.
+ENDING, PASSED_ON = SIGNALS[:3], SIGNALS[3:]
+#: Seconds in which a launcher and a terminal may both send the first signal.
+SAME_SIGNAL_S = 0.3
+#: Seconds that a program gets after SIGTERM; queueing systems kill after 30.
+TERM_DEADLINE_S = 25.0
 #: More than a rank has open by then.
 FILES = 4096
 

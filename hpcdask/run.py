@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from .node.prepare import prepare_rank
+from .node.prepare import Prepared, prepare_rank
 
 if __name__ == "__main__":
-    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=True)
+    _prepared = prepare_rank(sys.argv[1:], in_run=True)
 
 import contextlib
 import io
 
 from .bootstrap import ranks
-from .bootstrap.janitor import Janitor
 from .errors import UsageError
 from .logs import complain
-from .node.gpu_probe import GpuProbe
 from .runner.launch import launch
 from .runner.options import parse
 from .runner.program import Program
 
 
-def main(janitor: Janitor, probe: GpuProbe | None) -> Program:
+def main(prepared: Prepared) -> Program:
     """Parse, launch, and return only in the process that becomes the program."""
     rank = ranks.detect()
     silent = rank is not None and rank.index != 0  # --help is for one of them to print
@@ -38,8 +36,8 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> Program:
                 abort_launch(rank, error.exit_code)  # another may be late, or never come
             sys.exit(error.exit_code)
         sys.exit(0)  # mpirun would kill rank 0 before it has said so
-    return launch(asked, janitor, probe)
+    return launch(asked, prepared)
 
 
 if __name__ == "__main__":
-    main(_janitor, _probe).run()
+    main(_prepared).run()

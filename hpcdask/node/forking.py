@@ -53,11 +53,12 @@ class ForkedProcess:
 class Forker:
     """Forks children that hold nothing of the rank but their own socket.
 
-    The pipes of janitor and probe only the rank may hold.
+    The pipes of janitor and probe, and the listener for light ranks, only the rank may hold.
     """
 
     janitor: Janitor
     probe: GpuProbe | None = None
+    light: socket.socket | None = None
     _socks: list[socket.socket] = field(default_factory=list)
 
     def close_in_child(self) -> None:
@@ -65,7 +66,7 @@ class Forker:
         self.janitor.release_in_child()
         if self.probe is not None:
             self.probe.release_in_child()
-        for sock in self._socks:
+        for sock in (*self._socks, *([self.light] if self.light else ())):
             sock.close()
 
     def fork(self, body: Callable[[socket.socket], None]) -> ForkedProcess:

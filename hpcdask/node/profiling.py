@@ -62,7 +62,8 @@ class Profiler:
     def __init__(self, spec: WorkerSpec, worker: str, pid: int) -> None:
         self.file = folder_of(spec) / f"{worker}-{pid}.svg"
         self._worker = worker
-        command = [find_spy() or "py-spy", "record", "--threads", "--pid", str(pid)]
+        command = [find_spy() or "py-spy", "record", "--pid", str(pid), "--threads"]
+        command += ["--nonblocking"]  # else a race in it can stop the worker for good
         command += ["--duration", "unlimited", "--format", "flamegraph", "--output", str(self.file)]
         self._process = subprocess.Popen(  # out of reach of what a launcher sends to the rank
             command,

@@ -11,12 +11,7 @@ from functools import partial
 from typing import NoReturn
 
 from hpcdask.bootstrap import ranks
-from hpcdask.process import SIGNALS, process_start
-
-#: Signals that end a run, and those that mean something to the program only.
-ENDING, PASSED_ON = SIGNALS[:3], SIGNALS[3:]
-#: A launcher and a terminal may both send the first signal.
-SAME_SIGNAL_S = 0.3
+from hpcdask.process import ENDING, PASSED_ON, SAME_SIGNAL_S, process_start
 
 
 class Signals:

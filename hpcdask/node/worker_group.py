@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from distributed import Security
@@ -51,6 +51,7 @@ class WorkerGroup:
         self._spec, self._host, self._tells = spec, host, tells
         self._ending = False
         self._watchers: list[asyncio.Task[None]] = []
+        self._given_up: set[BoundNanny] = set()
         self._first = True
 
     def dismiss_probe(self) -> None:
@@ -116,10 +117,16 @@ class WorkerGroup:
 
     async def _tell_end(self, nanny: BoundNanny) -> None:
         await nanny.finished()  # type: ignore[no-untyped-call]
-        if not self._ending:
+        if not self._ending and nanny not in self._given_up:
             await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
             if not self._ending:
                 say(f"worker {nanny.name} on {self._host} has ended")
+
+    async def give_up(self, names: Collection[str]) -> None:
+        """End some workers at once, for good: what they stand for is gone."""
+        ended = [nanny for nanny in self.nannies if nanny.name in names]
+        self._given_up.update(ended)
+        await asyncio.gather(*(nanny.close(timeout=0.1) for nanny in ended))
 
     async def close(self) -> None:
         """Close the workers, by force after `CLOSE_DEADLINE_S`."""

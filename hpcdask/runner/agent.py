@@ -26,9 +26,6 @@ from hpcdask.spec.specs import RunSpec
 from . import protocol, rendezvous
 from .arrivals import RankReport
 
-#: Seconds a program gets after SIGTERM; queueing systems kill after 30.
-TERM_DEADLINE_S = 25.0
-
 
 class RankAgent:
     """A rank's own part of the cluster.

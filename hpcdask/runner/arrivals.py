@@ -64,8 +64,11 @@ class Arrivals:
             self._server.close()
 
     async def arrived(self, message: Message, channel: MessageStream) -> None:
-        """Note a rank, and listen to it until it is gone."""
-        report = RankReport.from_json(message)
+        """Note a rank by its report, and listen to it until it is gone."""
+        await self.take(RankReport.from_json(message), channel)
+
+    async def take(self, report: RankReport, channel: MessageStream) -> None:
+        """The same for a report that was read."""
         index = report.rank
         self.reports[index] = report
         self._channels[index] = channel

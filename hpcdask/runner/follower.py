@@ -10,9 +10,10 @@ from functools import partial
 from hpcdask.errors import ClusterError, LaunchError
 from hpcdask.logs import complain
 from hpcdask.node.channel import MessageStream
+from hpcdask.process import TERM_DEADLINE_S
 
 from . import protocol
-from .agent import TERM_DEADLINE_S, RankAgent
+from .agent import RankAgent
 from .control import find_leader
 from .rendezvous import Rendezvous, RendezvousInfo
 

@@ -23,7 +23,8 @@ from hpcdask.bootstrap import ranks, reexec
 from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.logs import complain, set_log_level
-from hpcdask.node.gpu_probe import GpuProbe, has_peers
+from hpcdask.node.gpu_probe import has_peers
+from hpcdask.node.prepare import Prepared
 from hpcdask.process import leave
 from hpcdask.spec.parsing import has_rank
 from hpcdask.upstream.distributed import run_in_loop
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
     from .rendezvous import Rendezvous
 
 
-def launch(request: RunRequest, janitor: Janitor, probe: GpuProbe | None) -> Program:
+def launch(request: RunRequest, prepared: Prepared) -> Program:
     """Bring up this rank's part, and end this process when the run is over.
 
     It returns only in the process that is to become the user's program.
     """
     rank = ranks.detect()
     try:
-        return _launch(request, janitor, probe, rank)
+        return _launch(request, prepared, rank)
     except Exception as error:
         _fail(error, rank)
 
@@ -97,10 +98,9 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
         _abort(error, rank, tells=rank is None or rank.local_index == 0)
 
 
-def _launch(
-    request: RunRequest, janitor: Janitor, probe: GpuProbe | None, rank: ranks.Rank | None
-) -> Program:
+def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
     process.mark("options read")
+    janitor, probe, light = prepared
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
 
@@ -108,7 +108,7 @@ def _launch(
     from hpcdask.node.forkserver import start_forkserver
     from hpcdask.security import ports
 
-    from . import rendezvous, scheduler
+    from . import light_ranks, rendezvous, scheduler
     from .agent import RankAgent
 
     process.mark("distributed imported")
@@ -118,8 +118,11 @@ def _launch(
         spec = dataclasses.replace(spec, profile="none")
         request = dataclasses.replace(request, spec=spec)
     profiling.run_under_nsys(spec, f"rank-{rank.index if rank else os.getpid()}", janitor)
+    if light is not None and not light_ranks.may_be(spec):
+        light.close()
+        light = None
     scratch, problem = _prepare(request, janitor, rank)
-    forker = forking.Forker(janitor, probe)
+    forker = forking.Forker(janitor, probe, light)
     program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
     if request.program and (rank is None or rank.index == spec.program_rank):
         forked = forker.fork_into()
@@ -141,7 +144,7 @@ def _launch(
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    work = _part_of(request, agent, meeting, scheduler_child)
+    work = _part_of(request, agent, meeting, scheduler_child, light)
     return run_in_loop(end_with(work, agent))
 
 
@@ -180,6 +183,7 @@ def _part_of(
     agent: RankAgent,
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
+    light: socket.socket | None,
 ) -> Awaitable[int]:
     """What this rank does until the run is over: lead or follow."""
     from hpcdask.node.forking import ForkedProcess
@@ -202,6 +206,7 @@ def _part_of(
         meeting,
         scheduler,
         attached=attached,
+        light=light,
         has_program=request.program is not None or attached is not None,
         early_error=early_error(request, agent.rank),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -20,15 +21,16 @@ from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement, owned_cores
 from hpcdask.node.profiling import WRITE_DEADLINE_S
-from hpcdask.process import mark
+from hpcdask.process import TERM_DEADLINE_S, mark
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials
 
 from . import protocol
-from .agent import TERM_DEADLINE_S, RankAgent
+from .agent import RankAgent
 from .arrivals import Arrivals
 from .assignment import Plan, make_plan
 from .events import Event, Events, Interrupted
+from .light_ranks import LightRanks
 from .messages import (
     LOOPBACK,
     WarmupNotes,
@@ -56,7 +58,8 @@ class Leader:
 
     `rendezvous` is where the other ranks look for rank 0, None when there are none; `scheduler` and
     `attached` are the process that becomes the scheduler, and the line to a program that started
-    this rank itself. After an `early_error` the others are told, then all end.
+    this rank itself. Light ranks ask at `light`. After an `early_error` the others are told, then
+    all end.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Leader:
         *,
         has_program: bool,
         attached: ForkedProcess | None = None,
+        light: socket.socket | None = None,
         early_error: HpcdaskError | None = None,
     ) -> None:
         self.agent = agent
@@ -76,6 +80,7 @@ class Leader:
         self.early_error = early_error
         self.events = Events()
         self.arrivals = Arrivals(self.rank, self.events)
+        self.light = LightRanks(light, self.arrivals)
         self.wanted = WantedWorkers(self.spec)
         warmup = WarmupNotes(self.wanted)
         self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
@@ -185,6 +190,7 @@ class Leader:
         """Have every rank say what it sees."""
         self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
         if self.rendezvous is not None:
+            await self.light.open()
             await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)
             while not self.arrivals.complete:
                 await self._next(
@@ -193,6 +199,7 @@ class Leader:
                     lambda: self.arrivals.too_late(self.spec.timeout),
                 )
             self.arrivals.close()
+            self.light.close()
             self.rendezvous.close()
         return self.arrivals.inventories()
 
@@ -208,17 +215,19 @@ class Leader:
         resources.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, placements: dict[int, list[WorkerPlacement]]) -> None:
+        here = {one.name: 0 for one in placements.get(0, ())}
         for index, group in placements.items():
-            if index != 0:
+            if index in self.light.indices:
+                here |= dict.fromkeys((one.name for one in group), index)
+            elif index != 0:
                 self.arrivals.send(index, protocol.StartWorkers(self.address, group))
-        if 0 in placements:
-            self.events.start(
-                self.agent.start_workers(
-                    placements[0],
-                    self.address,
-                    lambda name, text: self.events.happened("failed", (0, name, text)),
-                )
-            )
+
+        def failed(name: str | None, text: str) -> None:
+            self.events.happened("failed", (here.get(name or "", 0), name, text))
+
+        own = [one for group in placements.values() for one in group if one.name in here]
+        if own:
+            self.events.start(self.agent.start_workers(own, self.address, failed))
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -319,8 +328,11 @@ class Leader:
                 say(failure_of(event, self.arrivals))
             return enough
         self.arrivals.forget(event.value)
+        of_it = self.wanted.of_rank(event.value)
         enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
         if enough:
+            if event.value in self.light.indices:
+                self.events.start(self.agent.workers.give_up(of_it))
             say(
                 f"{self.arrivals.name(event.value)} is gone; the run goes on with "
                 f"{plural(len(self.wanted.names), 'worker')} "

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hpcdask.bootstrap.reexec import restore_environment, wants_folders
 from hpcdask.errors import UsageError
-from hpcdask.node.signals import PASSED_ON
+from hpcdask.process import PASSED_ON
 
 from .protocol import StartProgram, read
 

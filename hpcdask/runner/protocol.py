@@ -65,6 +65,11 @@ class EndRun(Message):
     code: int
 
 
+@dataclass(frozen=True)
+class TakenIn(Message):
+    """Rank 0 runs the worker of this rank, which is a light one."""
+
+
 # From another rank to rank 0
 
 

@@ -7,9 +7,10 @@ import signal
 
 from hpcdask.logs import say
 from hpcdask.node.forking import ForkedProcess
+from hpcdask.process import TERM_DEADLINE_S
 
 from . import protocol
-from .agent import TERM_DEADLINE_S, RankAgent
+from .agent import RankAgent
 from .arrivals import Arrivals
 from .events import Events
 

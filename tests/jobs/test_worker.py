@@ -21,10 +21,11 @@ from distributed import Client, LocalCluster, wait
 from distributed.comm import CommClosedError
 
 from clock import clock
+from hpcdask import process
 from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.gpu.first_use import FirstUse
-from hpcdask.node import device_worker, job_agent, job_options, signals
+from hpcdask.node import device_worker, job_agent, job_options
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.queues import environment
 from hpcdask.security import private
@@ -324,7 +325,7 @@ def test_the_second_signal_ends_at_once(site, client):
     wait(value)
     job.signal(signal.SIGTERM)
     job.line("hpcdask: SIGTERM", stream="err")
-    time.sleep(1.1 * signals.SAME_SIGNAL_S)  # what comes together counts once
+    time.sleep(1.1 * process.SAME_SIGNAL_S)  # what comes together counts once
     at = job.signal(signal.SIGTERM)
     ended = job.end()
     assert ended.code == 143

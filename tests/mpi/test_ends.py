@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from clock import PATIENCE, clock
-from hpcdask.node import signals
-from hpcdask.runner import agent
+from hpcdask.process import SAME_SIGNAL_S, TERM_DEADLINE_S
 from running import PROGRAMS, Ended, Running, Site, rank_of
 
 pytestmark = pytest.mark.mpi
@@ -82,12 +81,13 @@ def assert_traceback_is_the_user_s(ended: Ended) -> None:
 # A signal ends the run
 
 
+@pytest.mark.parametrize("light", ["1", "0"])
 @under("openmpi", "mpich", "alone")
-def test_sigterm_ends_everything(site: Site):
-    run = site.start("waits.py")
+def test_sigterm_ends_everything(site: Site, light: str):
+    run = site.start("waits.py", env={"HPCDASK_LIGHT_RANKS": light})
     found = json.loads(run.line("ready"))
     if site.launcher.name == "Open MPI":
-        check_what_ranks_are_made_of(run, found)
+        check_what_ranks_are_made_of(run, found, light=light == "1")
     sent = run.signal(signal.SIGTERM)
     ended = run.end()
     site.check_nothing_left(sent)
@@ -152,7 +152,7 @@ def test_a_second_signal_ends_it_at_once(site: Site):
     run.line("ready")
     run.signal(signal.SIGTERM)
     run.line("ignored")
-    time.sleep(1.1 * signals.SAME_SIGNAL_S)  # what comes together counts once
+    time.sleep(1.1 * SAME_SIGNAL_S)  # what comes together counts once
     assert run.process.poll() is None
     sent = run.signal(signal.SIGTERM)
     ended = run.end()
@@ -168,7 +168,7 @@ def test_a_program_that_ignores_sigterm_is_killed_and_that_is_told(site: Site):
     started, sent = time.monotonic(), run.signal(signal.SIGTERM)
     ended = run.end(40)
     assert ended.code == 143, str(ended)
-    assert time.monotonic() - started >= agent.TERM_DEADLINE_S
+    assert time.monotonic() - started >= TERM_DEADLINE_S
     assert ended.at - sent < 35
     assert "hpcdask: the program did not end within 25 s, and is killed\n" in ended.err
     site.check_nothing_left(ended.at)
@@ -263,7 +263,9 @@ def test_a_killed_launcher_leaves_nothing(site: Site):
 def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site, moment: str):
     """It was asked for when the ranks had met, and then was nobody's parent any more."""
     (site.folder / "silent.py").write_text("import time; time.sleep(100)")
-    run = site.start("silent.py", find=False)  # to write where nobody reads would end it
+    env = {"HPCDASK_LIGHT_RANKS": "0"}
+    # to write where nobody reads would end it
+    run = site.start("silent.py", find=False, env=env)
     count = {"first": 1, "all": 2}[moment]
     run.wait_for(lambda: len(list(site.tmp.glob("hpcdask-*"))) >= count, "the ranks' folders")
     killed = run.signal(signal.SIGKILL)
@@ -275,7 +277,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Si
 @under("mpich")
 def test_the_launcher_does_not_wait_for_the_janitor(site: Site):
     """MPICH leaves its ranks copies of their standard streams, and waits for the end of all."""
-    run = site.start("waits.py")
+    run = site.start("waits.py", env={"HPCDASK_LIGHT_RANKS": "0"})
     run.line("ready")
     small = [
         process
@@ -321,7 +323,7 @@ def kill(pid: int) -> float:
 # What there is at run time
 
 
-def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
+def check_what_ranks_are_made_of(run: Running, found: dict, *, light: bool) -> None:
     """Fail if there are other processes than these, or if they need too much memory."""
     ranks = run.rank_pids()
     groups = processes_by_rank(run.site)
@@ -341,9 +343,11 @@ def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
             "program": sum(p.pid == found["program"] for p in members),
         }
     every = {"rank": 1, "janitor": 1, "template": 1, "resource tracker": 1, "worker": 1}
+    of_rank_0 = {"scheduler": 1, "program": 1, **({"worker": 2} if light else {})}
+    of_rank_1 = dict.fromkeys(every.keys() - {"rank"}, 0) if light else {}
     assert parts == {
-        0: {**every, "scheduler": 1, "program": 1},
-        1: {**every, "scheduler": 0, "program": 0},
+        0: {**every, **of_rank_0},
+        1: {**every, **of_rank_1, "scheduler": 0, "program": 0},
     }
 
     for worker in found["workers"]:  # all that it needs is imported there
@@ -354,7 +358,7 @@ def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
     beside_the_worker = [p for p in groups[1] if p.pid not in special]
     unique = {p.pid: p.memory_full_info().uss / 1e6 for p in beside_the_worker}
     print(f"USS of rank 1 beside its worker: {sum(unique.values()):.1f} MB of {unique}")
-    assert sum(unique.values()) < 60, unique
+    assert sum(unique.values()) < (15 if light else 60), unique
 
 
 def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:

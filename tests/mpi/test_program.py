@@ -353,7 +353,10 @@ def test_preload_nanny_and_local_directory(site: Site):
     scratch = site.folder / "scratch"
     run = site.start(
         *("--local-directory", scratch, "--preload-nanny", "preloaded", "--no-tls", "options.py"),
-        env={"PYTHONPATH": f"{site.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        env={
+            "PYTHONPATH": f"{site.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "HPCDASK_LIGHT_RANKS": "0",
+        },
     )
     run.wait_for(lambda: scratch.exists() and len(list(scratch.iterdir())) == 2, "two folders")
     ended = run.end()

@@ -72,6 +72,7 @@ with Client() as client:
     futures = client.map(slow, range(40), pure=False)
     print("running", flush=True)
     print("sum", sum(client.gather(futures)), flush=True)
+    print("workers", len(client.nthreads()), flush=True)
 """
 
 
@@ -301,9 +302,10 @@ def test_program_that_raises(desk):
     assert result.err.count("Traceback") == 1
 
 
+@pytest.mark.parametrize("nodes", ["-N2", "-N1"])
 @pytest.mark.parametrize(("index", "options"), [(1, ["--workers-min", "2"]), (0, [])])
-def test_rank_killed(desk, index, options):
-    step = desk.srun("-N2", "-n2", *RUN, *options, desk.write(WAIT))
+def test_rank_killed(desk, index, options, nodes):
+    step = desk.srun(nodes, "-n2", "--mem=2G", *RUN, *options, desk.write(WAIT))
     step.wait_for("running")
     killed = clock()
     step.rank(index).kill()
@@ -315,14 +317,18 @@ def test_rank_killed(desk, index, options):
     desk.assert_nothing_left(within=max(0, killed + 10 - clock()))
 
 
-def test_rank_killed_with_enough_workers_left(desk):
+@pytest.mark.parametrize("nodes", ["-N2", "-N1"])
+def test_rank_killed_with_enough_workers_left(desk, nodes):
+    """On one node, rank 0 runs its worker, and ends that."""
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then "$@"; echo "rank 0: $?"; else exec "$@"; fi'
     options = ("--workers-min", "1", desk.write(COMPUTE))
-    step = desk.srun("-N2", "-n2", "sh", "-c", wrapper, "sh", *RUN, *options)
+    step = desk.srun(nodes, "-n2", "--mem=2G", "sh", "-c", wrapper, "sh", *RUN, *options)
     step.wait_for("running")
-    step.rank(1).kill()
+    rank = step.rank(1)
+    assert (not rank.children(recursive=True)) == (nodes == "-N1")
+    rank.kill()
     result = step.end(40)
-    assert f"sum {sum(range(40))}\n" in result.out, result.err
+    assert f"sum {sum(range(40))}\nworkers 1\n" in result.out, result.err
     assert "rank 0: 0\n" in result.out, result.err  # srun itself returns that a task was killed
     assert f"rank 1 on {HOST} is gone; the run goes on" in result.err
     assert not errors(result.err)
