@@ -29,10 +29,12 @@ from .janitor import MARKER, Janitor
 DEFAULTED = "HPCDASK_DEFAULTED"
 
 #: What distributed sets before it spawns a worker (``distributed.nanny.pre-spawn-environ``)
-#: and the hash seed it insists on. A template that is forked must have them from its start.
+#: and the hash seed it insists on. A template that is forked must have them from its start. The pad
+#: is ours: without it the threshold has libc give memory back, and take it again, for each message.
 PRE_SPAWN = {
     "PYTHONHASHSEED": "6640",
     "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "1048576",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

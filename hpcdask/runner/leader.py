@@ -215,19 +215,17 @@ class Leader:
         resources.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, placements: dict[int, list[WorkerPlacement]]) -> None:
-        here = {one.name: 0 for one in placements.get(0, ())}
-        for index, group in placements.items():
-            if index in self.light.indices:
-                here |= dict.fromkeys((one.name for one in group), index)
-            elif index != 0:
-                self.arrivals.send(index, protocol.StartWorkers(self.address, group))
+        own = {index: placements[index] for index in placements.keys() & {0, *self.light.indices}}
+        rank_of = {one.name: index for index, group in own.items() for one in group}
+        for index in placements.keys() - own.keys():
+            self.arrivals.send(index, protocol.StartWorkers(self.address, placements[index]))
 
         def failed(name: str | None, text: str) -> None:
-            self.events.happened("failed", (here.get(name or "", 0), name, text))
+            self.events.happened("failed", (rank_of.get(name or "", 0), name, text))
 
-        own = [one for group in placements.values() for one in group if one.name in here]
         if own:
-            self.events.start(self.agent.start_workers(own, self.address, failed))
+            here = [one for index in sorted(own) for one in own[index]]
+            self.events.start(self.agent.start_workers(here, self.address, failed))
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -328,11 +326,10 @@ class Leader:
                 say(failure_of(event, self.arrivals))
             return enough
         self.arrivals.forget(event.value)
-        of_it = self.wanted.of_rank(event.value)
         enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
         if enough:
             if event.value in self.light.indices:
-                self.events.start(self.agent.workers.give_up(of_it))
+                self.events.start(self.agent.workers.give_up(self.wanted.of_rank(event.value)))
             say(
                 f"{self.arrivals.name(event.value)} is gone; the run goes on with "
                 f"{plural(len(self.wanted.names), 'worker')} "

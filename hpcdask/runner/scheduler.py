@@ -13,6 +13,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.client.batching import send_at_once
+from hpcdask.client.small_tasks import SmallTasks
 from hpcdask.comm.peers import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
@@ -93,6 +94,7 @@ async def _main(sock: socket.socket) -> None:
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_WorkerReporter(send))
+        SmallTasks.watch(scheduler)
         expect_gpus(scheduler)
         await scheduler
         listening.guard(scheduler)

@@ -6,7 +6,7 @@ asked for at run time: tests/unit/test_upstream.py finds them in distributed's s
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from .parts import require
@@ -38,6 +38,21 @@ def set_interval(stream: Any, seconds: float) -> None:
     """Set the seconds between two messages; no configuration has them."""
     require(SEEN, stream, "interval")
     stream.interval = seconds
+
+
+#: ``distributed.scheduler.worker-saturation`` where nobody has configured it.
+USUAL_SATURATION = 1.1
+
+
+def replace_filling(scheduler: Any, fill: Callable[..., None]) -> Callable[..., None]:
+    """Have a function called when workers may take queued tasks; returns the usual one.
+
+    There is no public way to send several at a time, other than to send all at once.
+    """
+    require(SEEN, scheduler, "stimulus_queue_slots_maybe_opened", "WORKER_SATURATION")
+    usual: Callable[..., None] = scheduler.stimulus_queue_slots_maybe_opened
+    scheduler.stimulus_queue_slots_maybe_opened = fill
+    return usual
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:

@@ -67,6 +67,7 @@ MESSAGES = [
     protocol.WorkersChanged({"n1-0": "tls://10.0.0.1:4000"}, ["n1-1"]),
     protocol.WorkerWarm({"name": "n1-0", "links": []}),
     protocol.SchedulerClosed(),
+    protocol.TakenIn(),
     protocol.TellGpuUsage(),
     protocol.GpuUsageTold(["GPUs: 8 x H200"]),
 ]

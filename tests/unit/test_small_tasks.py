@@ -1,0 +1,117 @@
+"""Short Dask tasks with small results go to workers in groups, and no others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+from hpcdask.client import small_tasks
+from hpcdask.client.small_tasks import GROUP, SmallTasks
+from launching import wait_for
+
+COUNT = 400
+
+
+class Watched(SmallTasks):
+    """Notes how many tasks the worker has after each filling."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self.had: list[int] = []
+        fill = self._fill
+
+        def note(*, stimulus_id: str) -> None:
+            fill(stimulus_id=stimulus_id)
+            (worker,) = scheduler.workers.values()
+            self.had.append(len(worker.processing))
+
+        self._fill = note
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    """One worker of one thread."""
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        yield cluster
+
+
+def watched(cluster: LocalCluster) -> Watched:
+    Watched.watch(cluster.scheduler)
+    plugin = cluster.scheduler.plugins[SmallTasks.name]
+    assert isinstance(plugin, Watched)
+    return plugin
+
+
+def compute(cluster: LocalCluster, function: Callable[[int], Any], count: int = COUNT) -> list:
+    with Client(cluster) as client:
+        return client.gather(client.map(function, range(count), pure=False))
+
+
+def small(number: int) -> int:
+    return number
+
+
+def large(number: int) -> bytes:
+    return bytes(2 * small_tasks.SMALL_NBYTES)
+
+
+def long(number: int) -> int:
+    time.sleep(2 * small_tasks.SHORT_S)
+    return number
+
+
+def test_small_ones_are_sent_in_groups(cluster: LocalCluster):
+    plugin = watched(cluster)
+    assert compute(cluster, small) == list(range(COUNT))
+    assert max(plugin.had) == GROUP
+    plugin.had.clear()
+    assert compute(cluster, small) == list(range(COUNT))
+    sent = [had for had in plugin.had if had]
+    assert max(sent) == GROUP
+    assert len(sent) < COUNT / 4  # usually one filling for each that is done
+
+
+@pytest.mark.parametrize("function", [large, long])
+def test_others_are_sent_as_ever(cluster: LocalCluster, function: Callable[[int], Any]):
+    plugin = watched(cluster)
+    assert len(compute(cluster, function, 40)) == 40
+    plugin.had.clear()
+    assert len(compute(cluster, function, 40)) == 40
+    assert max(plugin.had) == 2  # of 1.1 for a thread, rounded up
+
+
+def test_each_kind_counts_by_itself(cluster: LocalCluster):
+    plugin = watched(cluster)
+    compute(cluster, small)
+    compute(cluster, large, 40)
+    plugin.had.clear()
+    compute(cluster, large, 40)
+    assert max(plugin.had) == 2
+    plugin.had.clear()
+    compute(cluster, small)
+    assert max(plugin.had) == GROUP
+
+
+def test_a_worker_that_closes_with_its_group_loses_none(cluster: LocalCluster):
+    watched(cluster)
+    compute(cluster, small)
+    with Client(cluster) as client:
+        futures = client.map(lambda number: (time.sleep(0.002), number)[1], range(COUNT))
+        wait_for(lambda: any(future.done() for future in futures), 20)
+        cluster.scale(0)
+        wait_for(lambda: not cluster.scheduler.workers, 20)
+        cluster.scale(1)
+        assert client.gather(futures) == list(range(COUNT))
+
+
+def test_what_the_user_configured_holds(cluster: LocalCluster):
+    with dask.config.set({small_tasks.SATURATION: 2}):
+        SmallTasks.watch(cluster.scheduler)
+    assert SmallTasks.name not in cluster.scheduler.plugins
