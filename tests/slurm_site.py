@@ -156,10 +156,10 @@ class SlurmSite:
         # one line for each partition that a node is in
         return sorted({line.split()[1] for line in lines if line.startswith("idle ")})
 
-    def cancel_all(self, timeout: float = 20) -> None:
+    def cancel_all(self, timeout: float = 90) -> None:
         """Cancel all jobs, and wait until none is in the queue and every node is idle.
 
-        What ignores SIGTERM takes KillWait, 5 s.
+        What ignores SIGTERM takes KillWait, 15 s.
         """
 
         def all_over() -> bool:
@@ -242,7 +242,7 @@ class SlurmSite:
             "GresTypes": "gpu",
             "JobRequeue": 1,
             "ReturnToService": 2,
-            "KillWait": 5,
+            "KillWait": 15,
             "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
             "SlurmdParameters": "config_overrides",  # more CPUs and memory than the host has
         }

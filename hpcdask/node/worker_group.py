@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
@@ -126,7 +128,15 @@ class WorkerGroup:
         """End some workers at once, for good: what they stand for is gone."""
         ended = [nanny for nanny in self.nannies if nanny.name in names]
         self._given_up.update(ended)
-        await asyncio.gather(*(nanny.close(timeout=0.1) for nanny in ended))
+        for nanny in ended:
+            nanny.auto_restart = False
+            if nanny.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(nanny.pid, signal.SIGKILL)
+        closings = [nanny.close(timeout=CLOSE_DEADLINE_S) for nanny in ended]
+        for error in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(error, Exception):
+                say(f"warning: a worker of a rank that is gone does not close: {error!r}")
 
     async def close(self) -> None:
         """Close the workers, by force after `CLOSE_DEADLINE_S`."""

@@ -102,7 +102,7 @@ def test_an_agent_submits_is_killed_and_comes_back(user: Login, capfd: pytest.Ca
 
             assert "mine runs" in user.hpcdask("attach", "mine")
             client.wait_for_workers(3, timeout=180)
-            assert not cluster.jobs().problem
+            wait_for(lambda: not cluster.jobs().problem, 60, "it to be seen that it is back")
             assert len(agents(user)) == 1
         folder = detached.find("mine")
         assert (folder.path / "agent.log").stat().st_mode & 0o077 == 0

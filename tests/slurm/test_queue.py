@@ -233,7 +233,7 @@ def test_other_requests_of_gpus(door, form):
 
 
 def test_requeued(door):
-    # what ignores SIGTERM lives for KillWait, 5 s
+    # what ignores SIGTERM lives for KillWait, 15 s
     stubborn = """case "$ID $RESTARTS" in *"_0 0") trap '' TERM ;; esac"""
     ids = door.submit(f"{stubborn}; echo $RESTARTS; while :; do sleep 0.5; done", 2)
     door.wait(ids, QueueState.RUNNING, what=lambda seen: seen.reason == "")

@@ -9,7 +9,7 @@ import dask
 import dask.array as da
 import numpy as np
 from common import show, stamp
-from distributed import Client
+from distributed import Client, get_worker
 
 from device_stand_in import DeviceStandIn
 
@@ -27,8 +27,13 @@ def end_once(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def takes_part() -> bool:
+    """Whether the shuffle has begun here: before, the death of this worker does not touch it."""
+    return bool(get_worker().plugins["shuffle"].shuffle_runs._active_runs)
+
+
 def before(block, block_id=None):
-    if block_id == (12, 0):
+    if block_id is not None and block_id[0] >= 8 and takes_part():
         end_once("transfer")
     time.sleep(0.05)
     return DeviceStandIn(block)
