@@ -27,7 +27,7 @@ export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
 ONCE := docs docs_site prose wheel bundle containers report bench
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,6)
+WORKERS ?= $(if $(CUDA),0,4)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
@@ -110,17 +110,13 @@ programs: | .venv/.made
 # CI's word that nothing may be missing is for the first
 define SECOND_TESTS
 echo "Unit tests on $$(.venv-second/bin/python --version), dask $$(.venv-second/bin/python -c 'import dask; print(dask.__version__)')"; \
-env -u CI nice -n 5 .venv-second/bin/python -m pytest -q -n 2 -m "not slow" -p no:cacheprovider tests/unit \
+env -u CI .venv-second/bin/python -m pytest -q -n 2 -m "not slow" -p no:cacheprovider tests/unit \
 	$(ONCE:%=--ignore=tests/unit/test_%.py)
 endef
 
-# Types are checked, and the second Python's tests run, beside the tests, which wait more than they compute
-test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint
-	@nice -n 19 $(BIN)/mypy >.venv/types.log 2>&1 & types=$$!; \
-	if [ -z "$(ARGS)" ] && [ -x .venv-second/bin/python ]; then $(SECOND_TESTS); fi >.venv/second.log 2>&1 & second=$$!; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS); tests=$$?; \
-	wait $$second; second=$$?; wait $$types; types=$$?; cat .venv/second.log .venv/types.log; \
-	exit $$((tests ? tests : second ? second : types))
+test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint type
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS)
+	@if [ -z "$(ARGS)" ] && [ -x .venv-second/bin/python ]; then $(SECOND_TESTS); fi
 
 check: test
 

@@ -128,12 +128,12 @@ class WorkerGroup:
         """End some workers at once, for good: what they stand for is gone."""
         ended = [nanny for nanny in self.nannies if nanny.name in names]
         self._given_up.update(ended)
-        for nanny in ended:
-            nanny.auto_restart = False
-            if nanny.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(nanny.pid, signal.SIGKILL)
-        closings = [nanny.close(timeout=CLOSE_DEADLINE_S) for nanny in ended]
+        pids = [nanny.pid for nanny in ended if nanny.pid is not None]
+        closings = [asyncio.create_task(one.close(timeout=CLOSE_DEADLINE_S)) for one in ended]
+        await asyncio.sleep(0)  # they close first, so that none starts its worker again
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for error in await asyncio.gather(*closings, return_exceptions=True):
             if isinstance(error, Exception):
                 say(f"warning: a worker of a rank that is gone does not close: {error!r}")

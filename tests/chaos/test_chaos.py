@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.mpi
 def test_runs(tmp_path: Path):
-    assert chaos("runner", seed=29, out=tmp_path, episodes=6) == 0
+    assert chaos("runner", seed=29, out=tmp_path, episodes=3) == 0
 
 
 @pytest.mark.slurm
 def test_job_clusters(tmp_path: Path):
-    assert chaos("jobs", seed=1281, out=tmp_path, episodes=4) == 0
+    assert chaos("jobs", seed=1281, out=tmp_path, episodes=2) == 0
 
 
 @pytest.mark.gpu

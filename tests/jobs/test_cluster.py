@@ -717,7 +717,7 @@ def test_moab_finds_the_tag_of_a_cluster_of_any_name(folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["scale", "adapt"])
+@pytest.mark.parametrize("how", ["scale", pytest.param("adapt", marks=pytest.mark.long)])
 def test_work_longer_than_the_walltime(folder: Path, how: str):
     """Of many Dask tasks, it goes on."""
     limit = max(24, stretched(12))  # time for a new job to come and take over

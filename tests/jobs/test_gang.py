@@ -542,7 +542,7 @@ def test_many_with_faults(client: Client):
     seed = int(os.environ.get("SEED", "1"))
     draw = random.Random(seed)
     call = ring_with_a_fault(ring())
-    for number in range(int(os.environ.get("GANGS", "12"))):
+    for number in range(int(os.environ.get("GANGS", "6"))):
         size = draw.randint(1, SIZE)
         kinds = ["fine"] * size
         rank, kind = draw.randrange(size), draw.choice(["fine", "fine", *FAULTS, *HANGS])

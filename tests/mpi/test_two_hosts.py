@@ -56,7 +56,7 @@ def sent(hosts: Hosts) -> int:
     return one["stats64"]["rx"]["bytes"] + one["stats64"]["tx"]["bytes"]
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", ["openmpi", pytest.param("mpich", marks=pytest.mark.long)])
 def test_arrays_over_two_hosts(hosts: Hosts, launcher: str) -> None:
     with Site(over(hosts, launcher)) as site:
         ended = site.run("two_hosts.py", timeout=120)
@@ -100,6 +100,7 @@ def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
         site.check_nothing_left(ended.at, within=30)
 
 
+@pytest.mark.long
 def test_the_slow_pair_of_two_hosts_is_named(hosts: Hosts) -> None:
     """Four workers on each host; the connection from one to one of the other host is made slow."""
     launcher = over(hosts, "mpich", ranks=4)

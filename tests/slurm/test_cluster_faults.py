@@ -351,7 +351,7 @@ def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str])
 # Walltime
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.CaptureFixture[str]):
     """One cluster has room for replacements; the other has none until its only job is over."""
     hold = ("--gres=gpu:1", "--nodelist=node4", "--chdir", user.home, "--output=/dev/null")

@@ -117,9 +117,8 @@ def test_nobody_uses_it(user: Login):
         hpcdask.attach("mine")
 
 
-@pytest.mark.parametrize(
-    "how", ["scancel", *(pytest.param(how, marks=pytest.mark.long) for how in ("kill", "requeue"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
 def test_the_schedulers_job_dies(user: Login, how: str):
     with make(user) as cluster:
         cluster.scale(2)
