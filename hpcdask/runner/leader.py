@@ -112,9 +112,7 @@ class Leader:
             await self._bring_up()
             code = await self._watch()
         except OSError as error:
-            complain(
-                f"rank 0 on {self.rank.host} cannot go on: {error!r}. See hpcdask doctor there"
-            )
+            complain(f"rank 0 on {self.rank.host} cannot go on: {error}. See hpcdask doctor there")
             code = ClusterError.exit_code
         except HpcdaskError as error:
             complain(error)
