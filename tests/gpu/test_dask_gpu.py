@@ -1,8 +1,12 @@
-"""dask's own tests of CuPy arrays, computed on a cluster; what fails without one does not count."""
+"""dask's own tests of CuPy arrays, computed on a cluster; what fails without one does not count.
+
+All of them take longer than ten minutes, so a drawn part runs, for `SECONDS` (in the environment).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import dask.array
@@ -15,33 +19,40 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 #: `assert_eq` computes with the synchronous scheduler, unless it is told another one.
 PROGRAM = """
-import functools, json, sys
+import functools, json, random, sys, time
 import dask.array.utils as utils
 import pytest
 
 class Failures:
-    def __init__(self):
-        self.failed, self.passed = [], 0
+    def __init__(self, seconds):
+        self.failed, self.passed, self.end = [], 0, time.monotonic() + seconds
+    def pytest_collection_modifyitems(self, items):
+        random.Random(1).shuffle(items)
+        self.path = {item.nodeid: f"{item.path}::{item.nodeid.split('::', 1)[1]}" for item in items}
+    def pytest_runtest_teardown(self, item):
+        if time.monotonic() > self.end:
+            item.session.shouldstop = "the time is over"
     def pytest_runtest_logreport(self, report):
         self.passed += report.passed and report.when == "call"
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.failed.append(self.path[report.nodeid])
 
-def run(tests):
-    seen = Failures()
+def run(tests, seconds):
+    seen = Failures(seconds)
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    options += ["--durations=10"]
     pytest.main([*options, *tests], plugins=[seen])
     return seen
 
 from distributed import Client
 with Client() as client:
     utils.assert_eq = functools.partial(utils.assert_eq, scheduler=client)
-    seen = run(sys.argv[2:])
+    seen = run(sys.argv[3:], float(sys.argv[2]))
     workers = len(client.nthreads())
 utils.assert_eq = utils.assert_eq.func
 for name in [name for name in sys.modules if ".test_cupy_" in name]:
     del sys.modules[name]
-alone = run(seen.failed).failed if seen.failed else []
+alone = run(seen.failed, 60).failed if seen.failed else []
 with open(sys.argv[1], "w") as file:
     json.dump({"passed": seen.passed, "failed": sorted({*seen.failed} - {*alone})}, file)
 """
@@ -52,8 +63,11 @@ def test_dask_s_tests_of_cupy_pass_on_a_cluster(gpus: list[Gpu], tmp_path: Path)
     assert tests
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = launch(1, str(program), str(tmp_path / "seen.json"), *tests, timeout=600)
+    seconds = os.environ.get("SECONDS", "60")
+    arguments = [str(tmp_path / "seen.json"), seconds, *tests]
+    done = launch(1, str(program), *arguments, timeout=float(seconds) + 180)
+    print(done.stdout[-3000:])
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["failed"] == [], done.stdout
-    assert seen["passed"] > 50, done.stdout
+    assert seen["passed"] > 20, done.stdout
