@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two messages.
 BATCH_INTERVAL_S = 0.0
+#: And between those of a worker that has more Dask tasks to run, which is distributed's own.
+BUSY_INTERVAL_S = 0.002
 PRELOADS = "distributed.client.preload"
 
 
@@ -33,6 +35,16 @@ def dask_setup(client: Client) -> None:
 def send_at_once(stream: Any) -> None:
     """Have messages of a stream of distributed's wait for no others."""
     distributed.set_interval(stream, BATCH_INTERVAL_S)
+
+
+def pace(stream: Any, *, busy: bool) -> None:
+    """Let a worker's messages gather while it has more to run, and send them at once before it idles.
+
+    Each message costs the thread that runs Dask tasks some time, as it gives up Python's lock.
+    """
+    distributed.set_interval(stream, BUSY_INTERVAL_S if busy else BATCH_INTERVAL_S)
+    if not busy:
+        distributed.send_now(stream)
 
 
 def prompt_clients() -> dict[str, list[str]]:

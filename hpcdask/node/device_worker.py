@@ -17,7 +17,7 @@ from distributed.protocol.serialize import dask_deserialize
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
-from hpcdask.client.batching import send_at_once
+from hpcdask.client.batching import pace, send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
@@ -118,6 +118,7 @@ class DeviceWorker(PeerWorker):
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         self._first_use.stop()
+        pace(self.batched_stream, busy=bool(self.state.ready))
         with task_range(args[0]):
             event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)

@@ -40,6 +40,14 @@ def set_interval(stream: Any, seconds: float) -> None:
     stream.interval = seconds
 
 
+def send_now(stream: Any) -> None:
+    """Send what has gathered, whatever the interval."""
+    require(SEEN, stream, "buffer", "next_deadline", "waker")
+    if stream.buffer:
+        stream.next_deadline = None
+        stream.waker.set()
+
+
 #: ``distributed.scheduler.worker-saturation`` where nobody has configured it.
 USUAL_SATURATION = 1.1
 
