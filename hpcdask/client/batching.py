@@ -38,7 +38,7 @@ def send_at_once(stream: Any) -> None:
 
 
 def pace(stream: Any, *, busy: bool) -> None:
-    """Let a worker's messages gather while it has more to run, and send them at once before it idles.
+    """Let a worker's messages gather while it has more to run; send them at once before it idles.
 
     Each message costs the thread that runs Dask tasks some time, as it gives up Python's lock.
     """
