@@ -23,8 +23,9 @@ export HPCDASK_QUEUES := $(CURDIR)/.queues
 # The source distribution of dask-jobqueue, whose tests run on hpcdask
 export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
 
-# Of the unit tests, those that do not depend on Python's version: pages, packages and pictures
-ONCE := docs docs_site prose wheel bundle containers report bench
+# Of the unit tests, those that depend little on Python's version: pages, packages, queues, kernels
+ONCE := docs docs_site prose wheel bundle containers report bench queue_scripts queue_answers scale \
+	packing limits doctor workloads zarr
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
 WORKERS ?= $(if $(CUDA),0,4)

@@ -40,14 +40,14 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
     [
         ("openmpi", "runner", "return"),
         ("openmpi", "runner-mpi", "exit"),
-        ("openmpi", "runner-thread", "return"),
-        ("openmpi", "initialize", "raise"),
+        pytest.param("openmpi", "runner-thread", "return", marks=pytest.mark.long),
+        pytest.param("openmpi", "initialize", "raise", marks=pytest.mark.long),
         ("mpich", "runner-mpi", "raise"),
-        ("mpich", "initialize", "return"),
+        pytest.param("mpich", "initialize", "return", marks=pytest.mark.long),
         ("mpich", "initialize-mpi", "exit"),
         ("alone", "runner", "raise"),
         ("alone", "runner", "shutdown"),
-        ("alone", "initialize", "exit"),
+        pytest.param("alone", "initialize", "exit", marks=pytest.mark.long),
     ],
     indirect=["site"],
 )

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TESTS = str(Path(__file__).parents[1])  # for the stand-in
 
 
-@pytest.mark.parametrize("phase", ["transfer", "unpack", "none"])
+@pytest.mark.parametrize(
+    "phase", ["transfer", "unpack", pytest.param("none", marks=pytest.mark.long)]
+)
 def test_a_rechunk_is_right_even_if_a_worker_dies_half_way(site: Site, phase: str) -> None:
     before = filter(None, [os.environ.get("PYTHONPATH")])
     env = {"PYTHONPATH": os.pathsep.join([TESTS, *before])}

@@ -69,6 +69,7 @@ def test_jobs_end_each_in_its_way(queue: OarQueue, tmp_path: Path):
     assert asyncio.run(queue.tagged()) == {}
 
 
+@pytest.mark.long
 def test_an_array_is_cancelled_one_by_one(queue: OarQueue, tmp_path: Path):
     jobs = submit(queue, script_of(queue, tmp_path, f"{SAY}; exec sleep 600"), 3)
     assert len(set(jobs)) == 3

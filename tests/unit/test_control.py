@@ -46,6 +46,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_network_that_is_lost_for_six_seconds_ends_no_line(tmp_path: Path):
     """Both sides probe an idle line: with few probes, a loss of four seconds looked like ten."""
     if os.geteuid():

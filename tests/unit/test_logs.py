@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import dask
 import pytest
 from click.testing import CliRunner
 
@@ -120,7 +121,8 @@ def test_a_run_that_does_not_answer(tmp_path: Path):
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
         path = str(tmp_path / "cluster.json")
         scheduler_file.write(path, address, {}, job=None, doors={"w0": ""})
-        done = CliRunner().invoke(logs, [path])
+        with dask.config.set({"distributed.comm.timeouts.connect": "2s"}):
+            done = CliRunner().invoke(logs, [path])
     assert done.exit_code == 1
     assert f"no answer from scheduler, w0. hpcdask stacks {path} tells why" in done.output
 

@@ -164,6 +164,7 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
         page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "cluster", "worker", "nanny", "control_line"])
 def test_strangers_of_each_server_are_kept_within_limits(kind, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
