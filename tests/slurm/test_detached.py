@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,6 +183,30 @@ def test_down_while_its_scheduler_waits(user: Login):
     assert gone(user)
     with pytest.raises(ClusterError, match="hpcdask down"):
         hpcdask.attach("mine")
+
+
+@pytest.mark.long
+def test_many_come_and_go(user: Login):
+    """Twenty attach, use a client and go; nothing of them stays here or in the cluster's folder."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    times = []
+    with make(user, n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        hpcdask.attach("mine").close()
+        before, files = held(), sorted(folder_of().path.rglob("*"))
+        for _ in range(20):
+            began = time.monotonic()
+            with hpcdask.attach("mine") as other, other.get_client() as client:
+                assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+                times.append(time.monotonic() - began)
+        wait_for(lambda: held() <= before, 30, "nothing more to be held")
+        assert sorted(folder_of().path.rglob("*")) == files
+        cluster.shutdown()
+    print(f"attach to a result: {min(times):.3f} to {max(times):.3f} s")
+    assert gone(user)
 
 
 def test_all_listen_in_a_range_of_ports(user: Login):

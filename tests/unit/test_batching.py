@@ -44,7 +44,8 @@ def test_messages_of_a_worker_gather_until_it_would_idle(monkeypatch: pytest.Mon
         stream.send("first")  # the loop was idle
         await written(1)
         stream.send("second")
-        await asyncio.sleep(0.05)
+        for _ in range(100):
+            await asyncio.sleep(0)  # the loop is idle again, and has sent nothing more
         stream.send("third")
         batching.pace(stream, busy=False)
         await written(2)
