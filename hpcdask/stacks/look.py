@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError, UsageError, root_cause
+from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.owner import Owner
 from hpcdask.logs import natural
@@ -124,6 +125,10 @@ def find(name: str | None, base: str | None = None) -> Target:
         return Target.of_file(runs[name], f"the run of process {name}")
     if name in clusters:
         return Target.of_cluster(clusters[name])
+    for cluster in clusters.values():
+        record = ControlRecord.read(cluster)
+        if record is not None and record.name == name:
+            return Target.of_cluster(cluster)
     if os.path.sep in name or os.path.exists(name):
         return Target.of_file(name)
     raise UsageError(

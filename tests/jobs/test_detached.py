@@ -122,6 +122,8 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         assert [(row["name"], row["kind"], row["state"]) for row in listed] == [
             ("mine", "detached", "running")
         ]
+        assert one.id in hpcdask_cli("stacks", "mine")
+        assert "1 worker on " in hpcdask_cli("logs", "mine")
         capfd.readouterr()
         hpcdask_cli("down", "mine")
         wait_for(lambda: other.failure is not None, 60, "the other to see its end")
