@@ -28,6 +28,7 @@ from hpcdask.security.credentials import (
 )
 from hpcdask.security.tls import ClusterSecurity
 from hpcdask.upstream import distributed as upstream
+from hpcdask.upstream.dask import cull_by_layer
 
 from .keywords import check_interface
 from .options import NO_ADDRESS
@@ -124,6 +125,7 @@ class ClusterScheduler:
         webserver.add_lazy_dashboard(self.server)
         expect_gpus(self.server)
         SmallTasks.watch(self.server)
+        cull_by_layer()
         await self.server
         return self.server
 

@@ -23,6 +23,7 @@ from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.node.observe import make_observable
 from hpcdask.security import listening, webserver
 from hpcdask.security.credentials import to_security
+from hpcdask.upstream.dask import cull_by_layer
 from hpcdask.upstream.distributed import run_in_loop
 
 from . import protocol
@@ -95,6 +96,7 @@ async def _main(sock: socket.socket) -> None:
         webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_WorkerReporter(send))
         SmallTasks.watch(scheduler)
+        cull_by_layer()
         expect_gpus(scheduler)
         await scheduler
         listening.guard(scheduler)

@@ -22,6 +22,7 @@ from typing import Any
 
 import dask
 import pytest
+from dask.highlevelgraph import HighLevelGraph
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status
 from distributed.shuffle import _core
@@ -31,6 +32,7 @@ import hpcdask
 from hpcdask.comm import p2p
 from hpcdask.errors import UsageError
 from hpcdask.node import forkserver
+from hpcdask.upstream import dask as upstream_dask
 from hpcdask.upstream import (
     dask_cuda,
     dask_jobqueue,
@@ -319,6 +321,40 @@ def test_p2p_has_what_its_runs_override():
         assert not p2p._is_given(setting)
         with dask.config.set({setting: "3 MiB"}):
             assert p2p._is_given(setting)
+
+
+# dask
+
+
+class Wanted(set):
+    """Keys that may be looked up, and not be walked through."""
+
+    def __iter__(self):
+        raise AssertionError("all wanted keys were looked at for one layer")
+
+
+def test_a_layer_looks_at_its_own_keys_alone():
+    upstream_dask.cull_by_layer()
+    upstream_dask.cull_by_layer()  # once is enough
+    first, last = dask.delayed(len)("12"), dask.delayed(len)("123")
+    both = HighLevelGraph.merge(first.dask, last.dask)
+    kept, needs_of = first.dask.layers[first.key].cull(Wanted({first.key, last.key, "x"}), set())
+    assert dict(kept) == dict(first.dask)
+    assert needs_of == {first.key: set()}
+    assert set(both.cull([last.key]).to_dict()) == {last.key}
+
+
+def test_what_is_culled_is_what_dask_culls():
+    numbers = [dask.delayed(len)("1" * size) for size in range(20)]
+    sums = [dask.delayed(sum)(numbers[start:]) for start in range(15)]
+    unwanted = dask.delayed(max)(numbers)
+    ours = HighLevelGraph.merge(*(one.dask for one in (*sums, unwanted)))
+    upstream_dask.cull_by_layer()
+    found = ours.cull([one.key for one in sums])
+    assert set(found.to_dict()) == {one.key for one in numbers + sums}
+    assert dask.get(found.to_dict(), [one.key for one in sums]) == tuple(
+        sum(range(start, 20)) for start in range(15)
+    )
 
 
 # The others
