@@ -1,7 +1,7 @@
-"""The tests of dask-jobqueue, as they are, with hpcdask in its place.
+"""The tests of dask-jobqueue and dask-mpi, as they are, with hpcdask in their place.
 
-What may fail stands in known.toml, with the reason. The suite comes from the package's source
-distribution, which `make programs` unpacks outside of this repository.
+What may fail stands in known.toml, with the reason. The suites come from the packages' source
+distributions, which `make programs` unpacks outside of this repository.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,15 +30,22 @@ FETCH = ["bash", str(ROOT / "tests/tools/fetch-peers.sh"), sys.executable, str(S
 def suites() -> Path:
     said = subprocess.run(FETCH, capture_output=True, text=True, timeout=300)
     if not (SUITES / "complete").exists():
-        unavailable(f"no source distribution of dask-jobqueue: {said.stdout.strip()[-500:]}")
+        unavailable(f"no source distributions of the peers: {said.stdout.strip()[-500:]}")
     return SUITES
 
 
-def run(suites: Path, package: str, folder: Path, *words: str, **env: str) -> dict[str, str]:
-    """Run a package's tests, and return how each ended: passed, skipped, failed or error."""
+def run(
+    suites: Path, package: str, folder: Path, *words: str, first: Sequence[Path] = (), **env: str
+) -> dict[str, str]:
+    """Run a package's tests, and return how each ended: passed, skipped, failed or error.
+
+    What stands in `first` comes before the package on the paths of its modules and commands.
+    """
     tests = suites / package / package.replace("-", "_") / "tests"
     marker = f"peers-{os.getpid()}-{folder.name}"
-    paths = [HERE, ROOT, suites / package]
+    paths = [*first, HERE, ROOT, suites / package]
+    commands = [*(str(folder / "bin") for folder in first), str(HERE / "bin")]
+    waits = [name for one in KNOWN[package] if not one.get("ends", True) for name in one["tests"]]
     report = folder / "report.xml"
     done = subprocess.run(
         [
@@ -45,11 +53,12 @@ def run(suites: Path, package: str, folder: Path, *words: str, **env: str) -> di
             *("-c", os.devnull),
             *("-q", "--tb=short", "-p", "no:cacheprovider", "--timeout", "15"),
             *("-o", "junit_family=xunit1", "--junitxml", str(report), *words),
+            *(f"--deselect={name.replace('::', '.py::')}" for name in waits),
         ],
         cwd=folder,
         env={
             **clean_environment(),
-            "PATH": f"{HERE / 'bin'}{os.pathsep}{clean_environment()['PATH']}",
+            "PATH": os.pathsep.join([*commands, clean_environment()["PATH"]]),
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PEERS_MARKER": marker,
@@ -74,7 +83,8 @@ OTHERS = {"failure", "error", "skipped"}
 
 def compare(found: dict[str, str], package: str) -> None:
     """What fails is in the table, and what is in the table fails."""
-    named = [name for entry in KNOWN.get(package, []) for name in entry["tests"]]
+    entries = [entry for entry in KNOWN[package] if entry.get("ends", True)]
+    named = [name for entry in entries for name in entry["tests"]]
     assert len(named) == len(set(named))
     covered = {
         name: [one for one in found if name in (one, one.partition("[")[0])] for name in named
@@ -107,3 +117,19 @@ def test_dask_jobqueue(suites: Path, tmp_path: Path) -> None:
     found = run(suites, "dask-jobqueue", tmp_path, *words)
     assert list(found.values()).count("passed") > 90, found
     compare(found, "dask-jobqueue")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_dask_mpi(suites: Path, tmp_path: Path) -> None:
+    found = run(
+        suites,
+        "dask-mpi",
+        tmp_path,
+        first=[HERE / "mpi"],
+        ALLOW_RUN_AS_ROOT="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+    )
+    assert list(found.values()).count("passed") >= 8, found
+    compare(found, "dask-mpi")
