@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -90,16 +91,27 @@ def main() -> None:
         print(json.dumps(done), flush=True)
 
 
-async def run(deadline_s: float = DEADLINE_S) -> Facts:
-    """Start the process and read what it reports, until it ends or the deadline."""
-    process = await asyncio.create_subprocess_exec(
+async def start(module: str, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
+    """Start a module in a process that reports on standard output, and ends with its input."""
+    return await asyncio.create_subprocess_exec(
         *interpreter(),
         "-m",
-        "hpcdask.doctor.stack",
-        stdin=asyncio.subprocess.DEVNULL,
+        module,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **environ},
     )
+
+
+async def run(deadline_s: float = DEADLINE_S) -> Facts:
+    """What the process reports, until it ends or the deadline."""
+    return await heard(await start("hpcdask.doctor.stack"), deadline_s)
+
+
+async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts:
+    """The JSON lines of a process, until it ends or the deadline; then it is killed."""
     assert process.stdout is not None
     known: Facts = {"steps": [], "ended": None}
     try:
@@ -107,6 +119,9 @@ async def run(deadline_s: float = DEADLINE_S) -> Facts:
             async for line in process.stdout:
                 if line.startswith(b"{"):  # libraries print, too
                     known["steps"].append(json.loads(line))
+                elif b"NCCL WARN " in line:
+                    text = line.partition(b"NCCL WARN ")[2].decode(errors="replace")
+                    known["steps"].append({"warned": text.strip()[:300]})
             known["ended"] = await process.wait()
     except TimeoutError:
         process.kill()  # not awaited: a driver that hangs does not let it die
