@@ -21,14 +21,12 @@ from .findings import Facts, Finding, Reporter, amount
 from .launch import Launch
 from .nodes import assemble
 from .queue import assigned
-from .stack import heard, start
+from .stack import heard, kill, start
 
 say = Reporter("NCCL")
 MODULE = "hpcdask.doctor.nccl"
 #: Seconds for one all-reduce, from the start of its processes.
 DEADLINE_S = 60.0
-#: Seconds in which a process that is killed has left, unless a file system holds it.
-LEAVE_S = 5.0
 #: So many bytes are summed, so often.
 NBYTES, REPEATS = 2**28, 10
 #: NCCL says why it fails, and into a file at once.
@@ -91,7 +89,9 @@ async def measure(every: Sequence[Member], ask: Ask) -> Facts:
 
 async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Facts]:
     """What the process of each member told."""
-    host = await start(MODULE, "host")  # the others find each other at a port of it
+    host = await start(
+        MODULE, "host", stdin=asyncio.subprocess.PIPE
+    )  # the others find each other at a port of it
     try:
         assert host.stdout is not None
         line = b""
@@ -112,9 +112,7 @@ async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Facts]:
             order["gpus"][str(number)] = one.uuid
         answers = await asyncio.gather(*(ask(*order) for order in orders.items()))
     finally:
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            host.kill()
-            await asyncio.wait_for(host.wait(), LEAVE_S)
+        await kill(host)
     found = {number: facts for answer in answers for number, facts in answer.items()}
     return [found.get(str(number), {"steps": [], "ended": None}) for number in range(len(every))]
 
@@ -125,7 +123,7 @@ async def obey(order: Facts) -> dict[str, Facts]:
     async def one(number: str, uuid: str) -> Facts:
         told = json.dumps({**order, "number": int(number)})
         environ = {"CUDA_VISIBLE_DEVICES": uuid, **SPEAK}
-        return await heard(await start(MODULE, told, **environ), DEADLINE_S)
+        return await heard(await start(MODULE, told, environ=environ), DEADLINE_S)
 
     numbers = order["gpus"]
     found = await asyncio.gather(*(one(*pair) for pair in numbers.items()))
@@ -142,7 +140,7 @@ def check(known: Facts | None) -> Iterator[Finding]:
     names, told = known["members"], known["told"]
     if len(names) < 2:
         there = "one GPU" if names else "no GPU"
-        yield say.ok(TOPIC, f"{there} in this launch: there is nothing to check")
+        yield say.ok(TOPIC, f"{there} known in this launch: there is nothing to check")
         return
     versions: dict[str, list[str]] = {}
     for name, facts in zip(names, told, strict=True):

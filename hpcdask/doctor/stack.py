@@ -7,10 +7,11 @@ still says where.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
 from hpcdask.bootstrap.reexec import interpreter
@@ -21,6 +22,8 @@ from .findings import Facts, Finding, Reporter
 
 say = Reporter("stack")
 DEADLINE_S = 30.0
+#: Seconds in which a process that is killed has left, unless a driver or file system holds it.
+LEAVE_S = 2.0
 #: The facts where nothing was heard.
 SILENCE: Facts = {"steps": [], "ended": None}
 ADVICE = {
@@ -91,17 +94,22 @@ def main() -> None:
         print(json.dumps(done), flush=True)
 
 
-async def start(module: str, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
-    """Start a module in a process that reports on standard output, and ends with its input."""
+async def start(
+    module: str,
+    *arguments: str,
+    stdin: int = asyncio.subprocess.DEVNULL,
+    environ: Mapping[str, str] | None = None,
+) -> asyncio.subprocess.Process:
+    """Start a module in a process that reports on standard output."""
     return await asyncio.create_subprocess_exec(
         *interpreter(),
         "-m",
         module,
         *arguments,
-        stdin=asyncio.subprocess.PIPE,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, **environ},
+        env={**os.environ, **(environ or {})},
     )
 
 
@@ -124,8 +132,15 @@ async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts
                     known["steps"].append({"warned": text.strip()[:300]})
             known["ended"] = await process.wait()
     except TimeoutError:
-        process.kill()  # not awaited: a driver that hangs does not let it die
+        await kill(process)
     return known
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """End a process; not awaited for long, since a driver that hangs does not let it die."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        process.kill()
+        await asyncio.wait_for(process.wait(), LEAVE_S)
 
 
 def check(facts: Facts) -> Iterator[Finding]:

@@ -919,8 +919,6 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
 
     monkeypatch.setattr(fake, "NVML_NVLINK_MAX_LINKS", 36, raising=False)
     for name, answer in {
-        "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
-        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
         "nvmlDeviceGetHandleByUUID": lambda uuid: every[uuid],
         "nvmlDeviceGetIndex": lambda card: [*every].index(card["uuid"]),
         "nvmlDeviceGetMemoryInfo": lambda card: fake.SimpleNamespace(total=80 << 30, free=79 << 30),

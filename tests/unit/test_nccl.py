@@ -168,7 +168,7 @@ def test_nothing_to_check(names, there):
     (found,) = nccl.check({"members": names, "told": [], "pairs": []})
     assert (found.status, found.value) == (
         "ok",
-        f"{there} in this launch: there is nothing to check",
+        f"{there} known in this launch: there is nothing to check",
     )
 
 
