@@ -21,7 +21,7 @@ from .findings import Facts, Finding, Reporter, amount
 from .launch import Launch
 from .nodes import assemble
 from .queue import assigned
-from .stack import heard, kill, start
+from .stack import heard, kill, start, told_in
 
 say = Reporter("NCCL")
 MODULE = "hpcdask.doctor.nccl"
@@ -89,32 +89,34 @@ async def measure(every: Sequence[Member], ask: Ask) -> Facts:
 
 async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Facts]:
     """What the process of each member told."""
-    host = await start(
-        MODULE, "host", stdin=asyncio.subprocess.PIPE
-    )  # the others find each other at a port of it
+    host = await start(MODULE, "host", stdin=asyncio.subprocess.PIPE, environ=SPEAK)
     try:
-        assert host.stdout is not None
-        line = b""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DEADLINE_S):
-                async for line in host.stdout:
-                    if line.startswith((b'{"id"', b'{"error"')):
-                        break
-        first: Facts = json.loads(line) if line.startswith(b"{") else {}
-        if "id" not in first:
-            steps = [{"step": "library"}, first] if first else []
-            return [{"steps": steps, "ended": host.returncode}] * len(every)
+        known = await _hosts(host)
+        if not (unique_id := _merged(known).get("id")):
+            return [known] * len(every)
         orders: dict[int, Facts] = {}
         for number, one in enumerate(every):
-            order = orders.setdefault(
-                one.rank, {**first, "size": len(every), "nbytes": NBYTES, "gpus": {}}
-            )
-            order["gpus"][str(number)] = one.uuid
+            empty = {"id": unique_id, "size": len(every), "nbytes": NBYTES, "gpus": {}}
+            orders.setdefault(one.rank, empty)["gpus"][str(number)] = one.uuid
         answers = await asyncio.gather(*(ask(*order) for order in orders.items()))
     finally:
         await kill(host)
     found = {number: facts for answer in answers for number, facts in answer.items()}
     return [found.get(str(number), {"steps": [], "ended": None}) for number in range(len(every))]
+
+
+async def _hosts(host: asyncio.subprocess.Process) -> Facts:
+    """What the process told that the others will find each other by, until it waits for them."""
+    assert host.stdout is not None
+    known: Facts = {"steps": [], "ended": None}
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DEADLINE_S):
+            async for line in host.stdout:
+                known["steps"] += told_in(line)
+                if "id" in _merged(known):
+                    return known
+            known["ended"] = await host.wait()
+    return known
 
 
 async def obey(order: Facts) -> dict[str, Facts]:
@@ -233,12 +235,13 @@ def tell(**facts: object) -> None:
 
 def main(word: str) -> None:
     """Be the host, which the others find each other by, or one rank of an all-reduce."""
-    if word != "host":
-        tell(step="library")
+    tell(step="library")
     try:
         if why := nccl.missing():
             tell(error=why)
-        elif word == "host":
+            return
+        tell(step="communicator", version=nccl.version())
+        if word == "host":
             tell(id=nccl.unique_id().hex())
             sys.stdin.read()
         else:
@@ -248,7 +251,6 @@ def main(word: str) -> None:
 
 
 def _take_part(order: Facts) -> None:
-    tell(step="communicator", version=nccl.version())
     communicator = nccl.join(order["number"], order["size"], bytes.fromhex(order["id"]))
     tell(step=TOPIC)
     seconds, right = nccl.all_reduce(communicator, order["nbytes"], REPEATS)

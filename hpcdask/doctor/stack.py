@@ -125,15 +125,19 @@ async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts
     try:
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:
-                if line.startswith(b"{"):  # libraries print, too
-                    known["steps"].append(json.loads(line))
-                elif b"NCCL WARN " in line:
-                    text = line.partition(b"NCCL WARN ")[2].decode(errors="replace")
-                    known["steps"].append({"warned": text.strip()[:300]})
+                known["steps"] += told_in(line)
             known["ended"] = await process.wait()
     except TimeoutError:
         await kill(process)
     return known
+
+
+def told_in(line: bytes) -> list[Facts]:
+    """What a line of a process's output tells: its own, or a warning of NCCL."""
+    if line.startswith(b"{"):  # libraries print, too
+        return [json.loads(line)]
+    _, mark, text = line.partition(b"NCCL WARN ")
+    return [{"warned": text.decode(errors="replace").strip()[:300]}] if mark else []
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from distributed import Client, LocalCluster
 
+from clock import stretched
 from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster
 from hpcdask.comm import nccl as library
@@ -21,6 +22,8 @@ from hpcdask.doctor.findings import Finding
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
+#: Of one all-reduce, where some hang.
+DEADLINE_S = stretched(4)
 MEMBERS = [nccl.Member(n // 2, f"n{n // 2}", n % 2, f"GPU-{n}") for n in range(4)]
 
 
@@ -69,11 +72,11 @@ def test_all_is_well(stand_in):
 
 def test_the_rank_that_fails_is_named_and_those_that_wait_are_counted(stand_in):
     with_fault(stand_in, GPU_2=("join", "raise"))
-    stand_in.setattr(nccl, "DEADLINE_S", 8.0)
+    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
     known, found = measured(MEMBERS)
     why = "RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: Connection refused (communicator)"
     assert told(found)[1] == ("all-reduce", "error", f"GPU 0 of n1: {why}")
-    waits = "3 other GPUs: no answer within 8 s (communicator)"
+    waits = f"3 other GPUs: no answer within {DEADLINE_S} s (communicator)"
     assert told(found)[2] == ("all-reduce", "error", waits)
     pairs = {tuple(one["members"]): nccl._failed(one["told"]) for one in known["pairs"]}
     assert len(pairs) == 4
@@ -84,29 +87,29 @@ def test_the_rank_that_fails_is_named_and_those_that_wait_are_counted(stand_in):
 
 def test_one_that_dies(stand_in):
     with_fault(stand_in, GPU_1=("sum", "die"))
-    stand_in.setattr(nccl, "DEADLINE_S", 8.0)
+    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
     _, found = measured(MEMBERS[:2])
     expected = "GPU 1 of n0: its process ended with code -9 (all-reduce)"
     assert ("all-reduce", "error", expected) in told(found)
-    waits = "1 other GPU: no answer within 8 s (all-reduce)"
+    waits = f"1 other GPU: no answer within {DEADLINE_S} s (all-reduce)"
     assert told(found)[-1] == ("all-reduce", "error", waits)
 
 
 def test_one_that_hangs_before_the_others_do(stand_in):
     """The others have come further, and wait for it."""
     with_fault(stand_in, GPU_0=("sum", "hang"), GPU_1=("sum", "hang"))
-    stand_in.setattr(nccl, "DEADLINE_S", 8.0)
+    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
     _, found = measured(MEMBERS[:2])
     assert told(found)[1:] == [
-        ("all-reduce", "error", "all GPUs: no answer within 8 s (all-reduce)")
+        ("all-reduce", "error", f"all GPUs: no answer within {DEADLINE_S} s (all-reduce)")
     ]
     known = {"members": ["a", "b", "c"], "pairs": []}
     steps = ["communicator", "all-reduce", "all-reduce"]
     known["told"] = [{"steps": [{"step": step}], "ended": None} for step in steps]
     found = list(nccl.check(known))
     assert told(found) == [
-        ("all-reduce", "error", "a: no answer within 8 s (communicator)"),
-        ("all-reduce", "error", "2 other GPUs: no answer within 8 s (all-reduce)"),
+        ("all-reduce", "error", f"a: no answer within {DEADLINE_S} s (communicator)"),
+        ("all-reduce", "error", f"2 other GPUs: no answer within {DEADLINE_S} s (all-reduce)"),
     ]
 
 
@@ -138,6 +141,16 @@ def test_nccl_that_is_not_installed(stand_in):
     assert one.status == "error"
     assert one.value == "all GPUs: libnccl.so.2 cannot be loaded (library)"
     assert "pip install nvidia-nccl-cu13" in one.advice
+
+
+def test_a_network_that_nccl_does_not_find(stand_in):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"": ["id", "raise"]}))
+    stand_in.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, found = measured(MEMBERS[:2])
+    _, (topic, status, value) = told(found)
+    assert (topic, status) == ("all-reduce", "error")
+    assert value.startswith("all GPUs: RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: ")
+    assert "NCCL_SOCKET_IFNAME" in found[1].advice
 
 
 def test_versions_that_differ():

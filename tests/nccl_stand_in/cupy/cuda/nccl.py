@@ -20,12 +20,13 @@ def get_version():
 
 
 def get_unique_id():
+    fault("id")
     return uuid.uuid4().hex.encode() * 4
 
 
 def fault(where):
     """What happens here on this GPU."""
-    place, what = FAULTS.get(os.environ["CUDA_VISIBLE_DEVICES"], (None, None))
+    place, what = FAULTS.get(os.environ.get("CUDA_VISIBLE_DEVICES"), (None, None))
     if place != where:
         return False
     if what == "hang":
