@@ -178,7 +178,9 @@ def _failures(names: Sequence[str], told: Sequence[Facts]) -> Iterator[Finding]:
             causes.setdefault(cause, []).append(name)
     hang = [cause for cause in causes if cause[1].startswith(_hang())]
     last = max((STEPS.index(step) for step, _ in hang), default=0)
-    waits = [cause for cause in hang if STEPS.index(cause[0]) == last and len(causes) > 1]
+    waits = [cause for cause in hang if STEPS.index(cause[0]) == last]
+    if len(waits) == len(causes):  # for nobody else
+        waits = []
     for cause, its in causes.items():
         step, text = cause
         if cause not in waits:

@@ -113,6 +113,20 @@ def test_one_that_hangs_before_the_others_do(stand_in):
     ]
 
 
+def test_all_hang_and_only_one_says_why():
+    steps = [[{"step": "all-reduce"}], [{"step": "all-reduce"}, {"warned": "No route to host"}]]
+    known = {"members": ["a", "b"], "pairs": []}
+    known["told"] = [{"steps": one, "ended": None} for one in steps]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "a: no answer within 60 s (all-reduce)"),
+        (
+            "all-reduce",
+            "error",
+            "b: no answer within 60 s. NCCL says: No route to host (all-reduce)",
+        ),
+    ]
+
+
 def test_a_sum_that_is_wrong(stand_in):
     with_fault(stand_in, GPU_1=("sum", "wrong"))
     _, found = measured(MEMBERS[:2])
