@@ -23,7 +23,7 @@ from .findings import Facts, Finding, Reporter
 say = Reporter("stack")
 DEADLINE_S = 30.0
 #: Seconds in which a process that is killed has left, unless a driver or file system holds it.
-LEAVE_S = 2.0
+LEAVE_S = 10.0
 #: The facts where nothing was heard.
 SILENCE: Facts = {"steps": [], "ended": None}
 ADVICE = {

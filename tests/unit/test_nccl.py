@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from distributed import Client, LocalCluster
 
-from clock import stretched
 from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster
 from hpcdask.comm import nccl as library
@@ -22,8 +21,6 @@ from hpcdask.doctor.findings import Finding
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
-#: Of one all-reduce, where some hang.
-DEADLINE_S = stretched(4)
 MEMBERS = [nccl.Member(n // 2, f"n{n // 2}", n % 2, f"GPU-{n}") for n in range(4)]
 
 
@@ -37,7 +34,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
     return monkeypatch
 
 
-def measured(members: list[nccl.Member], **faults: tuple[str, str]) -> tuple[dict, list[Finding]]:
+def measured(members: list[nccl.Member]) -> tuple[dict, list[Finding]]:
     async def ask(rank: int, order: dict[str, Any]) -> dict[str, Any]:
         mine = {str(n): one.uuid for n, one in enumerate(members) if one.rank == rank}
         assert len(members) != order["size"] or order["gpus"] == mine
@@ -50,11 +47,6 @@ def measured(members: list[nccl.Member], **faults: tuple[str, str]) -> tuple[dic
 
 def told(findings: list[Finding]) -> list[tuple[str, str, str]]:
     return [(one.topic, one.status, one.value) for one in findings]
-
-
-def with_fault(stand_in: pytest.MonkeyPatch, **faults: tuple[str, str]) -> None:
-    named = {name.replace("_", "-"): fault for name, fault in faults.items()}
-    stand_in.setenv("STAND_IN_FAULTS", json.dumps(named))
 
 
 # The doctor
@@ -70,53 +62,80 @@ def test_all_is_well(stand_in):
     assert reduced[2].endswith(" GB/s bus bandwidth with 4 KiB of each")
 
 
-def test_the_rank_that_fails_is_named_and_those_that_wait_are_counted(stand_in):
-    with_fault(stand_in, GPU_2=("join", "raise"))
-    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
-    known, found = measured(MEMBERS)
-    why = "RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: Connection refused (communicator)"
-    assert told(found)[1] == ("all-reduce", "error", f"GPU 0 of n1: {why}")
-    waits = f"3 other GPUs: no answer within {DEADLINE_S} s (communicator)"
-    assert told(found)[2] == ("all-reduce", "error", waits)
-    pairs = {tuple(one["members"]): nccl._failed(one["told"]) for one in known["pairs"]}
-    assert len(pairs) == 4
-    assert all(("GPU 0 of n1" in names) == failed for names, failed in pairs.items())
-    assert [one.topic for one in found].count("pair") >= 2
-    assert "NCCL_SOCKET_IFNAME" in found[1].advice
-
-
-def test_one_that_dies(stand_in):
-    with_fault(stand_in, GPU_1=("sum", "die"))
-    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (
+            ("join", "raise"),
+            "RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: Connection refused (communicator)",
+        ),
+        (("sum", "die"), "its process ended with code -9 (all-reduce)"),
+        (("sum", "wrong"), "the sum is wrong (all-reduce)"),
+    ],
+)
+def test_a_fault_is_told_with_its_step(stand_in, fault, why):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": fault, "GPU-1": fault}))
     _, found = measured(MEMBERS[:2])
-    expected = "GPU 1 of n0: its process ended with code -9 (all-reduce)"
-    assert ("all-reduce", "error", expected) in told(found)
-    waits = f"1 other GPU: no answer within {DEADLINE_S} s (all-reduce)"
-    assert told(found)[-1] == ("all-reduce", "error", waits)
+    assert told(found)[1:] == [("all-reduce", "error", f"all GPUs: {why}")]
 
 
-def test_one_that_hangs_before_the_others_do(stand_in):
-    """The others have come further, and wait for it."""
-    with_fault(stand_in, GPU_0=("sum", "hang"), GPU_1=("sum", "hang"))
-    stand_in.setattr(nccl, "DEADLINE_S", DEADLINE_S)
-    _, found = measured(MEMBERS[:2])
-    assert told(found)[1:] == [
-        ("all-reduce", "error", f"all GPUs: no answer within {DEADLINE_S} s (all-reduce)")
-    ]
+def test_what_hangs_is_given_up(stand_in):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": ["join", "hang"]}))
+    stand_in.setattr(nccl, "DEADLINE_S", 2.0)
+    known, found = measured(MEMBERS[:2])
+    assert {one["ended"] for one in known["told"]} == {None}
+    assert "no answer within 2 s" in found[-1].value
+
+
+def ended(*steps: dict[str, Any], code: int | None = None) -> dict[str, Any]:
+    """What a process told, by default until it was given up."""
+    return {"steps": list(steps), "ended": code}
+
+
+JOINING, SUMMING = {"step": "communicator"}, {"step": "all-reduce"}
+GOOD = ended(SUMMING, {"seconds": 1.0, "right": True}, code=0)
+
+
+def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
     known = {"members": ["a", "b", "c"], "pairs": []}
-    steps = ["communicator", "all-reduce", "all-reduce"]
-    known["told"] = [{"steps": [{"step": step}], "ended": None} for step in steps]
-    found = list(nccl.check(known))
-    assert told(found) == [
-        ("all-reduce", "error", f"a: no answer within {DEADLINE_S} s (communicator)"),
-        ("all-reduce", "error", f"2 other GPUs: no answer within {DEADLINE_S} s (all-reduce)"),
+    known["told"] = [ended(SUMMING), ended(SUMMING, code=-9), ended(SUMMING)]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "b: its process ended with code -9 (all-reduce)"),
+        ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
     ]
+
+
+def test_one_that_hangs_before_the_others_do():
+    """The others have come further, and wait for it."""
+    known = {"members": ["a", "b", "c"], "pairs": []}
+    known["told"] = [ended(JOINING), ended(SUMMING), ended(SUMMING)]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "a: no answer within 60 s (communicator)"),
+        ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
+    ]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_where_all_together_fail_neighbours_try_it_in_pairs(monkeypatch, size):
+    tried = []
+
+    async def all_reduce(every: list[nccl.Member], ask: nccl.Ask) -> list[dict[str, Any]]:
+        tried.append([one.uuid for one in every])
+        well = len(every) == 2 and "GPU-1" not in tried[-1]
+        return [GOOD if well else ended(SUMMING)] * len(every)
+
+    monkeypatch.setattr(nccl, "_all_reduce", all_reduce)
+    _, found = measured(MEMBERS[:size])
+    assert len(tried) == 1 + size
+    ring = {frozenset((f"GPU-{n}", f"GPU-{(n + 1) % size}")) for n in range(size)}
+    assert set(map(frozenset, tried[1:])) == ring
+    failed = [one.value.partition(":")[0] for one in found if one.topic == "pair"]
+    assert sorted(failed) == ["GPU 0 of n0 and GPU 1 of n0", "GPU 1 of n0 and GPU 0 of n1"]
 
 
 def test_all_hang_and_only_one_says_why():
-    steps = [[{"step": "all-reduce"}], [{"step": "all-reduce"}, {"warned": "No route to host"}]]
     known = {"members": ["a", "b"], "pairs": []}
-    known["told"] = [{"steps": one, "ended": None} for one in steps]
+    known["told"] = [ended(SUMMING), ended(SUMMING, {"warned": "No route to host"})]
     assert told(list(nccl.check(known))) == [
         ("all-reduce", "error", "a: no answer within 60 s (all-reduce)"),
         (
@@ -127,19 +146,9 @@ def test_all_hang_and_only_one_says_why():
     ]
 
 
-def test_a_sum_that_is_wrong(stand_in):
-    with_fault(stand_in, GPU_1=("sum", "wrong"))
-    _, found = measured(MEMBERS[:2])
-    assert told(found)[1:] == [
-        ("all-reduce", "error", "GPU 1 of n0: the sum is wrong (all-reduce)")
-    ]
-
-
 def test_where_only_all_together_fail_pairs_are_well():
-    good = {"steps": [{"step": "all-reduce"}, {"seconds": 1.0, "right": True}], "ended": 0}
-    bad = {"steps": [{"step": "all-reduce"}], "ended": None}
-    pairs = [{"members": ["a", "b"], "told": [good, good]}]
-    known = {"members": ["a", "b", "c"], "told": [bad] * 3, "pairs": pairs}
+    pairs = [{"members": ["a", "b"], "told": [GOOD, GOOD]}]
+    known = {"members": ["a", "b", "c"], "told": [ended(SUMMING)] * 3, "pairs": pairs}
     assert told(list(nccl.check(known)))[-1] == (
         "pairs",
         "ok",
