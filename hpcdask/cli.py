@@ -74,7 +74,12 @@ for command in (submit, script, jobs, cleanup, stacks, logs, *of_detached):
     help="Check these ports, such as 20000-20999. Default: hpcdask.port-range of Dask's "
     "configuration.",
 )
-def doctor(as_json: bool, timeout: float, port_range: str | None) -> None:
+@click.option(
+    "--nccl",
+    is_flag=True,
+    help="Also sum arrays over NCCL between all GPUs, and measure the bandwidth.",
+)
+def doctor(as_json: bool, timeout: float, port_range: str | None, nccl: bool) -> None:
     """Check that Dask will run at full speed here.
 
     Under srun or mpirun it checks all nodes. The exit code is 0 if all is well, 1 with warnings,
@@ -82,7 +87,7 @@ def doctor(as_json: bool, timeout: float, port_range: str | None) -> None:
     """
     from hpcdask.doctor.command import run
 
-    sys.exit(run(as_json=as_json, timeout=timeout, port_range=port_range))
+    sys.exit(run(as_json=as_json, timeout=timeout, port_range=port_range, with_nccl=nccl))
 
 
 @main.command(cls=PassedOn, add_help_option=False, options_metavar="")

@@ -46,6 +46,41 @@ def come_to_barrier(mine: socket.socket) -> None:
     mine.recv(1)
 
 
+def nccl_barrier(context, **shared: object) -> None:
+    """All ranks sum once over NCCL; to the second time the last one does not come."""
+    import torch
+
+    torch.cuda.set_device(context.device)
+    torch.distributed.init_process_group("nccl")
+    ones = torch.ones(1000, device=context.device)
+    come_to_all_reduce(ones)
+    Path(f"rank{context.rank}.there").touch()
+    if context.rank == context.world_size - 1:
+        threading.Event().wait()
+    come_to_all_reduce(ones)
+
+
+def come_to_all_reduce(ones) -> None:
+    import torch
+
+    torch.distributed.all_reduce(ones)
+    ones.sum().item()  # of the result, so it waits for it
+
+
+def full_device(name: str) -> None:
+    """Fill the GPU with what Dask does not know of, and wait for room that nobody makes."""
+    import cupy
+
+    size = 2**30
+    while size >= 2**20:
+        try:
+            HOARD.append(cupy.cuda.runtime.malloc(size))
+        except cupy.cuda.runtime.CUDARuntimeError:
+            size //= 2
+    Path(name).touch()
+    threading.Event().wait()
+
+
 def full(share: float) -> None:
     """Fill the worker's memory to this share of its limit, with what Dask does not know of."""
     limit = get_worker().memory_manager.memory_limit

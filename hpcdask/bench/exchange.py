@@ -20,7 +20,7 @@ import dask.array as da
 import distributed
 import numpy as np
 
-from hpcdask.bench import exchange_report
+from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
 from hpcdask.bench.records import Case, decimal_bytes
@@ -47,7 +47,7 @@ def run_exchange(
     alone: bool = False,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure all pairs of workers (``alone``: one at a time), all to all, and ``x + x.T``.
+    """Measure all pairs of workers (``alone``: one at a time), all to all, ``x + x.T``, and NCCL.
 
     Times and GB/s at the record's top are those of ``x + x.T``; rows of the matrices in ``result``
     are sources. No timeline is made.
@@ -65,6 +65,8 @@ def run_exchange(
     pairs.buffers.clear()
     transport = _transports(client, members)
     square, checks = _measure_square(cluster, members, rows, repeats)
+    reduced, of_nccl = all_reduce.measure(cluster, nbytes, repeats)  # a hang ends workers, so last
+    checks += of_nccl
     findings = exchange_report.judge(bandwidth, members.names, members.hosts, transport)
     if cluster.device == "cuda":
         findings += exchange_report.hints(
@@ -83,6 +85,7 @@ def run_exchange(
         "summary": exchange_report.summary(bandwidth, members.hosts),
         "all_to_all": all_to_all,
         "transpose": square,
+        "all_reduce": reduced,
         "slow": [finding._asdict() for finding in findings],
     }
     checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
@@ -102,6 +105,8 @@ def _tell(result: dict[str, Any]) -> None:
     every, square = result["all_to_all"], result["transpose"]
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
     say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
+    if line := exchange_report.all_reduce_line(result):
+        say(line)
     say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
 
 

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from hpcdask.bench.records import decimal_bytes
+
 #: Rows send, columns receive; None where nothing was measured, as on the diagonal.
 Matrix = Sequence[Sequence[float | None]]
 Kind = Literal["node", "nodes", "worker", "pair", "hint"]
@@ -240,6 +242,18 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{short(numbers['min'])} to {short(numbers['max'])} {title}"
             )
     return "\n".join(parts)
+
+
+def all_reduce_line(result: Mapping[str, Any]) -> str:
+    """Say what NCCL reached, or why it was left out; empty without GPUs."""
+    found = result.get("all_reduce") or {}
+    if "missing" in found:
+        return f"all-reduce left out: {found['missing']}"
+    if not found:
+        return ""
+    block = decimal_bytes(found["bytes"])
+    rate = f"{found['GB/s']:.3g} GB/s bus bandwidth"
+    return f"all-reduce over NCCL {found['nccl']}: {rate}, {block} on each worker"
 
 
 def _between_nodes(matrix: Matrix, hosts: Sequence[str]) -> tuple[list[str], Matrix]:

@@ -15,6 +15,7 @@ from bokeh.resources import Resources
 
 from hpcdask.bench.charts import Chart, phases, published, timeline, times
 from hpcdask.bench.exchange import heat_map
+from hpcdask.bench.exchange_report import all_reduce_line
 from hpcdask.bench.gpu_charts import gpu_lines
 from hpcdask.bench.heatmap import TEMPLATES
 from hpcdask.bench.limits import LIMITS
@@ -243,9 +244,11 @@ def _published_rows(timed: Named) -> list[list[str]]:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _exchanges(shown: Named) -> list[tuple[str, str, list[str]]]:
-    return [
-        (label, heat_map(record), [one["text"] for one in record["result"]["slow"]])
-        for label, record in shown
-        if record["workload"] == "exchange" and "transport" in (record.get("result") or {})
-    ]
+def _exchanges(shown: Named) -> list[tuple[str, str, list[str], str]]:
+    found = []
+    for label, record in shown:
+        result = record.get("result") or {}
+        if record["workload"] == "exchange" and "transport" in result:
+            warnings = [one["text"] for one in result["slow"]]
+            found.append((label, heat_map(record), warnings, all_reduce_line(result)))
+    return found

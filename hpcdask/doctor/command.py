@@ -11,18 +11,21 @@ from hpcdask.errors import UsageError
 from hpcdask.security.ports import use
 from hpcdask.spec.parsing import parse_port_range
 
-from . import launch, nodes, report, stack
+from . import launch, nccl, nodes, report, stack
 from .collect import Gathering
 from .compare import differences
 from .launch import Launch
 from .report import Report
 
 
-def run(*, as_json: bool, timeout: float, port_range: str | None = None) -> int:
+def run(
+    *, as_json: bool, timeout: float, port_range: str | None = None, with_nccl: bool = False
+) -> int:
     """Check this node, or under a launcher all nodes, and print one report.
 
     Must be called while the process has one thread. All ranks have to arrive within `timeout`
-    seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors.
+    seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors. NCCL is
+    tried `with_nccl` only.
 
     Raises UsageError if the timeout is no time or the range no range, HpcdaskError if the ranks
     cannot meet at all.
@@ -38,10 +41,16 @@ def run(*, as_json: bool, timeout: float, port_range: str | None = None) -> int:
     if rank is None or rank.size > 1:
         from . import meeting
 
-        return meeting.take_part(rank, gathering, timeout, lambda heard: show(heard, as_json))
+        return meeting.take_part(
+            rank, gathering, timeout, lambda heard: show(heard, as_json), with_nccl=with_nccl
+        )
     heard = Launch(rank, timeout, hosts={0: rank.host}, reports={0: gathering.results()})
     if heard.reports[0]["gpus"].get("gpus"):
         heard.reports[0]["stack"] = asyncio.run(stack.run())
+    if with_nccl:
+        heard.nccl = asyncio.run(
+            nccl.measure(nccl.members(heard), lambda _, order: nccl.obey(order))
+        )
     return show(heard, as_json)
 
 
@@ -52,7 +61,11 @@ def build(heard: Launch) -> Report:
     launcher = heard.rank.launcher
     return Report(
         [(node, nodes.examine(node, launcher=launcher, workers=workers)) for node in found],
-        [*(launch.check(heard) if heard.rank.size > 1 else []), *launch.check_transport(found)],
+        [
+            *(launch.check(heard) if heard.rank.size > 1 else []),
+            *launch.check_transport(found),
+            *nccl.check(heard.nccl),
+        ],
         differences(found) if len(found) > 1 else [],
         heard.rank.size,
     )

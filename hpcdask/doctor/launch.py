@@ -38,7 +38,8 @@ class Launch:
 
     `clocks` has for each reading how long a rank's answer took and how far its clock was ahead, in
     seconds. `reached` says by node which others it did not reach in the range of ports, and why.
-    All ranks had to arrive within `timeout` seconds.
+    `nccl` is what was measured with it, if that was asked for. All ranks had to arrive within
+    `timeout` seconds.
     """
 
     rank: Rank
@@ -49,6 +50,7 @@ class Launch:
     routes: dict[int, Route] = field(default_factory=dict)
     clocks: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     reached: dict[str, dict[str, str]] = field(default_factory=dict)
+    nccl: Facts | None = None
 
 
 def check(launch: Launch) -> list[Finding]:

@@ -21,7 +21,7 @@ from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import create_credentials
 from hpcdask.security.ports import current
 
-from . import ports, stack
+from . import nccl, ports, stack
 from .collect import DEADLINE_S, Gathering
 from .findings import Facts
 from .launch import Launch, Route
@@ -35,11 +35,13 @@ SPARE_S = 5.0
 CLOCK_READINGS = 3
 
 
-def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Show) -> int:
+def take_part(
+    rank: Rank | None, gathering: Gathering, timeout: float, show: Show, *, with_nccl: bool
+) -> int:
     """Meet the other ranks, and lead or follow; return this rank's exit code.
 
     All have to arrive within `timeout` seconds. `show` prints the report of rank 0 and returns the
-    exit code.
+    exit code. They try NCCL `with_nccl` only.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally`
     try:
@@ -47,7 +49,8 @@ def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Sho
         if rank.index:
             return asyncio.run(_follow(rank, gathering, meeting, timeout))
         try:
-            return asyncio.run(_Leader(Launch(rank, timeout)).lead(gathering, meeting, show))
+            leader = _Leader(Launch(rank, timeout), with_nccl)
+            return asyncio.run(leader.lead(gathering, meeting, show))
         finally:
             meeting.close()
     except HpcdaskError as error:
@@ -60,10 +63,11 @@ def take_part(rank: Rank | None, gathering: Gathering, timeout: float, show: Sho
 class _Leader:
     """Rank 0."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, with_nccl: bool) -> None:
+        self.launch, self.with_nccl = launch, with_nccl
         self.channels: dict[int, MessageStream] = {}
         self.listeners: dict[str, Facts] = {}
+        self.obeyed: dict[tuple[int, str], dict[str, Facts]] = {}
         self.changed = asyncio.Event()
 
     async def lead(self, gathering: Gathering, meeting: Rendezvous, show: Show) -> int:
@@ -89,6 +93,8 @@ class _Leader:
         await self._prove_stacks()
         if current() is not None:
             await self._try_ports()
+        if self.with_nccl:
+            launch.nccl = await nccl.measure(nccl.members(launch), self._ask_nccl)
         code = show(launch)
         for channel in self.channels.values():
             channel.send(op="end", code=code)
@@ -118,6 +124,8 @@ class _Leader:
                     launch.reports[rank] = message["facts"]
                 case "stack":
                     launch.reports[rank]["stack"] = message["facts"]
+                case "nccl":
+                    self.obeyed[rank, message["id"]] = message["told"]
                 case "listens":
                     self.listeners[launch.hosts[rank]] = message["facts"]
                 case "reached":
@@ -154,6 +162,19 @@ class _Leader:
         await self._until(lambda: not silent() & set(self.channels), stack.DEADLINE_S + SPARE_S)
         for rank in silent():
             reports[rank]["stack"] = stack.SILENCE
+
+    async def _ask_nccl(self, rank: int, order: Facts) -> dict[str, Facts]:
+        """What the processes of a rank's GPUs told; nothing where the rank has gone."""
+        if rank == 0:
+            return await nccl.obey(order)
+        answer = rank, order["id"]
+        if rank in self.channels:
+            self.channels[rank].send(op="nccl", order=order)
+        await self._until(
+            lambda: answer in self.obeyed or rank not in self.channels,
+            nccl.DEADLINE_S + SPARE_S,
+        )
+        return self.obeyed.get(answer, {})
 
     async def _try_ports(self) -> None:
         """One rank of each node listens in the range of ports, and connects to the others'."""
@@ -198,6 +219,9 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
     async def reach(others: dict[str, Facts]) -> None:
         channel.send(op="reached", failed=await ports.connect(others))
 
+    async def obey(order: Facts) -> None:
+        channel.send(op="nccl", id=order["id"], told=await nccl.obey(order))
+
     work = [asyncio.create_task(report())]
     while (order := await channel.receive()) is not None:
         match order.get("op"):
@@ -205,6 +229,8 @@ async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout
                 channel.send(op="clock", sent=order["sent"], time=time.time())
             case "stack":
                 work.append(asyncio.create_task(prove()))
+            case "nccl":
+                work.append(asyncio.create_task(obey(order["order"])))
             case "listen":
                 listener = ports.Listener(str(get_ip()))  # until this process ends
                 channel.send(op="listens", facts=listener.facts())

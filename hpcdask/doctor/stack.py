@@ -7,9 +7,11 @@ still says where.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
 from hpcdask.bootstrap.reexec import interpreter
@@ -20,6 +22,8 @@ from .findings import Facts, Finding, Reporter
 
 say = Reporter("stack")
 DEADLINE_S = 30.0
+#: Seconds in which a process that is killed has left, unless a driver or file system holds it.
+LEAVE_S = 10.0
 #: The facts where nothing was heard.
 SILENCE: Facts = {"steps": [], "ended": None}
 ADVICE = {
@@ -90,27 +94,57 @@ def main() -> None:
         print(json.dumps(done), flush=True)
 
 
-async def run(deadline_s: float = DEADLINE_S) -> Facts:
-    """Start the process and read what it reports, until it ends or the deadline."""
-    process = await asyncio.create_subprocess_exec(
+async def start(
+    module: str,
+    *arguments: str,
+    stdin: int = asyncio.subprocess.DEVNULL,
+    environ: Mapping[str, str] | None = None,
+) -> asyncio.subprocess.Process:
+    """Start a module in a process that reports on standard output."""
+    return await asyncio.create_subprocess_exec(
         *interpreter(),
         "-m",
-        "hpcdask.doctor.stack",
-        stdin=asyncio.subprocess.DEVNULL,
+        module,
+        *arguments,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **(environ or {})},
     )
+
+
+async def run(deadline_s: float = DEADLINE_S) -> Facts:
+    """What the process reports, until it ends or the deadline."""
+    return await heard(await start("hpcdask.doctor.stack"), deadline_s)
+
+
+async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts:
+    """The JSON lines of a process, until it ends or the deadline; then it is killed."""
     assert process.stdout is not None
     known: Facts = {"steps": [], "ended": None}
     try:
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:
-                if line.startswith(b"{"):  # libraries print, too
-                    known["steps"].append(json.loads(line))
+                known["steps"] += told_in(line)
             known["ended"] = await process.wait()
     except TimeoutError:
-        process.kill()  # not awaited: a driver that hangs does not let it die
+        await kill(process)
     return known
+
+
+def told_in(line: bytes) -> list[Facts]:
+    """What a line of a process's output tells: its own, or a warning of NCCL."""
+    if line.startswith(b"{"):  # libraries print, too
+        return [json.loads(line)]
+    _, mark, text = line.partition(b"NCCL WARN ")
+    return [{"warned": text.decode(errors="replace").strip()[:300]}] if mark else []
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """End a process; not awaited for long, since a driver that hangs does not let it die."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        process.kill()
+        await asyncio.wait_for(process.wait(), LEAVE_S)
 
 
 def check(facts: Facts) -> Iterator[Finding]:

@@ -96,6 +96,14 @@ def nvmlShutdown():
     _inits -= 1
 
 
+def nvmlSystemGetDriverVersion():
+    return b"580.65.06"
+
+
+def nvmlSystemGetCudaDriverVersion_v2():
+    return 13000
+
+
 def nvmlDeviceGetCount():
     return len(_gpus())
 
@@ -127,7 +135,8 @@ def nvmlDeviceGetMemoryInfo(handle, version=None):
     memory = handle.get("memory", 80 << 30)
     if memory is None:
         raise NVMLError_NotSupported("Not Supported")
-    return SimpleNamespace(total=memory, used=_now(handle, "used") if version else 0)
+    used = _now(handle, "used") if version else 0
+    return SimpleNamespace(total=memory, used=used, free=memory - used)
 
 
 def nvmlDeviceGetHandleByUUID(uuid):

@@ -93,6 +93,19 @@ def test_the_report_has_the_heat_map(gpus: list[Gpu], tmp_path: Path) -> None:
     assert "<svg" in page.read_text()
 
 
+def test_exchange_has_an_all_reduce_where_nccl_is_installed(gpus: list[Gpu]) -> None:
+    if len(gpus) < 2:
+        pytest.skip("a single GPU")
+    (line,) = bench("exchange", "--repeats", "3")
+    found = line["result"]["all_reduce"]
+    if "NCCL is not installed" in found.get("missing", ""):
+        pytest.skip(found["missing"])
+    assert all(check["ok"] for check in line["checks"])
+    assert found["GB/s"] > 1, found
+    assert len(found["seconds"]) == 3
+    print(found)
+
+
 def test_the_table_has_a_row_for_each_kind_of_cluster(gpus: list[Gpu]) -> None:
     lines = bench("table", "--size", "16GB", "--cpu-size", "100MB", "--repeats", "1")
     rows = [(line["workers"], line["form"]) for line in lines if gpus[0].name in line["devices"]]

@@ -21,10 +21,12 @@ DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor", "--json"]
 TENANT = "import cupy, sys; a = cupy.ones(2**27); print(float(a[0]), flush=True); sys.stdin.read()"
 
 
-def doctor(*prefix: str, **variables: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def doctor(
+    *prefix: str, more: tuple[str, ...] = (), **variables: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report, and all its findings."""
     done = subprocess.run(
-        [*prefix, *DOCTOR],
+        [*prefix, *DOCTOR, *more],
         capture_output=True,
         text=True,
         timeout=120,
@@ -104,3 +106,32 @@ def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
     assert not [one for one in findings if one["topic"] == "confined"]
     # the doctor's own contexts on the GPUs come after all ranks have looked
     assert of_topic(findings, "other processes")["status"] == "ok"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launched", [False, True])
+def test_nccl_between_all_gpus(gpus: list[Gpu], launched: bool) -> None:
+    """Of this host when alone, and one of each rank under a launcher."""
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    mpirun = ["mpirun", "--oversubscribe", "-n", str(len(gpus))] if launched else []
+    _, findings = doctor(*mpirun, more=("--nccl",))
+    reduced = of_topic(findings, "all-reduce")
+    if "cannot be loaded" in reduced["value"]:
+        pytest.skip(reduced["value"])
+    print(reduced["value"])
+    assert reduced["status"] == "ok", reduced
+    assert reduced["value"].startswith(f"right between {len(gpus)} GPUs, ")
+    assert of_topic(findings, "version")["status"] == "ok"
+
+
+def test_nccl_that_finds_no_network(gpus: list[Gpu]) -> None:
+    if len(gpus) < 2:
+        pytest.skip("needs two GPUs")
+    made, findings = doctor(more=("--nccl",), NCCL_SOCKET_IFNAME="=no-such")
+    reduced = of_topic(findings, "all-reduce")
+    if "cannot be loaded" in reduced["value"]:
+        pytest.skip(reduced["value"])
+    assert (reduced["status"], made["exit_code"]) == ("error", 2)
+    assert "NCCL says: " in reduced["value"]
+    assert "NCCL_SOCKET_IFNAME" in reduced["advice"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from hpcdask.gpu.devices import Gpu
 from launching import needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs("torch")]
+BENCHMARK = Path(__file__).parents[2] / "benchmarks/peers.py"
 PROGRAM = Path(__file__).parents[2] / "examples" / "torch_ddp.py"
 
 
@@ -65,3 +69,22 @@ def test_data_parallel_training(gpus: list[Gpu], train: Callable, tmp_path: Path
         assert caught.value.rank == size - 1
         found = hpcdask.gang(train, range(size), client=client, shared={"steps": 200}, timeout=120)
         assert found[0] == pytest.approx(range(1, 9), abs=0.01)
+
+
+def test_an_all_reduce_beside_the_same_without_dask(gpus: list[Gpu], tmp_path: Path) -> None:
+    """Asserts that both are right; ALLREDUCE_JSON names a file for the ratio, ROUNDS how often."""
+    if len(gpus) < 2:
+        pytest.skip("a single GPU")
+    path = Path(os.environ.get("ALLREDUCE_JSON", tmp_path / "allreduce.json"))
+    options = ["--cases", "allreduce", "--rounds", os.environ.get("ROUNDS", "2"), "--json"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), *options, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (case,) = (one for one in json.loads(path.read_text())["cases"] if "all-reduce" in one["case"])
+    assert case["ratio"] > 0
+    print(done.stdout)  # the ratio of seconds: 1.11 is 90 % of the bandwidth

@@ -154,3 +154,26 @@ def test_two_nodes_reach_each_other_in_a_range_of_ports(tmp_path: Path):
     assert int(port["value"].partition(" on ")[0].rpartition(":")[2]) in range(
         *map(int, ports.split("-"))
     )
+
+
+def test_nccl_between_the_gpus_of_two_ranks(mpi, tmp_path: Path):
+    """With stand-ins for NVML, CuPy and NCCL; the second time, both ranks fail."""
+    tests = Path(__file__).parents[1]
+    found = [str(tests / "fakes"), str(tests / "nccl_stand_in"), os.environ.get("PYTHONPATH", "")]
+    gpus = [{"uuid": f"GPU-{number}", "bus": str(number)} for number in range(2)]
+    environ = {
+        "PYTHONPATH": os.pathsep.join(filter(None, found)),
+        "FAKE_NVML": json.dumps(gpus),
+        "STAND_IN": str(tmp_path),
+    }
+    done = mpi.run(2, *DOCTOR, "--json", "--nccl", env=environ)
+    version, reduced = (one for one in parse(done.out)["between_nodes"] if one["group"] == "NCCL")
+    assert (version["status"], version["value"]) == ("ok", "2.28.9"), done.err
+    assert reduced["value"].startswith("right between 2 GPUs, ")
+    environ["STAND_IN_FAULTS"] = json.dumps({"GPU-1": ["join", "die"], "GPU-0": ["join", "raise"]})
+    done = mpi.run(2, *DOCTOR, "--json", "--nccl", env=environ)
+    _, first, second = (one for one in parse(done.out)["between_nodes"] if one["group"] == "NCCL")
+    assert first["value"].startswith("GPU 0 of ")
+    assert "NCCL_ERROR_SYSTEM_ERROR" in first["value"]
+    assert "its process ended with code -9" in second["value"]
+    assert done.code == 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,84 +12,30 @@ from pathlib import Path
 import psutil
 import pytest
 from click.testing import CliRunner
-from distributed import Client
 
 import deadlocks
-import hpcdask
-from clock import PATIENCE, clock
+from clock import PATIENCE
+from hanging import Hanging, hanging_run
 from hpcdask.stacks.command import logs
 from hpcdask.stacks.diagnose import diagnose
-from hpcdask.stacks.look import Report, find, look
-from hpcdask.stacks.show import lines
 from launching import openmpi_launcher, wait_for
-from running import Running, Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SIZE = 3
-TESTS = Path(__file__).parents[1]
-
-
-class Hanging:
-    """A run of which parts hang, and a client of it."""
-
-    def __init__(self, site: Site, run: Running) -> None:
-        self.site, self.run = site, run
-        self.file = str(site.folder / "cluster.json")
-        self.client: Client = hpcdask.connect(self.file)
-        self.workers = [one["name"] for one in self.infos()]
-
-    def infos(self) -> list[dict]:
-        found = self.client.scheduler_info(n_workers=-1)["workers"].values()
-        return sorted(found, key=lambda one: one["name"])
-
-    def addresses(self) -> dict[str, str]:
-        """The workers' names by their addresses."""
-        found = self.client.scheduler_info(n_workers=-1)["workers"]
-        return {address: one["name"] for address, one in found.items()}
-
-    def wait_until_there(self, *names: str) -> None:
-        for name in names:
-            wait_for((self.site.folder / name).exists, 30, name)
-
-    def look(self, *, likely: str) -> tuple[Report, str]:
-        """Look until the most likely is as expected: stacks that are in their last line soon."""
-
-        def found() -> tuple[Report, str] | None:
-            nonlocal text
-            report = asyncio.run(look(find(self.file)))
-            text = "\n".join(lines(report))
-            return (report, text) if likely in diagnose(report)[0] else None
-
-        text = ""
-        try:
-            return wait_for(found, 60, likely)
-        except AssertionError:
-            pytest.fail(f"not {likely!r}, but\n{text}", pytrace=False)
 
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[Hanging]:
-    with Site(openmpi_launcher()) as site:
-        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        options = ("--scheduler-file", "cluster.json", "--memory-limit", "600MB", "--nthreads", "2")
-        run = site.start(*options, n=SIZE, env={"PYTHONPATH": path})
-        run.line("hpcdask: scheduler at", stream="err", timeout=120)
-        hanging = Hanging(site, run)
+    options = ("--memory-limit", "600MB", "--nthreads", "2")
+    with hanging_run(openmpi_launcher(), SIZE, *options, device="cpu") as hanging:
         yield hanging
-        hanging.client.close(timeout=5)
-        run.signal(signal.SIGTERM)
-        run.end(60)
-        site.check_nothing_left(clock())
 
 
 @pytest.fixture
 def hanging(whole: Hanging) -> Iterator[Hanging]:
     """The run, whose workers start anew after each test."""
     yield whole
-    for path in whole.site.folder.glob("*.there"):
-        path.unlink()
-    whole.client.restart(timeout=60, wait_for_workers=False)  # what hangs is killed before that
-    whole.client.wait_for_workers(SIZE, timeout=PATIENCE * 60)
+    whole.start_anew(SIZE)
 
 
 def test_locks_of_dask_that_two_tasks_want_in_two_orders(hanging: Hanging):
@@ -121,26 +65,10 @@ def test_locks_of_a_process_that_two_threads_want_in_two_orders(hanging: Hanging
 
 
 def test_a_rank_that_never_comes_to_the_barrier_of_its_gang(hanging: Hanging):
-    gang = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            (
-                "import hpcdask, deadlocks, sys; client = hpcdask.connect(sys.argv[1]);"
-                "hpcdask.gang(deadlocks.barrier, size=3, client=client)"
-            ),
-            hanging.file,
-        ],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-    )
-    try:
-        hanging.wait_until_there(*(f"rank{rank}.there" for rank in range(SIZE)))
+    with hanging.gang("barrier", SIZE):
         report, text = hanging.look(likely="A gang is in a dead-lock: 2 ranks wait at come_to_")
         assert "rank 2 at" in diagnose(report)[0], text
         assert not report.unreached
-    finally:
-        gang.kill()
-        gang.wait()
 
 
 def test_workers_that_are_full(hanging: Hanging):

@@ -31,6 +31,7 @@ from hpcdask.doctor import (
     collect,
     command,
     meeting,
+    nccl,
     node,
     nodes,
     nvml,
@@ -918,8 +919,6 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
 
     monkeypatch.setattr(fake, "NVML_NVLINK_MAX_LINKS", 36, raising=False)
     for name, answer in {
-        "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
-        "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
         "nvmlDeviceGetHandleByUUID": lambda uuid: every[uuid],
         "nvmlDeviceGetIndex": lambda card: [*every].index(card["uuid"]),
         "nvmlDeviceGetMemoryInfo": lambda card: fake.SimpleNamespace(total=80 << 30, free=79 << 30),
@@ -985,6 +984,22 @@ def test_the_packages_of_this_environment():
     versions = {"dask": "2026.7.1"}
     assert list(software._unfit(["dask==2026.7.1"], versions)) == []
     assert list(software._unfit(["dask==2026.6.0"], versions)) == ["dask==2026.6.0"]
+
+
+# Who takes part in an all-reduce over NCCL
+
+
+def test_each_gpu_is_a_member_once():
+    def names(*reports: dict[str, Any], **more: Any) -> list[tuple[int, str]]:
+        return [(one.rank, one.name) for one in nccl.members(heard(*reports, **more))]
+
+    both = facts_of([a_gpu(0), a_gpu(1)])
+    assert names(both) == [(0, "GPU 0 of node1"), (0, "GPU 1 of node1")]
+    assert names(both, both) == [(0, "GPU 0 of node1"), (1, "GPU 1 of node1")]
+    assert names(both, both, both) == [(0, "GPU 0 of node1"), (0, "GPU 1 of node1")]
+    one, other = facts_of([a_gpu(0)]), facts_of([a_gpu(0, uuid="GPU-x")])
+    assert names(one, other, hosts=["a", "b"]) == [(0, "GPU 0 of a"), (1, "GPU 0 of b")]
+    assert names(facts_of([])) == []
 
 
 # Proof that the packages load

@@ -1,0 +1,299 @@
+"""NCCL in the doctor and the bench, with a stand-in for CuPy and NCCL where there is no GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+from hpcdask.bench import all_reduce, exchange_report
+from hpcdask.bench.cluster import Cluster
+from hpcdask.comm import nccl as library
+from hpcdask.doctor import nccl
+from hpcdask.doctor.findings import Finding
+
+STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
+FAR = 60
+MEMBERS = [nccl.Member(n // 2, f"n{n // 2}", n % 2, f"GPU-{n}") for n in range(4)]
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Processes find the stand-in instead of CuPy, and sum short arrays."""
+    path = os.pathsep.join(filter(None, [str(STAND_IN), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    monkeypatch.setattr(nccl, "NBYTES", 4096)
+    return monkeypatch
+
+
+def measured(members: list[nccl.Member]) -> tuple[dict, list[Finding]]:
+    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Any]:
+        mine = {str(n): one.uuid for n, one in enumerate(members) if one.rank == rank}
+        assert len(members) != order["size"] or order["gpus"] == mine
+        return await nccl.obey(order)
+
+    known = asyncio.run(nccl.measure(members, ask))
+    json.dumps(known)
+    return known, list(nccl.check(known))
+
+
+def told(findings: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(one.topic, one.status, one.value) for one in findings]
+
+
+# The doctor
+
+
+def test_all_is_well(stand_in):
+    known, found = measured(MEMBERS)
+    assert known["pairs"] == []
+    version, reduced = told(found)
+    assert version == ("version", "ok", "2.28.9")
+    assert reduced[:2] == ("all-reduce", "ok")
+    assert reduced[2].startswith("right between 4 GPUs, ")
+    assert reduced[2].endswith(" GB/s bus bandwidth with 4 KiB of each")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (
+            ("join", "raise"),
+            "RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: Connection refused (communicator)",
+        ),
+        (("sum", "die"), "its process ended with code -9 (all-reduce)"),
+        (("sum", "wrong"), "the sum is wrong (all-reduce)"),
+    ],
+)
+def test_a_fault_is_told_with_its_step(stand_in, fault, why):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": fault, "GPU-1": fault}))
+    _, found = measured(MEMBERS[:2])
+    assert told(found)[1:] == [("all-reduce", "error", f"all GPUs: {why}")]
+
+
+def test_what_hangs_is_given_up(stand_in):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": ["join", "hang"]}))
+    stand_in.setattr(nccl, "DEADLINE_S", 2.0)
+    known, found = measured(MEMBERS[:2])
+    assert {one["ended"] for one in known["told"]} == {None}
+    assert "no answer within 2 s" in found[-1].value
+
+
+def ended(*steps: dict[str, Any], code: int | None = None) -> dict[str, Any]:
+    """What a process told, by default until it was given up."""
+    return {"steps": list(steps), "ended": code}
+
+
+JOINING, SUMMING = {"step": "communicator"}, {"step": "all-reduce"}
+GOOD = ended(SUMMING, {"seconds": 1.0, "right": True}, code=0)
+
+
+def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
+    known = {"members": ["a", "b", "c"], "pairs": []}
+    known["told"] = [ended(SUMMING), ended(SUMMING, code=-9), ended(SUMMING)]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "b: its process ended with code -9 (all-reduce)"),
+        ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
+    ]
+
+
+def test_one_that_hangs_before_the_others_do():
+    """The others have come further, and wait for it."""
+    known = {"members": ["a", "b", "c"], "pairs": []}
+    known["told"] = [ended(JOINING), ended(SUMMING), ended(SUMMING)]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "a: no answer within 60 s (communicator)"),
+        ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
+    ]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_where_all_together_fail_neighbours_try_it_in_pairs(monkeypatch, size):
+    tried = []
+
+    async def all_reduce(every: list[nccl.Member], ask: nccl.Ask) -> list[dict[str, Any]]:
+        tried.append([one.uuid for one in every])
+        well = len(every) == 2 and "GPU-1" not in tried[-1]
+        return [GOOD if well else ended(SUMMING)] * len(every)
+
+    monkeypatch.setattr(nccl, "_all_reduce", all_reduce)
+    _, found = measured(MEMBERS[:size])
+    assert len(tried) == 1 + size
+    ring = {frozenset((f"GPU-{n}", f"GPU-{(n + 1) % size}")) for n in range(size)}
+    assert set(map(frozenset, tried[1:])) == ring
+    failed = [one.value.partition(":")[0] for one in found if one.topic == "pair"]
+    assert sorted(failed) == ["GPU 0 of n0 and GPU 1 of n0", "GPU 1 of n0 and GPU 0 of n1"]
+
+
+def test_all_hang_and_only_one_says_why():
+    known = {"members": ["a", "b"], "pairs": []}
+    known["told"] = [ended(SUMMING), ended(SUMMING, {"warned": "No route to host"})]
+    assert told(list(nccl.check(known))) == [
+        ("all-reduce", "error", "a: no answer within 60 s (all-reduce)"),
+        (
+            "all-reduce",
+            "error",
+            "b: no answer within 60 s. NCCL says: No route to host (all-reduce)",
+        ),
+    ]
+
+
+def test_where_only_all_together_fail_pairs_are_well():
+    pairs = [{"members": ["a", "b"], "told": [GOOD, GOOD]}]
+    known = {"members": ["a", "b", "c"], "told": [ended(SUMMING)] * 3, "pairs": pairs}
+    assert told(list(nccl.check(known)))[-1] == (
+        "pairs",
+        "ok",
+        "the all-reduce of each two neighbours is right",
+    )
+
+
+def test_nccl_that_is_not_installed(stand_in):
+    stand_in.setenv("STAND_IN_MISSING", "1")
+    known, found = measured(MEMBERS)
+    assert known["pairs"] == []
+    (one,) = found
+    assert one.status == "error"
+    assert one.value == "all GPUs: libnccl.so.2 cannot be loaded (library)"
+    assert "pip install nvidia-nccl-cu13" in one.advice
+
+
+def test_a_network_that_nccl_does_not_find(stand_in):
+    stand_in.setenv("STAND_IN_FAULTS", json.dumps({"": ["id", "raise"]}))
+    stand_in.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, found = measured(MEMBERS[:2])
+    _, (topic, status, value) = told(found)
+    assert (topic, status) == ("all-reduce", "error")
+    assert value.startswith("all GPUs: RuntimeError: NCCL_ERROR_SYSTEM_ERROR. NCCL says: ")
+    assert "NCCL_SOCKET_IFNAME" in found[1].advice
+
+
+def test_versions_that_differ():
+    def one(version: str) -> dict[str, Any]:
+        steps = [{"step": "communicator", "version": version}, {"seconds": 1.0, "right": True}]
+        return {"steps": steps, "ended": 0}
+
+    known = {"members": ["a", "b", "c"], "pairs": []}
+    known["told"] = [one("2.28.9"), one("2.27.5"), one("2.28.9")]
+    version, reduced = nccl.check(known)
+    assert version.status == "error"
+    assert version.value == "2.28.9 on a, c; 2.27.5 on b"
+    assert reduced.status == "ok"
+
+
+def test_a_rank_that_has_gone_tells_nothing(stand_in):
+    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    known = asyncio.run(nccl.measure(MEMBERS[:2], ask))
+    (found,) = nccl.check(known)
+    assert found.value == "all GPUs: no answer within 60 s (start)"
+
+
+@pytest.mark.parametrize(("names", "there"), [([], "no GPU"), (["GPU 0 of n"], "one GPU")])
+def test_nothing_to_check(names, there):
+    assert list(nccl.check(None)) == []
+    (found,) = nccl.check({"members": names, "told": [], "pairs": []})
+    assert (found.status, found.value) == (
+        "ok",
+        f"{there} known in this launch: there is nothing to check",
+    )
+
+
+def test_cupy_says_that_it_finds_no_nccl():
+    """In a process of its own: CuPy's attempt is made once."""
+    code = "from hpcdask.comm import nccl; print(nccl.missing() or nccl.version())"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=FAR
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("libnccl.so.2 cannot be loaded", "CuPy, which", "2."))
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert library.bus_bandwidth(8_000_000, 0.001, 2) == pytest.approx(8e9)
+    assert library.bus_bandwidth(8_000_000, 0.001, 8) == pytest.approx(14e9)
+
+
+# The bench
+
+
+@pytest.fixture
+def cluster():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as local,
+        Client(local) as client,
+    ):
+        yield Cluster(client, "cuda", {"GPU": 2}, 2, 10**10, "14")
+
+
+class Communicator:
+    """A stand-in for NCCL's."""
+
+    def destroy(self) -> None:
+        pass
+
+
+def with_nccl(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Workers are threads of this process, so they have the stand-ins, too."""
+    stand_ins: dict[str, Any] = {
+        "missing": lambda: "",
+        "version": lambda: "2.28.9",
+        "unique_id": lambda: b"id",
+        "join": lambda rank, size, unique_id: Communicator(),
+        "all_reduce": lambda communicator, nbytes, repeats: (nbytes / 100e9, True),
+    }
+    for name, function in (stand_ins | changes).items():
+        monkeypatch.setattr(library, name, function)
+
+
+def test_the_bench_has_a_row_for_nccl(cluster, monkeypatch):
+    with_nccl(monkeypatch)
+    found, (check,) = all_reduce.measure(cluster, 256_000_000, 3)
+    assert check.ok
+    assert found["seconds"] == [0.00256] * 3
+    assert (found["GB/s"], found["nccl"]) == (pytest.approx(100.0), "2.28.9")
+    line = exchange_report.all_reduce_line({"all_reduce": found})
+    assert line == ("all-reduce over NCCL 2.28.9: 100 GB/s bus bandwidth, 256.0 MB on each worker")
+
+
+def test_a_wrong_sum_is_a_check_that_fails(cluster, monkeypatch):
+    with_nccl(monkeypatch, all_reduce=lambda *_: (1.0, False))
+    _, (check,) = all_reduce.measure(cluster, 256_000_000, 3)
+    assert (check.ok, check.value) == (False, 2)
+
+
+def test_the_bench_says_why_there_is_no_row(cluster, monkeypatch):
+    with_nccl(monkeypatch, missing=lambda: "libnccl.so.2 cannot be loaded")
+    found, checks = all_reduce.measure(cluster, 256_000_000, 3)
+    line = exchange_report.all_reduce_line({"all_reduce": found})
+    assert checks == []
+    assert line.startswith("all-reduce left out: NCCL is not installed (worker ")
+    assert line.endswith("libnccl.so.2 cannot be loaded). pip install nvidia-nccl-cu13")
+
+
+def test_a_failure_of_nccl_is_a_line_that_names_the_rank(cluster, monkeypatch):
+    def fail(rank: int, *_: object) -> None:
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    with_nccl(monkeypatch, join=fail)
+    found, _ = all_reduce.measure(cluster, 256_000_000, 3)
+    assert "it failed: rank " in found["missing"]
+    assert "NCCL_ERROR_INVALID_USAGE" in found["missing"]
+
+
+def test_without_gpus_there_is_no_row(cluster):
+    cpu = Cluster(cluster.client, "cpu", {"cpu": 2}, 2, 10**10, "2")
+    assert all_reduce.measure(cpu, 256_000_000, 3) == ({}, [])
+    assert exchange_report.all_reduce_line({"all_reduce": {}}) == ""
+    assert exchange_report.all_reduce_line({}) == ""  # of an earlier version
