@@ -48,10 +48,11 @@ def check_owned(path: Path) -> None:
     Raises UsageError if it belongs to another user, or others may write in it or rename it.
     """
     status = path.stat()
+    yours = f"name one of yours, such as {path}/$USER"
     if status.st_uid != os.geteuid():
-        raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): name one of yours")
+        raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): {yours}")
     if others_may_write(status):
-        raise UsageError(f"others may write in {path}: chmod go-w {path}, or name another folder")
+        raise UsageError(f"others may write in {path}: chmod go-w {path}, or {yours}")
     try:
         refuse_open(str(path))
     except OSError as error:
