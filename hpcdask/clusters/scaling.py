@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -22,6 +22,7 @@ from hpcdask.upstream import distributed as upstream
 
 from .adaptive import GroupsAdaptive, JobAdaptive
 from .controller import JobController
+from .display import JobTable
 from .groups import GroupSpec
 from .keywords import number, seconds
 from .messages import SHUT_DOWN
@@ -93,6 +94,26 @@ def _times(given: Mapping[str, Any]) -> dict[str, Any]:
         # an interval of 0 is for who adapts by hand
         if given.get(name) or (name in given and name != "interval")
     }
+
+
+async def wait_unless(
+    workers: Coroutine[Any, Any, None],
+    why_not: Callable[[], Awaitable[HpcdaskError | None]],
+    jobs: Callable[[], JobTable],
+) -> None:
+    """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs."""
+    waiting = asyncio.ensure_future(workers)
+    try:
+        while not waiting.done():
+            if (failure := await why_not()) is not None:
+                raise failure
+            await asyncio.wait([waiting], timeout=0.1)
+        await waiting
+    except TimeoutError as error:
+        error.add_note(f"Jobs: {jobs().counts() or 'none'}")
+        raise
+    finally:
+        waiting.cancel()
 
 
 class Scaling(Cluster):

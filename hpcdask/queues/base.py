@@ -310,6 +310,11 @@ class Queue(Commands, ABC):
         Raises NoTags where the queue does not show them.
         """
 
+    @classmethod
+    def lasting(cls, reason: str) -> str | None:
+        """What to do about jobs that wait for this reason; None where that ends by itself."""
+        return cls.advice if re.search(r"\bheld\b|never run", reason, re.I) else None
+
     # Running commands
 
     async def take(self, script: str, pattern: str, *command: str, **options: Any) -> re.Match[str]:

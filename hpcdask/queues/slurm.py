@@ -63,6 +63,7 @@ class SlurmQueue(Queue):
     )
     programs, more_programs = ("sbatch", "squeue", "scancel"), ("scontrol", "sacct")
     list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
+    lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)
     companions = "SLURM's configuration (/etc/slurm), its plugins, munge's socket (/run/munge)"
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"

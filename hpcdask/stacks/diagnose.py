@@ -228,7 +228,8 @@ def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
     work = report.work or {}
     if work and not work["workers"]:
-        yield "The scheduler has no worker: see the queue (hpcdask jobs) and the logs"
+        jobs = f"its jobs are {report.jobs}. See" if report.jobs else "see"
+        yield f"The scheduler has no worker: {jobs} the queue (hpcdask jobs) and the logs"
     elif keys := work.get("unrunnable"):
         yield (
             f"No worker may run these Dask tasks: {some(keys)}. They ask for resources or workers "

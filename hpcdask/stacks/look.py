@@ -15,6 +15,7 @@ from hpcdask.errors import SchedulerFileError, UsageError, root_cause
 from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.state import counts
 from hpcdask.logs import natural
 from hpcdask.node.device_worker import LOOK
 from hpcdask.node.observe import ProcessView, observe
@@ -36,6 +37,7 @@ class Target:
     """A run or cluster: its scheduler, and its workers' nannies by the workers' names.
 
     `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
+    `jobs` says how a cluster's jobs are.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Target:
     parts: dict[str, int]
     host: str
     here: bool
+    jobs: str = ""
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
@@ -71,7 +74,8 @@ class Target:
         owner, this = folder.owner, Owner.this()
         here = (owner.host, owner.space) == (this.host, this.space)
         parts = {NOTEBOOK: owner.pid}
-        return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here)
+        jobs = counts(folder.reports().values())
+        return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here, jobs)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class WorkerLook:
 class Report:
     """All that was seen; `unreached` says why the rest was not.
 
-    `work` is what the scheduler tells, or None.
+    `work` is what the scheduler tells, or None. `jobs` says how a cluster's jobs are.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Report:
     workers: list[WorkerLook]
     parts: dict[str, ProcessView]
     unreached: dict[str, str]
+    jobs: str = ""
 
 
 # Which
@@ -181,7 +186,7 @@ async def look(target: Target) -> Report:
     if isinstance(work, str):
         unreached["scheduler"] = work
     told_work = None if isinstance(work, str) else work
-    return Report(target.name, target.host, told_work, workers, parts, unreached)
+    return Report(target.name, target.host, told_work, workers, parts, unreached, target.jobs)
 
 
 async def _ask_scheduler(address: str, args: Mapping[str, Any]) -> dict[str, Any] | str:

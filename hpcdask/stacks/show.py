@@ -21,7 +21,8 @@ SILENT_S = 10.0
 
 def lines(report: Report) -> Iterator[str]:
     """What `hpcdask stacks` prints."""
-    yield f"{report.name}: {plural(len(report.workers), 'worker')} reached"
+    jobs = f"; jobs: {report.jobs}" if report.jobs else ""
+    yield f"{report.name}: {plural(len(report.workers), 'worker')} reached{jobs}"
     for name, process in report.parts.items():
         yield from _part(name, process)
     found = blocks(report)
