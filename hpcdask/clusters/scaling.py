@@ -17,6 +17,7 @@ from distributed.scheduler import WorkerState
 from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
+from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.parsing import parse_memory
 from hpcdask.upstream import distributed as upstream
 
@@ -220,9 +221,27 @@ class Scaling(Cluster):
 
     async def _scale(self, wishes: Mapping[str, int]) -> None:
         controller = self._running_controller()
+        self._check_ports(wishes)
         for name in wishes:
             controller.groups[name].reset_failures()
         await self._wish(wishes).wait_submitted(wishes)
+
+    def _check_ports(self, wishes: Mapping[str, int]) -> None:
+        """Refuse more workers of this machine than the range of ports has room for."""
+        if not self.queue.is_local or self.controller is None:
+            return
+        wanted = {
+            name: one.state.wanted * one.state.size for name, one in self.controller.groups.items()
+        }
+        specs = [group.options.spec for group in self.groups.values()]
+        check_size(
+            specs[0].port_range,
+            sum({**wanted, **wishes}.values()),
+            ucx=all(spec.protocol == "ucx" for spec in specs),
+            more=PER_SCHEDULER,
+            where="on this machine",
+            option="port_range",
+        )
 
     def _scale_down(self, names: Collection[str]) -> None:
         self._running_controller().groups[""].dismiss(names)

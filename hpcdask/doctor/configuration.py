@@ -23,6 +23,7 @@ from hpcdask.node.scratch import base_folder
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.security.credentials import check_configuration
+from hpcdask.upstream.configuration import sources
 
 from .findings import Facts, Finding, Reporter
 
@@ -45,7 +46,7 @@ COMMAND_DEADLINE_S = 8.0
 def read() -> Facts:
     """The values by section, in the order of their sources, and what is there of what they name."""
     values: dict[tuple[str, str], Facts] = {}
-    for source, content in _sources():
+    for source, content in sources():
         for section, key, value in _entries(content):
             values.pop((section, key), None)
             values[section, key] = {"value": _text(value), "source": source}
@@ -65,15 +66,6 @@ def read() -> Facts:
         # of a job with many nodes, all would ask
         "queues": {one: _queues(one) for one in systems if one and job_id() is None},
     }
-
-
-def _sources() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each file and variable of Dask's configuration, later ones being stronger."""
-    for path, content in dask.config.collect_yaml(dask.config.paths, return_paths=True):
-        yield str(path), content
-    for name in sorted(os.environ):
-        if name.startswith("DASK_"):
-            yield f"variable {name}", dask.config.collect_env({name: os.environ[name]})
 
 
 def _entries(content: Any, *path: str) -> Iterator[tuple[str, str, Any]]:
