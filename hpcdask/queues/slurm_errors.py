@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 
+import dask.config
+
 from hpcdask.errors import NoAnswer, QueueError, Refused
+from hpcdask.upstream import configuration
 
 #: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
 LIMITS = re.compile(
@@ -36,6 +39,7 @@ LASTING = re.compile(
 )
 #: What a refusal or a reason is about, and what lists the valid ones.
 ADVICE = (
+    (r"invalid partition", "Partitions: sinfo -s"),  # whose name may be that of an account
     (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
     (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
     (r"JobHeld", "Release them: scontrol release JOB"),
@@ -58,12 +62,22 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
             f"sbatch got no answer for {script}: {text}. See with squeue whether the job is there"
         )
     limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
+    if wrong := re.search(r"invalid partition specified: (\S+)", text):
+        text += _origin(wrong[1].rstrip(";"))
     advice = _advice(text)
     return Refused(
         f"sbatch refused the job: {text}. Script kept at {script}{advice and f'. {advice}'}",
         for_now=bool(limit),
         fewer=bool(limit) and not TOO_BUSY.search(text),
     )
+
+
+def _origin(partition: str) -> str:
+    """What sends jobs to a partition: Dask's configuration, or else the user."""
+    for name, section in dask.config.get("jobqueue", {}).items():
+        if section and section.get("queue") == partition:
+            return f". {partition} is from {configuration.named(f'jobqueue.{name}.queue')}"
+    return f". {partition} is from the keyword queue or an option"
 
 
 def lasting(reason: str) -> str | None:
