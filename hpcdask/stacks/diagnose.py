@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import natural, plural, some
 from hpcdask.node.observe import STOPPED, Frame, ProcessView
 
@@ -18,7 +19,7 @@ from .blocks import (
     main_thread,
     place,
 )
-from .look import NOTEBOOK, Report
+from .look import Report
 
 #: Seconds after which a worker that the scheduler has not heard of is silent.
 SILENT_S = 30.0
@@ -261,7 +262,7 @@ def _nothing(report: Report, seen: list[Block]) -> Iterator[str]:
             f"{duration(seconds)}, {'computing' if busy else 'waiting'} at {place(block.frames)}"
         )
         return
-    for name in ("program", NOTEBOOK):
+    for name in ("program", *HOLDERS):
         process = report.parts.get(name)
         if process and (thread := main_thread(process)) and not _in_flight(report):
             yield f"No Dask task runs: the {name} itself is at {_at(process, thread.frames)}"

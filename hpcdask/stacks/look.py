@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError, UsageError, root_cause
-from hpcdask.jobs.detached import ControlRecord
+from hpcdask.jobs.detached import ControlRecord, holder
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.owner import Owner
 from hpcdask.jobs.state import counts
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 #: Seconds that the scheduler and a node have to answer, and how many nodes are asked at a time.
 SCHEDULER_S, NODE_S, AT_ONCE = 8.0, 30.0, 64
-NOTEBOOK = "notebook"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Target:
         keys = load_credentials(str(folder.keys)) if folder.keys.is_dir() else {}
         owner, this = folder.owner, Owner.this()
         here = (owner.host, owner.space) == (this.host, this.space)
-        parts = {NOTEBOOK: owner.pid}
+        parts = {holder(folder): owner.pid}
         jobs = counts(folder.reports().values())
         return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here, jobs)
 
