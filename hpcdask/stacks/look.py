@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -116,17 +117,18 @@ def find(name: str | None, base: str | None = None) -> Target:
     name = name or os.environ.get(scheduler_file.VARIABLE)
     clusters = {one.name: one for one in list_clusters(base) if one.lives() is not False}
     runs = _runs_here()
+    there = ", ".join([*(about for _, about in runs.values()), *clusters])
     if name is None:
         known = [*runs, *clusters]
         if len(known) != 1:
-            there = f"There are: {', '.join(known)}" if known else "None is known here"
+            listed = f"There are: {there}" if there else "None is known here"
             raise UsageError(
-                f"name one of your runs or clusters: hpcdask stacks NAME. {there}. A run on other "
+                f"name one of your runs or clusters: hpcdask stacks NAME. {listed}. A run on other "
                 f"nodes is named by its scheduler file, or looked at on the node of its rank 0"
             )
         (name,) = known
     if name in runs:
-        return Target.of_file(runs[name], f"the run of process {name}")
+        return Target.of_file(runs[name][0], f"the run of process {runs[name][1]}")
     if name in clusters:
         return Target.of_cluster(clusters[name])
     for cluster in clusters.values():
@@ -137,19 +139,23 @@ def find(name: str | None, base: str | None = None) -> Target:
         return Target.of_file(name)
     raise UsageError(
         f"no cluster of yours that lives is called {name}, no run here has this process, and there "
-        f"is no such scheduler file. There are: {', '.join([*runs, *clusters]) or 'none'}"
+        f"is no such scheduler file. There are: {there or 'none'}"
     )
 
 
-def _runs_here() -> dict[str, str]:
-    """The files of runs whose rank 0 is on this node, by its process id."""
+def _runs_here() -> dict[str, tuple[str, str]]:
+    """The runs whose rank 0 is on this node, by its process id: file, and what runs since when."""
     found = {}
     with contextlib.suppress(OSError):
         folder = private.node_folder(scheduler_file.RUNS)
         for name in sorted(os.listdir(folder)):
-            with contextlib.suppress(SchedulerFileError):
-                scheduler_file.read(path := os.path.join(folder, name))
-                found[name] = path
+            with contextlib.suppress(SchedulerFileError, OSError):
+                path = os.path.join(folder, name)
+                known = scheduler_file.read(path).get("hpcdask", {})
+                at = time.localtime(known.get("started", os.stat(path).st_mtime))
+                since = f"since {time.strftime('%Y-%m-%d %H:%M:%S', at)}"
+                what = ", ".join(filter(None, [known.get("program"), since]))
+                found[name] = path, f"{name} ({what})"
     return found
 
 
