@@ -292,6 +292,21 @@ def test_what_the_doctor_says_of_the_nodes():
     assert (good.status, good.value) == ("ok", "20000-20999: 2 nodes reach each other in it")
 
 
+def test_a_batch_script_has_the_range_that_is_configured_where_it_is_made():
+    def submit(*words: str) -> str:
+        command = ["submit", "--dry-run", "--system", "slurm", *words, "-m", "timeit"]
+        return CliRunner().invoke(cli.main, command).output
+
+    assert "--port-range" not in submit()
+    with dask.config.set({"hpcdask.port-range": "20000:20099"}):
+        assert "-m hpcdask.run --port-range 20000-20099 -m timeit" in submit()
+        assert "-m hpcdask.run --port-range=30000-30099 -m" in submit(
+            "--run", "--port-range=30000-30099"
+        )
+    with dask.config.set({"hpcdask.port-range": "20000-20013"}):
+        assert "has 14 ports, and 4 workers on the first node need" in submit("--gpus-per-node=4")
+
+
 def test_a_range_that_is_configured_is_called_by_its_source(tmp_path, monkeypatch):
     def refused(port_range: str) -> str:
         with pytest.raises(UsageError) as error:
