@@ -51,7 +51,9 @@ def test_jobs_that_wait_for_what_does_not_end_by_itself(user: Login, capfd):
             lambda: "2 pending (JobHeldUser)" in user.hpcdask("stacks", cluster.id), 30, "stacks"
         )
         assert "its jobs are 2 pending (JobHeldUser)" in user.hpcdask("stacks", cluster.id)
-        user.hpcdask("logs", cluster.id)
+        words = ("logs", "--folder", str(user.folder), cluster.id)
+        done = user.site.run(sys.executable, "-m", "hpcdask.cli", *words, env=user.variables)
+        assert "there is no line yet; jobs: 2 pending (JobHeldUser)" in done.stderr
     said = capfd.readouterr().err
     assert said.count("may do so for ever: JobHeldUser") == 1
 
