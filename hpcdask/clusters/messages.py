@@ -34,7 +34,7 @@ def job_stuck(job: Job, folder: ClusterFolder) -> str:
 
 def jobs_wait(count: int, reason: str, advice: str) -> str:
     """Jobs wait for something that may never come."""
-    wait = f"{plural(count, 'job')} wait{'s' * (count == 1)}, and may do so for ever: {reason}"
+    wait = f"{plural(count, 'job')} wait{'s' * (count == 1)}, and may never start: {reason}"
     return ". ".join(filter(None, [wait, advice]))
 
 

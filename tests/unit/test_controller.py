@@ -207,14 +207,14 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
 
         assert not look("Resources", "Priority", "Dependency")
         assert not cluster.said
-        waits = "2 jobs wait, and may do so for ever: PartitionConfig. Partitions: sinfo -s"
+        waits = "2 jobs wait, and may never start: PartitionConfig. Partitions: sinfo -s"
         assert look("PartitionConfig", "PartitionConfig", "Priority") == waits
         assert cluster.said == [f"warning: {waits}"]
         assert look("PartitionConfig", "PartitionConfig", "PartitionConfig").startswith("3 jobs")
         assert not look("Resources", "Resources", "Resources")
         assert len(cluster.said) == 1
         look("QOSMaxJobsPerUserLimit", "Resources", "Resources")
-        waits = "1 job waits, and may do so for ever: QOSMaxJobsPerUserLimit. Limits: sacctmgr"
+        waits = "1 job waits, and may never start: QOSMaxJobsPerUserLimit. Limits: sacctmgr"
         assert cluster.said[1:] == [f"warning: {waits} show qos"]
         table = JobTable(cluster.controller.jobs(), cluster.controller.waits)
         assert repr(table).endswith("QOSMaxJobsPerUserLimit. Limits: sacctmgr show qos")
