@@ -47,7 +47,8 @@ _PARAMETERS = """
     security : distributed.Security or bool
         Credentials. Default: new ones for this cluster (TLS); False for none.
     shared_temp_directory : str
-        Folder on a file system that the nodes share, for scripts, logs and keys (0700).
+        Folder on a file system that the nodes share, for scripts, logs and keys (0700); may have
+        variables, such as ``/scratch/$USER``.
         Default: the variable ``HPCDASK_HOME``, or ``~/.hpcdask``.
     config_name : str
         Section of the configuration to read instead; what it leaves out is that of

@@ -42,6 +42,7 @@ from .groups import OF_GROUPS, common_device, read_groups
 from .job import Job
 from .job_logs import JobLogs
 from .keywords import USUAL_JOB, refuse_detached, seconds
+from .scaling import wait_unless
 from .scheduler import ClusterScheduler, read_scheduler_options
 
 #: Seconds between two queries of the queue.
@@ -276,15 +277,10 @@ class JobCluster(JobLogs, Detachable):
         return self._ready().__await__()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
-        try:
-            while not waiting.done():
-                if self.controller is not None and (failure := self._too_few(n_workers)):
-                    raise failure
-                await asyncio.wait([waiting], timeout=0.1)
-            await waiting
-        finally:
-            waiting.cancel()
+        async def why_not() -> HpcdaskError | None:
+            return self._too_few(n_workers)
+
+        await wait_unless(super()._wait_for_workers(n_workers, timeout), why_not, self.jobs)
 
     # What it shows
 
@@ -319,7 +315,8 @@ class JobCluster(JobLogs, Detachable):
 
     def jobs(self) -> JobTable:
         """The state of all jobs, including those that are over."""
-        return JobTable(self.controller.jobs() if self.controller else ())
+        controller = self.controller
+        return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
 
     def gpus(self) -> GpuTable:
         """What the GPUs of all workers do now; empty while none was sampled."""

@@ -12,6 +12,7 @@ from typing import Any
 import dask.config
 
 from hpcdask.errors import UsageError
+from hpcdask.jobs.folder import base_path
 from hpcdask.security.credentials import check_configuration
 
 MISSING = object()
@@ -85,7 +86,7 @@ def configured(name: str, given: Mapping[str, Any], config_name: str, default: A
 def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
     """Where the user wants the jobs' logs, or None for the cluster's folder."""
     path = configured("log_directory", given, config_name)
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
+    return None if path is None else str(base_path(path))
 
 
 def refuse_schedulers(given: Collection[str]) -> None:

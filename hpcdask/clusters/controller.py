@@ -107,6 +107,11 @@ class JobController:
         return next(filter(None, (group.failure for group in self.groups.values())), None)
 
     @property
+    def waits(self) -> str:
+        """Why jobs may wait for ever, if they do."""
+        return "; ".join(filter(None, (group.waits for group in self.groups.values())))
+
+    @property
     def is_closing(self) -> bool:
         """Whether the end of a worker or a job is meant."""
         return any(group.state.closing for group in self.groups.values())

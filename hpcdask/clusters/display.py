@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable
 from html import escape
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.table import GpuTable
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.jobs.state import OVER, JobState, counts
 from hpcdask.logs import html_table, text_table
 
 from .job import Job
@@ -26,7 +25,7 @@ class JobTable(tuple[Job, ...]):
     A tuple of `hpcdask.clusters.job.Job`, with times as unix times in seconds and memory in bytes.
     It is shown as a table. Its column ``age`` is the time since the job started, or since it was
     submitted if it has not started, in hours, minutes and seconds. Below it stands `problem`: why
-    nothing can be submitted.
+    nothing can be submitted, or why jobs may wait for ever.
     """
 
     problem: str
@@ -38,15 +37,12 @@ class JobTable(tuple[Job, ...]):
         return table
 
     def counts(self) -> str:
-        """How many there are in each state, such as ``2 pending (Resources), 6 running``."""
-        found: Counter[str] = Counter()
-        for job in self:
-            if job.state in OVER and (job.state == JobState.COMPLETED or job.cancelled):
-                continue
-            why = job.reason if job.state not in OVER else ""  # it waits, or is suspended
-            state = f"{job.group} {job.state}".strip()
-            found[f"{state} ({why})" if why else state] += 1
-        return ", ".join(f"{count} {what}" for what, count in found.items())
+        """How many there are in each state; those that ended as they should are left out."""
+        return counts(
+            job.report()
+            for job in self
+            if job.state not in OVER or not (job.cancelled or job.state == JobState.COMPLETED)
+        )
 
     def _columns(self) -> tuple[str, ...]:
         return COLUMNS if any(job.group for job in self) else COLUMNS[1:]

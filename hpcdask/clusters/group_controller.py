@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from hpcdask.errors import HpcdaskError, NoAnswer, QueueError
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.jobs.state import OVER, WAITING, JobState
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
 
@@ -29,7 +30,7 @@ class GroupController:
     """The jobs of one group. They fail, end and are limited by themselves.
 
     The poller is that of all groups. `failure` says why nothing more is submitted; it is None while
-    all is well.
+    all is well. `waits` says for what jobs may wait for ever, if they do.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class GroupController:
         self.state = state
         self.folder = folder
         self.failure: HpcdaskError | None = None
+        self.waits = ""
         self.submission: asyncio.Task[None] | None = None
         self.terminator = JobTerminator(state, queue, wake)
-        self._poller = poller
+        self._queue, self._poller = queue, poller
         self._wake = wake
         self._history = History()
         self._waiting_users = 0
@@ -135,6 +137,17 @@ class GroupController:
                 state.say(messages.job_stuck(after, self.folder))
         if not state.closing:
             self.terminator.retire_strays(strays)
+            if asked:
+                self._warn_of_waiting()
+
+    def _warn_of_waiting(self) -> None:
+        """Tell once for each reason of jobs to wait that does not end by itself."""
+        self.waits = ""
+        waiting = Counter(job.reason for job in self.state.active() if job.state in WAITING)
+        for reason, count in waiting.items():
+            if (advice := self._queue.lasting(reason)) is not None:
+                self.waits = self._named(messages.jobs_wait(count, reason, advice))
+                self.state.warn(f"waits {reason.partition(',')[0]}", self.waits)
 
     def act(self) -> None:
         """Submit, cancel and retire what `plan` says."""
@@ -235,7 +248,7 @@ class GroupController:
 
     # Failing
 
-    def _named(self, error: HpcdaskError) -> str:
+    def _named(self, error: HpcdaskError | str) -> str:
         return f"group {self.state.group}: {error}" if self.state.group else str(error)
 
     def _fail(self, error: HpcdaskError) -> None:

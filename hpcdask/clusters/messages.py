@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
 from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.logs import plural
 
 from .job import Job, is_stuck
 from .reconcile import Failure
@@ -29,6 +30,12 @@ def job_stuck(job: Job, folder: ClusterFolder) -> str:
         f"job {job.id} is given up, as one that failed: the queue could not start it, and holds it "
         f"({job.reason}). Log: {folder.log_path(job.id)}"
     )
+
+
+def jobs_wait(count: int, reason: str, advice: str) -> str:
+    """Jobs wait for something that may never come."""
+    wait = f"{plural(count, 'job')} wait{'s' * (count == 1)}, and may never start: {reason}"
+    return ". ".join(filter(None, [wait, advice]))
 
 
 def stopped(error: HpcdaskError) -> str:

@@ -142,7 +142,7 @@ def read_job_options(
     workers = gpus or int(job.worker_processes) * nodes
     per_node = workers // nodes
     ucx = spec.protocol == "ucx"
-    check_size(spec.port_range, per_node, ucx=ucx, more=0, where="per node")
+    check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
     return JobOptions(
         job,
         _share_of_job(spec, job, per_node, on_gpu=bool(gpus) and spec.device != "cpu"),

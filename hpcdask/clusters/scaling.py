@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -17,11 +17,13 @@ from distributed.scheduler import WorkerState
 from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
+from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.parsing import parse_memory
 from hpcdask.upstream import distributed as upstream
 
 from .adaptive import GroupsAdaptive, JobAdaptive
 from .controller import JobController
+from .display import JobTable
 from .groups import GroupSpec
 from .keywords import number, seconds
 from .messages import SHUT_DOWN
@@ -93,6 +95,26 @@ def _times(given: Mapping[str, Any]) -> dict[str, Any]:
         # an interval of 0 is for who adapts by hand
         if given.get(name) or (name in given and name != "interval")
     }
+
+
+async def wait_unless(
+    workers: Coroutine[Any, Any, None],
+    why_not: Callable[[], Awaitable[HpcdaskError | None]],
+    jobs: Callable[[], JobTable],
+) -> None:
+    """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs."""
+    waiting = asyncio.ensure_future(workers)
+    try:
+        while not waiting.done():
+            if (failure := await why_not()) is not None:
+                raise failure
+            await asyncio.wait([waiting], timeout=0.1)
+        await waiting
+    except TimeoutError as error:
+        error.add_note(f"Jobs: {jobs().counts() or 'none'}")
+        raise
+    finally:
+        waiting.cancel()
 
 
 class Scaling(Cluster):
@@ -199,9 +221,27 @@ class Scaling(Cluster):
 
     async def _scale(self, wishes: Mapping[str, int]) -> None:
         controller = self._running_controller()
+        self._check_ports(wishes)
         for name in wishes:
             controller.groups[name].reset_failures()
         await self._wish(wishes).wait_submitted(wishes)
+
+    def _check_ports(self, wishes: Mapping[str, int]) -> None:
+        """Refuse more workers of this machine than the range of ports has room for."""
+        if not self.queue.is_local or self.controller is None:
+            return
+        wanted = {
+            name: one.state.wanted * one.state.size for name, one in self.controller.groups.items()
+        }
+        specs = [group.options.spec for group in self.groups.values()]
+        check_size(
+            specs[0].port_range,
+            sum({**wanted, **wishes}.values()),
+            ucx=all(spec.protocol == "ucx" for spec in specs),
+            more=PER_SCHEDULER,
+            where="on this machine",
+            option="port_range",
+        )
 
     def _scale_down(self, names: Collection[str]) -> None:
         self._running_controller().groups[""].dismiss(names)

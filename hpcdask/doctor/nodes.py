@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from . import gpus, links, node, nvml, ports, process, queue, software, stack
+from . import configuration, gpus, links, node, nvml, ports, process, queue, software, stack
 from .findings import Facts, Finding, Reporter, merge_ranks
 
 
@@ -53,6 +53,11 @@ GROUPS = {
         queue.read,
         "The queueing system's commands hang on this node: see srun --version",
         queue.check,
+    ),
+    "configuration": Group(
+        configuration.read,
+        "A folder or command that Dask's configuration names hangs: see its files, and df",
+        configuration.check,
     ),
     "name": Group(
         node.read_name, "The name service hangs: see getent hosts $(hostname)", node.check_name

@@ -16,6 +16,7 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.spec.tags import parse_tag
 
 from .cancel import end_jobs, find_jobs, may_bring_more
+from .detached import holder
 from .discovery import ClusterRecord, choose, survey
 from .folder import BATCH, prune
 
@@ -137,10 +138,11 @@ def _end_with(problems: list[str]) -> None:
 
 
 def _where(cluster: ClusterRecord) -> str:
-    """The notebook, in words."""
+    """What holds it, in words."""
     if cluster.folder is None:
         return "a notebook whose folder is not here"
-    return f"its notebook (process {cluster.folder.owner.pid} on {cluster.folder.owner.host})"
+    owner = cluster.folder.owner
+    return f"its {holder(cluster.folder)} (process {owner.pid} on {owner.host})"
 
 
 def _is_batch(name: str) -> bool:
@@ -179,6 +181,7 @@ def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
             "queue": cluster.queue,
             "since": job.since,
             "nodes": job.nodes,
+            "held_by": holder(cluster.folder) if cluster.folder else None,
             "notebook": {
                 "lives": cluster.lives,
                 "host": owner and owner.host,
@@ -196,7 +199,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     grouped = any(row["group"] for row in rows)
-    for heading in ("cluster", *["group"] * grouped, "job", "state", "queue", "since", "notebook"):
+    for heading in ("cluster", *["group"] * grouped, "job", "state", "queue", "since", "held by"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("job", "queue", "since"))
     for row in rows:
         batch = _is_batch(row["cluster"])
@@ -206,13 +209,17 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         cells = [row["cluster"], *[row["group"] or ""] * grouped, row["job"], state, row["queue"]]
         since = row["since"] and datetime.datetime.fromtimestamp(row["since"])
         cells.append(since.strftime("%Y-%m-%d %H:%M:%S") if since else "")
-        cells.append("none: of hpcdask submit" if batch else _notebook(row["notebook"]))
+        cells.append("none: of hpcdask submit" if batch else _holder(row))
         table.add_row(*map(Text, cells))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
-def _notebook(known: dict[str, Any]) -> str:
-    words = {True: "lives", False: "is gone", None: "cannot be seen from here"}
-    if known["host"] is None:
+def _holder(row: dict[str, Any]) -> str:
+    words, known = (
+        {True: "lives", False: "is gone", None: "cannot be seen from here"},
+        row["notebook"],
+    )
+    if row["held_by"] is None:
         return "its folder is not here"
-    return f"{words[known['lives']]}: process {known['pid']} on {known['host']}"
+    how = words[known["lives"]]
+    return f"{row['held_by']} {how}: process {known['pid']} on {known['host']}"

@@ -29,6 +29,8 @@ from .owner import append
 RECORD, JOB_ID, ASKED = "control.json", "control.id", "asked.pickle"
 #: Where it is in its life: nothing has started yet, it can be reached, it ends, it is over.
 SUBMITTED, RUNNING, ENDING, ENDED = "submitted", "running", "ending", "ended"
+#: What holds a cluster that is not detached, and one that is.
+HOLDERS = NOTEBOOK, CONTROL = "notebook", "control process"
 #: How the tags of schedulers' jobs begin after ``hpcdask:``. No cluster's name has two dashes.
 SCHEDULER = "scheduler-"
 
@@ -67,6 +69,11 @@ class ControlRecord:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"{folder.path / RECORD} cannot be read: {error}") from None
+
+
+def holder(folder: ClusterFolder) -> str:
+    """What the process is called that holds a cluster."""
+    return CONTROL if (folder.path / RECORD).exists() else NOTEBOOK
 
 
 def control_log(folder: ClusterFolder) -> Path:

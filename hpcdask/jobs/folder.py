@@ -330,8 +330,15 @@ def new_name(name: str) -> str:
 
 
 def base_path(base: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the clusters' folders, absolute; the usual one is that of `home_folder`."""
-    return Path(os.path.abspath(os.path.expanduser(base or home_folder())))
+    """The folder of the clusters' folders, absolute; the usual one is that of `home_folder`.
+
+    A site's configuration may name each user's own, such as ``/scratch/hpcdask/$USER``. Raises
+    UsageError for a variable that is not set.
+    """
+    path = os.path.abspath(os.path.expanduser(os.path.expandvars(base or home_folder())))
+    if unset := re.search(r"\$\w+|\$\{\w+\}", path):
+        raise UsageError(f"{unset[0]} is not set here, in {path}: set it, or name another folder")
+    return Path(path)
 
 
 def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFolder]:

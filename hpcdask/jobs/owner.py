@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +49,13 @@ def check_owned(path: Path) -> None:
     Raises UsageError if it belongs to another user, or others may write in it or rename it.
     """
     status = path.stat()
+    yours = f"name one of yours, such as {path}/$USER"
     if status.st_uid != os.geteuid():
-        raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): name one of yours")
+        raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): {yours}")
     if others_may_write(status):
-        raise UsageError(f"others may write in {path}: chmod go-w {path}, or name another folder")
+        shared = status.st_mode & stat.S_ISVTX
+        mend = yours if shared else f"chmod go-w {path}, or {yours}"
+        raise UsageError(f"others may write in {path}: {mend}")
     try:
         refuse_open(str(path))
     except OSError as error:

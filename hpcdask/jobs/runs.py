@@ -28,7 +28,10 @@ ANSWER_S = 2.0
 
 @dataclass(frozen=True)
 class RunNote:
-    """A run, whose rank 0 is `owner`; `queue` and `job` are empty outside of a job."""
+    """A run, whose rank 0 is `owner`; `queue` and `job` are empty outside of a job.
+
+    `program` is the name of what runs, empty where it is not known.
+    """
 
     file: str
     address: str
@@ -36,12 +39,14 @@ class RunNote:
     queue: str
     job: str
     created: float
+    program: str = ""
 
     @classmethod
-    def of_this(cls, file: str, address: str) -> RunNote:
+    def of_this(cls, file: str, address: str, program: str) -> RunNote:
         """The run of this process."""
         queue, job = system_of_job(os.environ) or "", (job_id() or "").partition(".r")[0]
-        return cls(os.path.abspath(file), address, Owner.this(), queue, job, time.time())
+        now = time.time()
+        return cls(os.path.abspath(file), address, Owner.this(), queue, job, now, program)
 
     @property
     def path(self) -> Path:
@@ -90,7 +95,8 @@ class RunNote:
 
     async def row(self) -> dict[str, Any]:
         """It as `hpcdask list` has it. The note of one that has ended is removed."""
-        why, workers, where = await self.why_gone(), None, f"{self.file} on {self.owner.host}"
+        why, workers = await self.why_gone(), None
+        where = ", ".join(filter(None, [self.program, f"{self.file} on {self.owner.host}"]))
         if why:
             private.remove(str(self.path))
             state, why = "dead", f"ended without a word: {why}"
@@ -113,6 +119,7 @@ class RunNote:
             "why": why,
             "host": self.owner.host,
             "file": self.file,
+            "program": self.program,
             "workers": workers,
         }
 

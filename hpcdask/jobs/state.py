@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -59,6 +60,16 @@ class JobReport:
     def contradicts(self, seen: QueueStatus) -> bool:
         """Whether the queue says that the job has started or waits again since."""
         return (self.state in WAITING) != (seen.state in job_state.WAITING)
+
+
+def counts(reports: Iterable[JobReport]) -> str:
+    """How many jobs are in each state, such as ``2 pending (Resources), 6 running``."""
+    found: Counter[str] = Counter()
+    for job in reports:
+        why = job.reason if job.state not in OVER else ""  # it waits, or is suspended
+        state = f"{job.group} {job.state}".strip()
+        found[f"{state} ({why})" if why else state] += 1
+    return ", ".join(f"{count} {what}" for what, count in found.items())
 
 
 def to_json(reports: Iterable[JobReport]) -> str:

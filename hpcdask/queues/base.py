@@ -111,6 +111,8 @@ class Queue(Commands, ABC):
     denied: ClassVar[re.Pattern[str]] = NOTHING
     #: What its commands need beside themselves, for a container into which they are bound.
     companions: ClassVar[str] = "its configuration"
+    #: Prints the names of its queues, one on each line; empty where no command does.
+    list_queues: ClassVar[tuple[str, ...]] = ()
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
     #: Words of refusals that time or fewer jobs cure.
@@ -307,6 +309,11 @@ class Queue(Commands, ABC):
 
         Raises NoTags where the queue does not show them.
         """
+
+    @classmethod
+    def lasting(cls, reason: str) -> str | None:
+        """What to do about jobs that wait for this reason; None where that ends by itself."""
+        return cls.advice if re.search(r"\bheld\b|never run", reason, re.I) else None
 
     # Running commands
 

@@ -35,6 +35,7 @@ class SgeQueue(Queue):
     title = "Grid Engine"
     jobqueue = ("sge", "SGEJob")
     programs = ("qsub", "qstat", "qdel", "qacct", "qconf")
+    list_queues = ("qconf", "-sql")
     denied = re.compile(r"is (not a|neither) submit")
     advice = "Queues: qconf -sql, resources: qconf -sc, projects: qconf -sprjl"
     limits = re.compile(

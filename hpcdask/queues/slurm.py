@@ -62,10 +62,10 @@ class SlurmQueue(Queue):
         ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
     )
     programs, more_programs = ("sbatch", "squeue", "scancel"), ("scontrol", "sacct")
+    list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
+    lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)
-    companions = (
-        "SLURM's configuration (/etc/slurm), its plugins, and the socket of munge (/run/munge)"
-    )
+    companions = "SLURM's configuration (/etc/slurm), its plugins, munge's socket (/run/munge)"
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
     # sbatch takes these for options that beat the script's, or hands them to the job, where they

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 
+import dask.config
+
 from hpcdask.errors import NoAnswer, QueueError, Refused
+from hpcdask.upstream import configuration
 
 #: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
 LIMITS = re.compile(
@@ -29,9 +32,18 @@ LOST_ANSWER = re.compile(
 )
 OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
 
-#: What a refusal is about, and what lists the valid ones.
+#: Reasons of jobs that wait for more than free nodes, such as another limit, or to be released.
+LASTING = re.compile(
+    r"(Partition|QOS|Assoc|Account|Invalid|BadConstraints|JobHeld|ReservationDeleted)"
+    r"|(Max\w+Per|DependencyNeverSatisfied|ReqNodeNotAvail)"
+)
+#: What a refusal or a reason is about, and what lists the valid ones.
 ADVICE = (
+    (r"invalid partition", "Partitions: sinfo -s"),  # whose name may be that of an account
     (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
+    (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
+    (r"JobHeld", "Release them: scontrol release JOB"),
+    (r"NotAvail", "Nodes: sinfo -R"),
     (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),
     (r"time.?limit|--time", 'Time limits: sinfo -o "%P %l"'),
     (r"feature|constraint", 'Features: sinfo -o "%P %f"'),
@@ -50,12 +62,31 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
             f"sbatch got no answer for {script}: {text}. See with squeue whether the job is there"
         )
     limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
-    advice = next((f". {how}" for about, how in ADVICE if re.search(about, text, re.I)), "")
+    if wrong := re.search(r"invalid partition specified: (\S+)", text):
+        text += _origin(wrong[1].rstrip(";"))
+    advice = _advice(text)
     return Refused(
-        f"sbatch refused the job: {text}. Script kept at {script}{advice}",
+        f"sbatch refused the job: {text}. Script kept at {script}{advice and f'. {advice}'}",
         for_now=bool(limit),
         fewer=bool(limit) and not TOO_BUSY.search(text),
     )
+
+
+def _origin(partition: str) -> str:
+    """What sends jobs to a partition: Dask's configuration, or else the user."""
+    for name, section in dask.config.get("jobqueue", {}).items():
+        if section and section.get("queue") == partition:
+            return f". {partition} is from {configuration.named(f'jobqueue.{name}.queue')}"
+    return f". {partition} is from the keyword queue or an option"
+
+
+def lasting(reason: str) -> str | None:
+    """What to do about jobs that wait for this reason; None where that ends by itself."""
+    return _advice(reason) if LASTING.match(reason) else None
+
+
+def _advice(text: str) -> str:
+    return next((how for about, how in ADVICE if re.search(about, text, re.I)), "")
 
 
 def failed(done: subprocess.CompletedProcess[str]) -> QueueError:

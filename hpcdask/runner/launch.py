@@ -207,7 +207,7 @@ def _part_of(
         scheduler,
         attached=attached,
         light=light,
-        has_program=request.program is not None or attached is not None,
+        program=request.program.name if request.program else "" if attached else None,
         early_error=early_error(request, agent.rank),
     )
     if isinstance(meeting, FileRendezvous):

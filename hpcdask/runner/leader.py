@@ -58,8 +58,8 @@ class Leader:
 
     `rendezvous` is where the other ranks look for rank 0, None when there are none; `scheduler` and
     `attached` are the process that becomes the scheduler, and the line to a program that started
-    this rank itself. Light ranks ask at `light`. After an `early_error` the others are told, then
-    all end.
+    this rank itself. `program` names the program, if there is one. Light ranks ask at `light`.
+    After an `early_error` the others are told, then all end.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Leader:
         rendezvous: Rendezvous | None,
         scheduler: ForkedProcess,
         *,
-        has_program: bool,
+        program: str | None,
         attached: ForkedProcess | None = None,
         light: socket.socket | None = None,
         early_error: HpcdaskError | None = None,
@@ -85,10 +85,10 @@ class Leader:
         warmup = WarmupNotes(self.wanted)
         self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
         self.program = UserProgram(
-            agent, self.arrivals, self.events, exists=has_program, line=attached
+            agent, self.arrivals, self.events, exists=program is not None, line=attached
         )
         self.address = ""
-        self.files = RunFiles(agent)
+        self.files = RunFiles(agent, program or "")
         self.dashboard_host, self.dashboard = "", 0
         self.deadline = time.monotonic() + self.spec.timeout
 

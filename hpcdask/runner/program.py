@@ -33,6 +33,11 @@ class Program:
     arguments: list[str] = field(default_factory=list)
     is_module: bool = False
 
+    @property
+    def name(self) -> str:
+        """As people know it: ``script.py``, ``-m package.module``."""
+        return f"-m {self.target}" if self.is_module else os.path.basename(self.target)
+
     def check(self) -> None:
         """Find the program, before anything is started.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 
 from hpcdask.client import scheduler_file
@@ -23,10 +24,11 @@ PAUSE_S, LAST_S = 2.0, 2.0
 
 
 class RunFiles:
-    """Writes them, notes who comes, and removes them."""
+    """Writes them, notes who comes, and removes them. `program` is the name of what runs."""
 
-    def __init__(self, agent: RankAgent) -> None:
+    def __init__(self, agent: RankAgent, program: str) -> None:
         self._agent = agent
+        self._program = program
         self._asked = ""
         self._listed = ""
         self._paths: list[str] = []
@@ -47,7 +49,14 @@ class RunFiles:
             self._paths.append(self._asked)
         for path in self._paths:
             scheduler_file.write(
-                path, address, self._agent.credentials, job=job_id(), gpus=gpus, **self._facts()
+                path,
+                address,
+                self._agent.credentials,
+                job=job_id(),
+                gpus=gpus,
+                program=self._program,
+                started=time.time(),
+                **self._facts(),
             )
         with contextlib.suppress(OSError):  # then it is found by its file only
             link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
@@ -55,7 +64,7 @@ class RunFiles:
             private.remove(link)  # of a process that had this id
             os.symlink(own, link)
         if self._asked:
-            note = RunNote.of_this(self._asked, address)
+            note = RunNote.of_this(self._asked, address, self._program)
             with contextlib.suppress(OSError):  # then it is not listed
                 note.write()
                 self._listed = str(note.path)

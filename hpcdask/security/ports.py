@@ -17,6 +17,7 @@ from hpcdask.errors import ClusterError, UsageError
 from hpcdask.upstream import tornado as upstream
 
 T = TypeVar("T")
+KEY = "hpcdask.port-range"
 #: Ports of a worker: its nanny's, its own, its http server's; with ucx also that of its listener,
 #: and one of UCX's own on each network.
 PER_WORKER, PER_UCX_WORKER = 3, 5
@@ -73,8 +74,18 @@ def choose(bind: Callable[[int], T], port_range: str | None = None) -> T:
                 raise
     raise ClusterError(
         f"all {len(ports)} ports of {port_range} are taken on {socket.gethostname()}. {NEEDS}: "
-        f"give a wider range with --port-range"
+        f"give a wider range with {_named(port_range, '--port-range')}"
     )
+
+
+def _named(port_range: str, option: str) -> str:
+    """By what the user gave a range: the option, or a key of Dask's configuration."""
+    import dask.config
+
+    from hpcdask.upstream import configuration
+
+    configured = "".join(str(dask.config.get(KEY, None)).split()).replace(":", "-")
+    return configuration.named(KEY) if configured == port_range else option
 
 
 def check_free(port: int) -> None:
@@ -83,12 +94,23 @@ def check_free(port: int) -> None:
         probe.bind(("", port))
 
 
-def check_size(port_range: str | None, workers: int, *, ucx: bool, more: int, where: str) -> None:
-    """Raise UsageError if so many workers, and `more` ports beside theirs, are too many."""
+def check_size(
+    port_range: str | None,
+    workers: int,
+    *,
+    ucx: bool,
+    more: int = 0,
+    where: str,
+    option: str = "--port-range",
+) -> None:
+    """Raise UsageError if so many workers, and `more` ports beside theirs, are too many.
+
+    `option` is how a user gives the range who does not configure it.
+    """
     needed = workers * (PER_UCX_WORKER if ucx else PER_WORKER) + more
     if port_range is not None and needed > (size := len(ports_of(port_range))):
         raise UsageError(
-            f"--port-range: {port_range} has {size} ports, and {workers} "
+            f"{_named(port_range, option)}: {port_range} has {size} ports, and {workers} "
             f"worker{'s' * (workers > 1)} {where} need at least {needed}. {NEEDS}, and the "
             f"scheduler's node {PER_SCHEDULER} besides: give a wider range"
         )

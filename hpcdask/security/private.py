@@ -60,8 +60,26 @@ def open_to_all(path: str) -> str | None:
     return None
 
 
+def foreign_link(path: str) -> str | None:
+    """The link on the way to `path`, or itself, that another user may have put there.
+
+    As for the kernel (``fs.protected_symlinks``), that is in a folder where any user may write, if
+    neither this user nor the folder's owner has the link.
+    """
+    at = os.path.abspath(path)
+    while (above := os.path.dirname(at)) != at:
+        one, folder = os.lstat(at), os.stat(above)
+        trusted = one.st_uid in (os.geteuid(), folder.st_uid)
+        if stat.S_ISLNK(one.st_mode) and folder.st_mode & stat.S_IWOTH and not trusted:
+            return at
+        at = above
+    return None
+
+
 def refuse_open(path: str) -> None:
-    """Raise `NotPrivate` for a folder in which any user may put something in place of another's."""
+    """Raise `NotPrivate` for a folder in whose place any user may put something else."""
+    if found := foreign_link(path):
+        raise NotPrivate(errno.EPERM, f"{found} is a link of another user", path)
     if found := open_to_all(path):
         raise NotPrivate(
             errno.EPERM,

@@ -79,6 +79,8 @@ def logs(base: str | None, follow: bool, lines: int | None, name: str | None) ->
         say(f"warning: no answer from {some(reader.silent)}. {again} tells why")
         if not reader.goes_on():
             sys.exit(1)
+    if not found and (waiting := reader.waiting()):
+        say(f"there is no line yet; jobs: {waiting}")
     _print(found[max(0, len(found) - lines) :] if lines is not None else found)
     with contextlib.suppress(KeyboardInterrupt):
         while follow:

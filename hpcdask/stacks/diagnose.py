@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import natural, plural, some
 from hpcdask.node.observe import STOPPED, Frame, ProcessView
 
@@ -18,7 +19,7 @@ from .blocks import (
     main_thread,
     place,
 )
-from .look import NOTEBOOK, Report
+from .look import Report
 
 #: Seconds after which a worker that the scheduler has not heard of is silent.
 SILENT_S = 30.0
@@ -228,7 +229,8 @@ def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
     work = report.work or {}
     if work and not work["workers"]:
-        yield "The scheduler has no worker: see the queue (hpcdask jobs) and the logs"
+        jobs = f"its jobs are {report.jobs}. See" if report.jobs else "see"
+        yield f"The scheduler has no worker: {jobs} the queue (hpcdask jobs) and the logs"
     elif keys := work.get("unrunnable"):
         yield (
             f"No worker may run these Dask tasks: {some(keys)}. They ask for resources or workers "
@@ -260,7 +262,7 @@ def _nothing(report: Report, seen: list[Block]) -> Iterator[str]:
             f"{duration(seconds)}, {'computing' if busy else 'waiting'} at {place(block.frames)}"
         )
         return
-    for name in ("program", NOTEBOOK):
+    for name in ("program", *HOLDERS):
         process = report.parts.get(name)
         if process and (thread := main_thread(process)) and not _in_flight(report):
             yield f"No Dask task runs: the {name} itself is at {_at(process, thread.frames)}"

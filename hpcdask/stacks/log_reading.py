@@ -12,6 +12,7 @@ from typing import ClassVar
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
+from hpcdask.jobs.state import WAITING, counts
 from hpcdask.node.nanny import LOGS
 
 from .look import AT_ONCE, NODE_S, Target, find
@@ -37,6 +38,10 @@ class _Jobs(ClusterLogs):
     """The logs of a cluster of jobs."""
 
     silent: ClassVar[list[str]] = []  # files, which all answer
+
+    def waiting(self) -> str:
+        """How many jobs wait, and for what; empty if none does."""
+        return counts(job for job in self.folder.reports().values() if job.state in WAITING)
 
     def goes_on(self) -> bool:
         """Whether there may be more."""
@@ -70,6 +75,10 @@ class _Run:
     silent: list[str] = field(default_factory=list)
     _reached: int = 0
     _doors: defaultdict[str, _Door] = field(default_factory=lambda: defaultdict(_Door))
+
+    def waiting(self) -> str:
+        """All ranks of a run are there."""
+        return ""
 
     def goes_on(self) -> bool:
         """Whether it is still there; workers that came meanwhile are asked, too."""

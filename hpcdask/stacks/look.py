@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError, UsageError, root_cause
-from hpcdask.jobs.detached import ControlRecord
+from hpcdask.jobs.detached import ControlRecord, holder
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.state import counts
 from hpcdask.logs import natural
 from hpcdask.node.device_worker import LOOK
 from hpcdask.node.observe import ProcessView, observe
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 #: Seconds that the scheduler and a node have to answer, and how many nodes are asked at a time.
 SCHEDULER_S, NODE_S, AT_ONCE = 8.0, 30.0, 64
-NOTEBOOK = "notebook"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Target:
     """A run or cluster: its scheduler, and its workers' nannies by the workers' names.
 
     `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
+    `jobs` says how a cluster's jobs are.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Target:
     parts: dict[str, int]
     host: str
     here: bool
+    jobs: str = ""
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
@@ -70,8 +73,9 @@ class Target:
         keys = load_credentials(str(folder.keys)) if folder.keys.is_dir() else {}
         owner, this = folder.owner, Owner.this()
         here = (owner.host, owner.space) == (this.host, this.space)
-        parts = {NOTEBOOK: owner.pid}
-        return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here)
+        parts = {holder(folder): owner.pid}
+        jobs = counts(folder.reports().values())
+        return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here, jobs)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class WorkerLook:
 class Report:
     """All that was seen; `unreached` says why the rest was not.
 
-    `work` is what the scheduler tells, or None.
+    `work` is what the scheduler tells, or None. `jobs` says how a cluster's jobs are.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Report:
     workers: list[WorkerLook]
     parts: dict[str, ProcessView]
     unreached: dict[str, str]
+    jobs: str = ""
 
 
 # Which
@@ -112,17 +117,18 @@ def find(name: str | None, base: str | None = None) -> Target:
     name = name or os.environ.get(scheduler_file.VARIABLE)
     clusters = {one.name: one for one in list_clusters(base) if one.lives() is not False}
     runs = _runs_here()
+    there = ", ".join([*(about for _, about in runs.values()), *clusters])
     if name is None:
         known = [*runs, *clusters]
         if len(known) != 1:
-            there = f"There are: {', '.join(known)}" if known else "None is known here"
+            listed = f"There are: {there}" if there else "None is known here"
             raise UsageError(
-                f"name one of your runs or clusters: hpcdask stacks NAME. {there}. A run on other "
+                f"name one of your runs or clusters: hpcdask stacks NAME. {listed}. A run on other "
                 f"nodes is named by its scheduler file, or looked at on the node of its rank 0"
             )
         (name,) = known
     if name in runs:
-        return Target.of_file(runs[name], f"the run of process {name}")
+        return Target.of_file(runs[name][0], f"the run of process {runs[name][1]}")
     if name in clusters:
         return Target.of_cluster(clusters[name])
     for cluster in clusters.values():
@@ -133,19 +139,23 @@ def find(name: str | None, base: str | None = None) -> Target:
         return Target.of_file(name)
     raise UsageError(
         f"no cluster of yours that lives is called {name}, no run here has this process, and there "
-        f"is no such scheduler file. There are: {', '.join([*runs, *clusters]) or 'none'}"
+        f"is no such scheduler file. There are: {there or 'none'}"
     )
 
 
-def _runs_here() -> dict[str, str]:
-    """The files of runs whose rank 0 is on this node, by its process id."""
+def _runs_here() -> dict[str, tuple[str, str]]:
+    """The runs whose rank 0 is on this node, by its process id: file, and what runs since when."""
     found = {}
     with contextlib.suppress(OSError):
         folder = private.node_folder(scheduler_file.RUNS)
         for name in sorted(os.listdir(folder)):
-            with contextlib.suppress(SchedulerFileError):
-                scheduler_file.read(path := os.path.join(folder, name))
-                found[name] = path
+            with contextlib.suppress(SchedulerFileError, OSError):
+                path = os.path.join(folder, name)
+                known = scheduler_file.read(path).get("hpcdask", {})
+                at = time.localtime(known.get("started", os.stat(path).st_mtime))
+                since = f"since {time.strftime('%Y-%m-%d %H:%M:%S', at)}"
+                what = ", ".join(filter(None, [known.get("program"), since]))
+                found[name] = path, f"{name} ({what})"
     return found
 
 
@@ -181,7 +191,7 @@ async def look(target: Target) -> Report:
     if isinstance(work, str):
         unreached["scheduler"] = work
     told_work = None if isinstance(work, str) else work
-    return Report(target.name, target.host, told_work, workers, parts, unreached)
+    return Report(target.name, target.host, told_work, workers, parts, unreached, target.jobs)
 
 
 async def _ask_scheduler(address: str, args: Mapping[str, Any]) -> dict[str, Any] | str:

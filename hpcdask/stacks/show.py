@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from dask.utils import format_bytes
 
+from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import plural, some
 from hpcdask.node.observe import Frame, ProcessView
 
 from .blocks import LINES, Block, blocks, duration, is_waiting, loop_thread, main_thread
 from .diagnose import diagnose
-from .look import NOTEBOOK, Report
+from .look import Report
 
 #: Blocks, workers that are silent, and Dask tasks that wait, that are shown.
 BLOCKS, MOST = 12, 5
@@ -21,7 +22,8 @@ SILENT_S = 10.0
 
 def lines(report: Report) -> Iterator[str]:
     """What `hpcdask stacks` prints."""
-    yield f"{report.name}: {plural(len(report.workers), 'worker')} reached"
+    jobs = f"; jobs: {report.jobs}" if report.jobs else ""
+    yield f"{report.name}: {plural(len(report.workers), 'worker')} reached{jobs}"
     for name, process in report.parts.items():
         yield from _part(name, process)
     found = blocks(report)
@@ -58,7 +60,7 @@ def _part(name: str, process: ProcessView) -> Iterator[str]:
         yield "  waits for messages"
     elif thread is not None:
         yield from _stack(thread.frames)
-    loop = loop_thread(process) if name == NOTEBOOK else None
+    loop = loop_thread(process) if name in HOLDERS else None
     if loop is not None and loop is not thread and not is_waiting(loop):
         yield "  its event loop, with the scheduler:"
         yield from _stack(loop.frames)

@@ -11,8 +11,9 @@ from hpcdask.errors import UsageError
 from hpcdask.queues.base import Allocation
 from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
+from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.kinds import kinds
-from hpcdask.spec.parsing import parse_memory
+from hpcdask.spec.parsing import parse_memory, parse_port_range
 
 #: Name of a job that runs no program.
 NO_PROGRAM = "dask-cluster"
@@ -37,11 +38,17 @@ class BatchRequest(Allocation):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of the runner, which in a job expects GPUs if it is not told that none are."""
-        named = any(word.partition("=")[0] == "--device" for word in self.run)
+        """Options of the runner, which in a job expects GPUs if it is not told that none are.
+
+        The range of ports is that of the configuration here, which the nodes may not have.
+        """
+        given = {word.partition("=")[0] for word in self.run}
+        ports = None if "--port-range" in given else parse_port_range(None, "--port-range")
+        run = (*self.run, "--port-range", ports) if ports else self.run
         bare = (re.sub(r"^\s*#\S+", "", line) for line in self.directives)
         theirs = any(requested_gpus(line) is not None for line in bare)
-        return self.run if self.gpus_per_node or named or theirs else (*self.run, "--device", "cpu")
+        on_gpus = self.gpus_per_node or "--device" in given or theirs
+        return run if on_gpus else (*run, "--device", "cpu")
 
     @property
     def name(self) -> str:
@@ -114,6 +121,8 @@ def check(asked: BatchRequest) -> None:
     alone = parse(asked.run).program
     launch = parse(asked.words)
     _check_groups(launch.spec.groups, asked)
+    ucx, where = launch.spec.protocol == "ucx", "on the first node"
+    check_size(launch.spec.port_range, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where=where)
     found = launch.program
     if alone or (found.target if found else None) != (asked.program[0] if asked.program else None):
         raise UsageError(

@@ -103,7 +103,7 @@ def test_jobs_shows_where_each_job_belongs(user):
     assert known[living.ids()[0]]["notebook"]["lives"] is True
 
     lines = user.hpcdask("jobs").stdout.splitlines()
-    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "notebook"]
+    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "held", "by"]
     (line,) = (line for line in lines if left.ids()[0] in line)
     words = (
         left.name,
@@ -113,7 +113,7 @@ def test_jobs_shows_where_each_job_belongs(user):
         f"process {left.owner.pid} on",
     )
     assert re.fullmatch(
-        r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +is gone: {} .*".format(
+        r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +notebook is gone: {} .*".format(
             *map(re.escape, words)
         ),
         line.rstrip(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,3 +126,22 @@ def test_a_run_is_listed_while_it_is_there(
         run.end()
     assert listed() == []
     assert not list(Path(tmp_path, "runs").iterdir())
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_a_run_is_known_by_its_program(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HPCDASK_HOME", str(tmp_path))
+    options = ("--device", "cpu", "--scheduler-file", "mine.json")
+    run = site.start(*options, "waits.py", env={"HPCDASK_HOME": str(tmp_path)})
+    run.line("ready")
+    (row,) = listed()
+    assert row["program"] == "waits.py"
+    assert f"waits.py, {site.folder}/mine.json on " in row["why"]
+    stacks = [sys.executable, "-m", "hpcdask", "stacks", "none"]
+    done = subprocess.run(stacks, capture_output=True, text=True, check=False)
+    since = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.search(rf"There are: .*\b\d+ \(waits\.py, since {since}\)", done.stderr), done
+    run.signal(signal.SIGTERM)
+    run.end()

@@ -34,6 +34,28 @@ def user(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 # Up and down
 
 
+def test_jobs_that_wait_for_what_does_not_end_by_itself(user: Login, capfd):
+    with user.make(job_extra_directives=["--hold"], poll_interval="1s") as cluster:
+        cluster.scale(2)
+        wait_for(lambda: "JobHeldUser" in cluster.jobs().problem, 30, "the queue's reason")
+        waits = "2 jobs wait, and may never start: JobHeldUser. Release them: scontrol release JOB"
+        wait_for(lambda: cluster.jobs().problem == waits, 30, "both")
+        for shown in (repr(cluster), repr(cluster.jobs()), cluster._repr_html_()):
+            assert waits in shown
+        with pytest.raises(TimeoutError) as error:
+            cluster.wait_for_workers(1, timeout=1)
+        assert error.value.__notes__ == ["Jobs: 2 pending (JobHeldUser)"]
+        wait_for(
+            lambda: "2 pending (JobHeldUser)" in user.hpcdask("stacks", cluster.id), 30, "stacks"
+        )
+        assert "its jobs are 2 pending (JobHeldUser)" in user.hpcdask("stacks", cluster.id)
+        words = ("logs", "--folder", str(user.folder), cluster.id)
+        done = user.site.run(sys.executable, "-m", "hpcdask.cli", *words, env=user.variables)
+        assert "there is no line yet; jobs: 2 pending (JobHeldUser)" in done.stderr
+    said = capfd.readouterr().err
+    assert said.count("may never start: JobHeldUser") == 1
+
+
 #: The last is what SLURM 23.11 says where there is no accounting.
 USUAL_REASONS = ("Resources", "Priority", "InvalidAccount")
 

@@ -466,3 +466,14 @@ def test_the_doctor_reports_once_for_all_nodes(desk):
     assert [node["ranks"] for node in made["nodes"]] == [[0, 1, 2, 3]]  # one host, by its name
     assert "SLURM" in result.out
     assert not errors(result.err)
+
+
+@pytest.mark.parametrize(("partition", "status"), [("nowhere", "warning"), ("gpu", "ok")])
+def test_the_doctor_asks_for_the_partitions(slurm, partition, status):
+    doctor = (sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
+    env = {"DASK_JOBQUEUE__SLURM__QUEUE": partition}
+    (node,) = json.loads(slurm.run(*doctor, env=env, check=False, timeout=60).stdout)["nodes"]
+    found = [one for one in node["findings"] if one["group"] == "configuration"]
+    assert found[-1]["status"] == status, found
+    said = any("the queueing system has no nowhere" in one["value"] for one in found)
+    assert said is (status == "warning")

@@ -14,11 +14,13 @@ import pytest
 
 from hpcdask.clusters import publishing, retire, termination
 from hpcdask.clusters.controller import JobController
+from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job, Policy
 from hpcdask.clusters.state import ClusterState
 from hpcdask.errors import NoTags, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState
+from hpcdask.queues import slurm_errors
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from launching import until
@@ -181,6 +183,43 @@ def test_jobs_are_told_of_without_waiting_for_the_file_system(tmp_path, monkeypa
     monkeypatch.setattr(publishing, "PAUSE_S", 0.01)
     asyncio.run(run())
     assert written == [{"1": ("running", 1)}, {"1": ("running", 1), "2": ("pending", 0)}]
+
+
+class Full(LocalQueue):
+    """Knows of a reason that does not end by itself, as SLURM does."""
+
+    lasting = staticmethod(slurm_errors.lasting)
+
+
+def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
+    async def run() -> None:
+        cluster = Cluster(tmp_path, Full())
+        for job_id in ("1", "2", "3"):
+            cluster.add(job_id, JobState.PENDING)
+
+        def look(*reasons: str) -> str:
+            seen = {
+                str(number): QueueStatus(str(number), QueueState.PENDING, reason)
+                for number, reason in enumerate(reasons, 1)
+            }
+            cluster.controller._observe(set(seen), seen)
+            return cluster.controller.waits
+
+        assert not look("Resources", "Priority", "Dependency")
+        assert not cluster.said
+        waits = "2 jobs wait, and may never start: PartitionConfig. Partitions: sinfo -s"
+        assert look("PartitionConfig", "PartitionConfig", "Priority") == waits
+        assert cluster.said == [f"warning: {waits}"]
+        assert look("PartitionConfig", "PartitionConfig", "PartitionConfig").startswith("3 jobs")
+        assert not look("Resources", "Resources", "Resources")
+        assert len(cluster.said) == 1
+        look("QOSMaxJobsPerUserLimit", "Resources", "Resources")
+        waits = "1 job waits, and may never start: QOSMaxJobsPerUserLimit. Limits: sacctmgr"
+        assert cluster.said[1:] == [f"warning: {waits} show qos"]
+        table = JobTable(cluster.controller.jobs(), cluster.controller.waits)
+        assert repr(table).endswith("QOSMaxJobsPerUserLimit. Limits: sacctmgr show qos")
+
+    asyncio.run(run())
 
 
 class Counting(LocalQueue):

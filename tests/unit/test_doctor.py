@@ -131,6 +131,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
         "queue": {"system": "", "job": None, "request": "", "gpus": {}, "step": ""},
         "ports": {},
+        "configuration": {"values": [], "open": "", "paths": ["/etc/dask"], "queues": {}},
         **more,
     }
 

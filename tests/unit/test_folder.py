@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -117,6 +118,30 @@ def test_another_users_base_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(UsageError, match=r"belongs to another user \(uid"):
         ClusterFolder.create("ab-1", "slurm", tmp_path / "base")
+
+
+def test_users_share_a_folder_in_which_each_has_one(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    with pytest.raises(
+        UsageError, match=r"others may write in .*/shared: .*such as .*/shared/\$USER"
+    ):
+        ClusterFolder.create("ab-1", "slurm", shared)
+    monkeypatch.setenv("USER", "alice")
+    folder = ClusterFolder.create("ab-1", "slurm", f"{shared}/$USER")
+    assert folder.path == shared / "alice/ab-1"
+    assert stat.S_IMODE((shared / "alice").stat().st_mode) == 0o700
+    assert [one.name for one in list_clusters()] == ["ab-1"]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # who took the name of another
+    with pytest.raises(UsageError, match=r"shared/alice belongs to another user"):
+        ClusterFolder.create("ab-2", "slurm", f"{shared}/$USER")
+
+
+@pytest.mark.parametrize("name", ["$NOT_SET", "${NOT_SET}"])
+def test_a_base_with_a_variable_that_is_not_set(tmp_path, name):
+    with pytest.raises(UsageError, match=r"NOT_SET\}? is not set here, in "):
+        ClusterFolder.create("ab-1", "slurm", tmp_path / name)
 
 
 def test_a_base_that_cannot_be_made_is_named(tmp_path):

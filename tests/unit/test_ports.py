@@ -290,3 +290,38 @@ def test_what_the_doctor_says_of_the_nodes():
     assert bad.value == "n2 cannot reach n1 in 20000-20999: Connection refused"
     assert bad.status == "error"
     assert (good.status, good.value) == ("ok", "20000-20999: 2 nodes reach each other in it")
+
+
+def test_a_batch_script_has_the_range_that_is_configured_where_it_is_made():
+    def submit(*words: str) -> str:
+        command = ["submit", "--dry-run", "--system", "slurm", *words, "-m", "timeit"]
+        return CliRunner().invoke(cli.main, command).output
+
+    assert "--port-range" not in submit()
+    with dask.config.set({"hpcdask.port-range": "20000:20099"}):
+        assert "-m hpcdask.run --port-range 20000-20099 -m timeit" in submit()
+        assert "-m hpcdask.run --port-range=30000-30099 -m" in submit(
+            "--run", "--port-range=30000-30099"
+        )
+    with dask.config.set({"hpcdask.port-range": "20000-20013"}):
+        assert "has 14 ports, and 4 workers on the first node need" in submit("--gpus-per-node=4")
+
+
+def test_a_range_that_is_configured_is_called_by_its_source(tmp_path, monkeypatch):
+    def refused(port_range: str) -> str:
+        with pytest.raises(UsageError) as error:
+            ports.check_size(port_range, 2, ucx=False, more=0, where="here", option="port_range")
+        return str(error.value)
+
+    (tmp_path / "site.yaml").write_text("hpcdask: {port-range: '20000:20001'}")
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    with dask.config.set({"hpcdask.port-range": "20000:20001"}):
+        assert refused("20000-20001").startswith(f"hpcdask.port-range ({tmp_path}/site.yaml): 20")
+        assert refused("30000-30001").startswith("port_range: 30000-30001 has 2 ports")
+        monkeypatch.setenv("DASK_HPCDASK__PORT_RANGE", "20000-20001")
+        said = refused("20000-20001")
+        assert said.startswith("hpcdask.port-range (variable DASK_HPCDASK__PORT_RANGE): ")
+    monkeypatch.delenv("DASK_HPCDASK__PORT_RANGE")
+    with dask.config.set({"hpcdask.port-range": "40000-40001"}):
+        monkeypatch.setattr(dask.config, "paths", [])
+        assert refused("40000-40001").startswith("hpcdask.port-range (Dask's configuration): ")

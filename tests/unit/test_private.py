@@ -122,6 +122,21 @@ def test_folders_in_which_any_user_may_rename_are_refused(open_folder):
     private.refuse_open(str(below))
 
 
+@root_only
+def test_a_link_that_another_user_put_into_a_shared_folder_is_refused(open_folder):
+    open_folder.chmod(0o1777)
+    ours = open_folder / "ours"
+    ours.mkdir(mode=0o700)
+    as_stranger(lambda: (open_folder / "user").symlink_to(ours))
+    for path in (open_folder / "user", open_folder / "user/below"):
+        path.mkdir(exist_ok=True)
+        with pytest.raises(private.NotPrivate, match=f"{open_folder}/user is a link of another"):
+            private.refuse_open(str(path))
+    private.refuse_open(str(ours))
+    (open_folder / "mine").symlink_to(ours)
+    private.refuse_open(str(open_folder / "mine"))
+
+
 def swap(path: Path, other: Path) -> None:
     """Put another folder of the same user in the place of one."""
     path.rename(path.with_name("away"))

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import dask.config
 import pytest
 
 from hpcdask.clusters.job import Job, Policy
@@ -537,10 +538,21 @@ def test_a_partition_that_is_down_is_told_with_how_to_list_others():
     assert str(refusal(DOWN)).endswith("Script kept at /me/script.sh. Partitions: sinfo -s")
 
 
+def test_a_partition_that_there_is_not_is_told_with_what_names_it(tmp_path, monkeypatch):
+    lines = ("invalid partition specified: gpus", "Batch job submission failed: Invalid partition")
+    said = "invalid partition specified: gpus; Invalid partition. gpus is from "
+    last = ". Script kept at /me/script.sh. Partitions: sinfo -s"
+    assert f"{said}the keyword queue or an option{last}" in str(refusal(*lines))
+    file = tmp_path / "site.yaml"
+    file.write_text("jobqueue: {slurm-gpu: {queue: gpus}}")
+    monkeypatch.setattr(dask.config, "paths", [str(file)])
+    with dask.config.set({"jobqueue": {"slurm": None, "slurm-gpu": {"queue": "gpus"}}}):
+        assert f"{said}jobqueue.slurm-gpu.queue ({file}){last}" in str(refusal(*lines))
+
+
 @pytest.mark.parametrize(
     ("line", "advice"),
     [
-        ("invalid partition specified: x", "Partitions: sinfo -s"),
         ("Invalid account or account/partition combination specified", "Accounts: sacctmgr show"),
         ("Invalid qos specification", "Limits: sacctmgr show qos"),
         ("Requested node configuration is not available", 'sinfo -o "%P %G'),

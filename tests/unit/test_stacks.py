@@ -274,7 +274,11 @@ CASES = {
         ),
         "Nothing is known to be wrong",
     ),
-    "no workers": (report([], workers={}), "The scheduler has no worker"),
+    "no workers": (report([], workers={}), "The scheduler has no worker: see the queue"),
+    "jobs that wait": (
+        dataclasses.replace(report([], workers={}), jobs="2 pending (PartitionConfig)"),
+        "The scheduler has no worker: its jobs are 2 pending (PartitionConfig). See the queue",
+    ),
     "unrunnable": (
         report([worker(0, process())], unrunnable=["f-1"]),
         "No worker may run these Dask tasks: f-1",

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from distributed import Security
 from distributed.core import Status, rpc
@@ -20,6 +20,7 @@ from hpcdask.client.defaults import suiting_devices
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable, html, text
 from hpcdask.clusters.keywords import seconds
+from hpcdask.clusters.scaling import wait_unless
 from hpcdask.errors import HpcdaskError, NoAnswer, UsageError
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import detached
@@ -282,18 +283,15 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         return self.sync(jobs)
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
-        try:
-            while not waiting.done():
-                failure = self._failure  # of a group, others may do
-                if failure is None and self._seen.failure is not None:
-                    failure = await self._ask("too_few", n_workers=n_workers)
-                if failure is not None:
-                    raise failure
-                await asyncio.wait([waiting], timeout=0.1)
-            await waiting
-        finally:
-            waiting.cancel()
+        async def why_not() -> HpcdaskError | None:
+            if (
+                self._failure is None and self._seen.failure is not None
+            ):  # of a group, others may do
+                return cast(HpcdaskError | None, await self._ask("too_few", n_workers=n_workers))
+            return self._failure
+
+        waiting = super()._wait_for_workers(n_workers, timeout)
+        await wait_unless(waiting, why_not, lambda: self._seen.table())
 
     def get_client(self) -> Any:
         """A client of the cluster."""

@@ -44,7 +44,8 @@ class Look:
     """How a detached cluster is, for an attached notebook.
 
     `identity` is the scheduler's. `lines` are what it has told since the last look, of `told` in
-    all. `problem` says why nothing can be submitted, and `lacks_agent` whether an agent is missing.
+    all. `problem` says why nothing can be submitted, or jobs may wait for ever, and `lacks_agent`
+    whether an agent is missing.
     """
 
     jobs: tuple[Job, ...]
@@ -110,7 +111,7 @@ class Service:
             self.cluster.dashboard_link,
             self.cluster._own_scheduler.tunnel(),
             self.saver.summary(),
-            self.relay.problem,
+            self.relay.problem or self.cluster.jobs().problem,
             self.relay.lacks_agent,
         )
 

@@ -1,0 +1,153 @@
+"""What the doctor says of Dask's configuration of hpcdask and of jobs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import dask.config
+import pytest
+
+import hpcdask
+from hpcdask.doctor import configuration
+from strangers import as_stranger, root_only
+
+
+@pytest.fixture
+def site(monkeypatch, tmp_path):
+    """Write a file of configuration, and say what the doctor finds: topic, status and words."""
+
+    def look(text: str, *, job: str = "", **environ: str) -> list[tuple[str, str, str]]:
+        (tmp_path / "site.yaml").write_text(text)
+        monkeypatch.setattr(dask.config, "paths", [str(tmp_path / "site.yaml")])
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        facts = {"configuration": configuration.read(), "queue": {"job": job}}
+        found = configuration.check(facts)
+        return [(one.topic, one.status, f"{one.value} -> {one.advice}") for one in found]
+
+    return look
+
+
+def bad(found: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    return [one for one in found if one[1] != "ok"]
+
+
+def test_what_is_in_force_has_the_file_or_variable_that_it_is_from(site, tmp_path):
+    found = site(
+        "hpcdask:\n  port_range: 20000-20999\n"
+        "jobqueue:\n  slurm:\n    queue: gpu\n    cores: 8\n    scheduler-options:\n"
+        "      interface: eth1\ndistributed:\n  comm:\n    retry: 1\n",
+        DASK_JOBQUEUE__SLURM__QUEUE="debug",
+    )
+    file = tmp_path / "site.yaml"
+    assert found == [
+        ("hpcdask", "ok", f"port-range=20000-20999 ({file}) -> "),
+        ("jobqueue.slurm", "ok", f"cores=8, scheduler-options.interface=eth1 ({file}) -> "),
+        ("jobqueue.slurm", "ok", "queue=debug (variable DASK_JOBQUEUE__SLURM__QUEUE) -> "),
+    ]
+
+
+def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
+    ((topic, status, words),) = site("jobqueue:\n  slurm: null\n")
+    assert (topic, status) == ("files", "ok")
+    assert f"nothing of hpcdask or jobqueue in {tmp_path}/site.yaml" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "topic", "words"),
+    [
+        ("hpcdask: {port-rnage: 1}", "hpcdask", r"port-rnage: no such key.*mean port-range\?"),
+        ("jobqueue: {slurm: {cors: 4}}", "jobqueue.slurm", r"cors: .*Did you mean cores\?"),
+        ("jobqueue: {pbs: {job_mem: 4}}", "jobqueue.pbs", r"job-mem: no such key"),
+        (
+            "jobqueue: {flux: {gpus-per-job: 4}}",
+            "jobqueue.flux",
+            r"gpus-per-job.*There are .*cores",
+        ),
+        ("jobqueue: {slurm-h200: {queu: a}}", "jobqueue.slurm-h200", r"Did you mean queue\?"),
+        ("jobqueue: {mine: {wall_time: a}}", "jobqueue.mine", r"Did you mean walltime\?"),
+        ("jobqueue: {slrum: {queue: a}}", "jobqueue.slrum", r"Did you mean jobqueue\.slurm\?"),
+    ],
+)
+def test_what_is_misspelt_is_a_warning(site, text, topic, words):
+    ((found, status, said),) = bad(site(text))
+    assert (found, status) == (topic, "warning")
+    assert re.search(words, said), said
+
+
+def test_every_key_of_its_own_is_known():
+    """As the sources read them."""
+    package = Path(hpcdask.__file__).parent
+    read = re.compile(r'dask\.config\.get\(\s*"hpcdask\.([a-z-]+)"')
+    found = [key for path in package.rglob("*.py") for key in read.findall(path.read_text())]
+    assert set(found) == set(configuration.OWN_KEYS)
+
+
+def test_folders_that_are_missing_or_not_ones_own(site, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o1777)
+    found = bad(
+        site(
+            f"hpcdask: {{shared-directory: {tmp_path}/missing}}\n"
+            f"jobqueue:\n  slurm: {{shared-temp-directory: {tmp_path}/open,"
+            f" log-directory: {tmp_path}/file/logs, local-directory: {tmp_path}/new}}\n"
+            f"  pbs: {{shared-temp-directory: {tmp_path}/open/$WHO, local-directory: $NOT_SET}}\n",
+            job="7",
+            WHO="alice",
+        )
+    )
+    said = "\n".join(words for _, _, words in found)
+    assert [status for _, status, _ in found] == ["warning"] * 4
+    assert f"shared-directory: {tmp_path}/missing is missing" in said
+    assert f"shared-temp-directory: others may write in {tmp_path}/open (" in said
+    assert f"To mend it: name one of yours, such as {tmp_path}/open/$USER" in said
+    assert f"log-directory: {tmp_path}/file/logs is missing, and {tmp_path}/file cannot be" in said
+    assert "local-directory: $NOT_SET is not set" in said
+
+
+def test_a_folder_of_the_nodes_is_a_note_elsewhere(site, tmp_path):
+    (tmp_path / "file").touch()
+    found = site(f"jobqueue: {{slurm: {{local-directory: {tmp_path}/file/x}}}}")
+    ((_, status, words),) = bad(found)
+    assert status == "note"
+    assert f"{tmp_path}/file/x is missing" in words
+    assert "srun hpcdask doctor there" in words
+
+
+@root_only
+def test_a_folder_that_cannot_be_written(tmp_path_factory, open_folder):
+    open_folder.chmod(0o755)
+
+    def look() -> None:
+        assert configuration._obstacle("log-directory", f"{open_folder}/logs") == (
+            f"{open_folder}/logs is missing, and {open_folder} cannot be written"
+        )
+
+    as_stranger(look)
+
+
+def test_a_queue_that_there_is_not(site, monkeypatch, tmp_path):
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\nprintf 'gpu\\ndebug\\n'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    ((topic, status, words),) = bad(site('jobqueue: {slurm: {queue: "debug,gpus"}}'))
+    assert (topic, status) == ("jobqueue.slurm", "warning")
+    assert "queue: the queueing system has no gpus" in words
+    assert "Did you mean gpu?" in words
+    sinfo.write_text("#!/bin/sh\nexit 1\n")
+    assert not bad(site('jobqueue: {slurm: {queue: "gpus"}}'))
+    sinfo.unlink()
+    assert not bad(site('jobqueue: {slurm: {queue: "gpus"}}', job="7"))
+
+
+def test_a_file_that_others_may_write_is_an_error(site, tmp_path):
+    file = tmp_path / "site.yaml"
+    file.touch()
+    file.chmod(0o666)
+    ((topic, status, words),) = bad(site("hpcdask: {}"))
+    assert (topic, status) == ("files", "error")
+    assert f"others may write {file}" in words
+    assert f"chmod go-w {file}" in words
