@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask.typing import Key
-from distributed import Scheduler
+from distributed import Scheduler, rpc
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.metrics import monotonic, time
 from distributed.scheduler import WorkerState
@@ -33,6 +33,8 @@ SETTLE_S = 1.0
 RETURN_S = 60.0
 #: Seconds that calls get to end when nobody is left to say how many.
 GRACE_S = 5.0
+#: Of these seconds a nanny gives a worker 80 % to close before it kills it; for its answer.
+KILL_S, NANNY_S = 1.0, 30.0
 #: How an exception reads that is the consequence of another rank's end.
 _CONSEQUENCE = re.compile(
     r"connect|broken ?pipe|\bpeer\b|\beof|remote process|nccl|socket|incomplete ?read", re.I
@@ -186,14 +188,26 @@ class Gangs(SchedulerPlugin):
         return {**state, "stuck": {rank: str(mine.workers[rank].name) for rank in stuck}}
 
     async def _restart(self, workers: Collection[WorkerState]) -> None:
+        """Have nannies kill workers that had their grace, and start them again.
+
+        The scheduler's own way gives each of them 4 s to close.
+        """
         for ws in workers:
             self._expect(ws)
-        await self._scheduler.restart_workers(
-            [ws.address for ws in workers],
-            wait_for_workers=False,
-            on_error="return",
-            stimulus_id=f"hpcdask-gang-{time()}",
-        )
+        await asyncio.gather(*map(self._kill, workers))
+
+    async def _kill(self, ws: WorkerState) -> None:
+        reason, access = f"hpcdask-gang-{time()}", self._scheduler.connection_args
+        if ws.nanny is None:
+            await self._scheduler.remove_worker(ws.address, stimulus_id=reason)
+            return
+        try:
+            async with asyncio.timeout(NANNY_S), rpc(ws.nanny, connection_args=access) as nanny:
+                # a TimeoutError of the nanny's: it was killed, and takes longer to be gone
+                with contextlib.suppress(TimeoutError):
+                    await nanny.kill(timeout=KILL_S, reason=reason)
+        except (OSError, TimeoutError):
+            await self._scheduler.remove_worker(ws.address, stimulus_id=reason)
 
     def _tell(self) -> None:
         """Wake all that wait for a change."""

@@ -21,6 +21,7 @@ import hpcdask
 from clock import clock
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
+from hpcdask.comm import nccl
 from hpcdask.errors import GangError
 from hpcdask.gpu.devices import Gpu
 from launching import describe, needs, wait_for
@@ -52,8 +53,24 @@ def misbehave(kind: str) -> None:
         ctypes.PyDLL(None).pause()
 
 
-def reduce(context: RankContext, kind: str) -> float:
-    """Two all-reduces; between them, when all ranks are joined, the fault."""
+def unique_id(context: RankContext) -> bytes:
+    return nccl.unique_id()
+
+
+def reduce(context: RankContext, kind: str, key: bytes) -> float:
+    """Two all-reduces over NCCL alone; between them, when all ranks are joined, the fault."""
+    communicator = nccl.join(context.rank, context.world_size, key)
+    try:
+        _, first = nccl.all_reduce(communicator, 2**20, 1)
+        misbehave(kind)
+        _, second = nccl.all_reduce(communicator, 2**20, 1)
+        return float(first + second)
+    finally:
+        communicator.abort()
+
+
+def reduce_by_torch(context: RankContext, kind: str) -> float:
+    """Do the same by torch."""
     import torch
     import torch.distributed
 
@@ -70,7 +87,7 @@ def reduce(context: RankContext, kind: str) -> float:
     try:
         first = total()
         misbehave(kind)
-        return first + total()
+        return float(first + total() == context.world_size * (context.world_size + 1) * 1000) * 2
     except BaseException:
         torch.distributed.group.WORLD.abort()  # to destroy it waits for the other ranks
         raise
@@ -82,19 +99,22 @@ def preload() -> None:
     import torch  # noqa: F401 so that no deadline has the import in it
 
 
-def outcome(client: Client, kinds: list[str]) -> str:
+def outcome(client: Client, kinds: list[str], by: str) -> str:
     """What is wrong with how a gang ended; empty if nothing is."""
+    call, shared = reduce_by_torch, {}
+    if by == "nccl":
+        (key,) = hpcdask.gang(unique_id, client=client, size=1, timeout=LONG_S)
+        call, shared = reduce, {"key": key}
+    timeout = HANG_S if {*kinds} & {*HANGS} else LONG_S
     (kind, rank), *_ = [(k, r) for r, k in enumerate(kinds) if k != "fine"] or [("fine", None)]
     expected, size = FAULTS.get(kind, "still ran"), len(kinds)
     try:
-        found = hpcdask.gang(
-            reduce, kinds, client=client, timeout=HANG_S if kind in HANGS else LONG_S, grace=1
-        )
+        found = hpcdask.gang(call, kinds, client=client, timeout=timeout, grace=1, shared=shared)
     except GangError as error:
         named = kind in HANGS or error.rank == rank
         right = kind != "fine" and expected in str(error) and named
         return "" if right else f"{error} (rank {error.rank})"
-    right = kind == "fine" and found == [1000.0 * size * (size + 1)] * size
+    right = kind == "fine" and found == [2.0] * size
     return "" if right else f"returned {found}"
 
 
@@ -147,9 +167,15 @@ def is_back(handles: list, before: list[int]) -> bool:
     return all(now <= then + SPARE for now, then in zip(used(handles), before, strict=True))
 
 
-@needs("torch")
-def test_many_with_faults(gpus: list[Gpu], memory: list, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["nccl", pytest.param("torch", marks=needs("torch"))])
+def test_many_with_faults(gpus: list[Gpu], memory: list, tmp_path: Path, by: str) -> None:
     """More of them with GANGS=100, others with SEED=2."""
+
+    def ready() -> None:
+        client.wait_for_workers(size, timeout=LONG_S)
+        if by == "torch":
+            client.run(preload)
+
     size = min(2, len(gpus))
     if size < 2:
         pytest.skip("a single GPU")
@@ -162,9 +188,8 @@ def test_many_with_faults(gpus: list[Gpu], memory: list, tmp_path: Path) -> None
         cluster.get_client() as client,
     ):
         cluster.scale(size)
-        client.wait_for_workers(size, timeout=LONG_S)
-        client.run(preload)
-        assert outcome(client, ["fine"] * size) == ""
+        ready()
+        assert outcome(client, ["fine"] * size, by) == ""
         ports, held = listeners(client), used(memory)
         wrong = []
         for number in range(GANGS):
@@ -172,15 +197,14 @@ def test_many_with_faults(gpus: list[Gpu], memory: list, tmp_path: Path) -> None
             kind = draw.choice(["fine", "fine", *FAULTS, *HANGS])
             kinds[draw.randrange(size)] = kind
             start = clock()
-            text = outcome(client, kinds)
+            text = outcome(client, kinds, by)
             took = clock() - start
-            client.wait_for_workers(size, timeout=LONG_S)
-            client.run(preload)
+            ready()
             print(f"{number} {kinds}: {took:.1f} s, {clock() - start:.1f} s {text}", flush=True)
             if text:
                 wrong.append((seed, number, kinds, text))
         assert not wrong, "\n".join(map(str, wrong))
-        assert outcome(client, ["fine"] * size) == ""
+        assert outcome(client, ["fine"] * size, by) == ""
         wait_for(lambda: not what_is_left(client), LONG_S, "the gangs to be gone")
         wait_for(lambda: listeners(client) == ports, LONG_S, "ports to be free")
         wait_for(lambda: is_back(memory, held), LONG_S, "device memory to be free")
