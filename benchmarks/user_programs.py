@@ -339,15 +339,17 @@ def cells(rows: Sequence[dict[str, Any] | None]) -> tuple[str, str, str]:
     def both(texts: Sequence[str]) -> str:
         return "/".join(texts) if any(texts) else ""
 
+    def took(row: dict[str, Any], who: str) -> str:
+        if (seconds := row[f"{who}_s"]) is not None:
+            return f"{seconds:.3g}"
+        return "fails" if f"{who}_failed" in row else "-"
+
     there = [row for row in rows if row is not None]
-    ours, theirs = (
-        both(["fails" if row[f"{who}_s"] is None else f"{row[f'{who}_s']:.3g}" for row in there])
-        for who in ("ours", "theirs")
-    )
+    ours, theirs = (both([took(row, who) for row in there]) for who in ("ours", "theirs"))
     ratios = []
     for row in there:
-        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-        if ratio and row["rounds"] > 1:
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+        if "ratio" in row and row["rounds"] > 1:
             ratio += f" ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
         ratios.append(ratio)
     return ours, theirs, both(ratios)

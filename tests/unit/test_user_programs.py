@@ -74,6 +74,14 @@ def test_a_program_that_fails_is_a_row(programs: ModuleType, code: str, why: str
     assert text.endswith("\nLeft out: `actor.py`, `fft.py` (the time was over).\n")
 
 
+def test_runs_without_time_are_no_failure(programs: ModuleType):
+    codes = {"hpcdask": prints(*seconds(3, 1)), "A": prints(*seconds(6))}
+    found, _ = rows_of(programs, codes, rounds=1)
+    text = programs.tables({"machine": "M", "date": "D", "workers": 2, "cases": found})
+    assert "20 GB | 3/1 | 6/- | 0.50/- |\n" in text
+    assert "fails" not in text
+
+
 def test_nothing_of_a_command_stays(programs: ModuleType):
     from launches import MARK, execute, marked
 
