@@ -28,10 +28,10 @@ AVOID = [
 
 
 def sentences(page: str) -> list[str]:
-    """The sentences of a page, without its code, comments, tables and headings."""
+    """The sentences of a page, without its code, comments, tables, headings and versions."""
     page = re.sub(r"^( *)(```|~~~).*?^\1\2$", "\n", page, flags=re.DOTALL | re.MULTILINE)
     page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
-    page = re.sub(r"^ *[|#].*$|^:::.*$", "\n", page, flags=re.MULTILINE)
+    page = re.sub(r"^ *[|#].*$|^:::.*$|^Versions: .*$", "\n", page, flags=re.MULTILINE)
     page = re.sub(r"`[^`]+`", "CODE", page)  # a command is one word
     page = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", page)
     found = []
