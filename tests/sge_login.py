@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 
 import psutil
@@ -34,9 +35,15 @@ class SgeUser(User):
             "memory": "500MB",
             "poll_interval": 0.5,
             "shared_temp_directory": str(self.folder),
-            "job_script_prologue": [f"export {self.marker}"],  # jobs do not get it by themselves
+            "job_script_prologue": self.prologue(),
         }
         return hpcdask.SGECUDACluster(**{**usual, **keywords})
+
+    def prologue(self, may_ask: bool = False) -> list[str]:
+        """Return what jobs do not get by themselves: the marker, and Grid Engine's commands."""
+        names = ("PATH", "LD_LIBRARY_PATH") if may_ask else ()
+        lines = [f"export {name}={shlex.quote(self.site.env[name])}" for name in names]
+        return [f"export {self.marker}", *lines]
 
     def queued(self) -> dict[str, str]:
         """Return the tags of all jobs of clusters that are not over."""

@@ -104,18 +104,34 @@ def test_its_schedulers_job_is_deleted(user: SgeUser, attached: bool):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["all", "its process"])
+@pytest.mark.parametrize("how", ["all", "its process", "its process, and its shell may ask"])
 def test_its_schedulers_job_is_killed(user: SgeUser, how: str):
-    """With SIGKILL: the notebook ends what is left, or the job's own shell does so."""
-    with user.detached(groups={"cpu": {}, "waits": WAITS}) as cluster:
+    """With SIGKILL: the agent or notebook ends what is left, or the job's own shell does so."""
+    given = {"job_script_prologue": user.prologue(may_ask=True)} if "ask" in how else {}
+    with user.detached(groups={"cpu": {}, "waits": WAITS}, **given) as cluster:
         cluster.scale(cpu=2, waits=1)
         cluster.wait_for_workers(2, timeout=180)
+        assert bool(detached.ControlRecord.read(detached.find("mine")).agent) is not bool(given)
         if how == "all":
             user.lose(scheduler_job())
             check_told(user, cluster, "its scheduler's job")
         else:
             user.control().kill()
             check_told(user, cluster, "killed by SIGKILL")
+
+
+@pytest.mark.long
+def test_its_host_goes_and_comes_back(user: SgeUser):
+    """Grid Engine takes its jobs for running meanwhile, and so does the notebook."""
+    with user.detached(n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        jobs = [scheduler_job(), *(job.id for job in cluster.jobs())]
+        user.site.stop("sge_execd")
+        for job in jobs:
+            user.lose(job)
+        assert "running" in user.hpcdask("list")
+        user.site.bring_back()
+        check_told(user, cluster, f"its scheduler's job {jobs[0]} has ended: failed")
 
 
 @pytest.mark.long
