@@ -155,6 +155,10 @@ class NoAnswer(QueueError):
     for_now = True
 
 
+class NotHere(QueueError):
+    """This host cannot run a command of the queueing system, or may not."""
+
+
 class NoTags(QueueError):
     """The queueing system does not show which jobs are hpcdask's."""
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -136,12 +137,16 @@ class SgeSite:
         self.close()
 
     def run(
-        self, *command: str, timeout: float = 30, check: bool = True
+        self,
+        *command: str,
+        timeout: float = 30,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of this site's user; a failure shows its output."""
         done = subprocess.run(
             command,
-            env=self.env,
+            env={**self.env, **(env or {})},
             cwd=self.folder,
             timeout=PATIENCE * timeout,
             check=False,
@@ -163,6 +168,23 @@ class SgeSite:
             return not self.run("qstat").stdout.strip()
 
         wait_for(all_over, timeout, "Grid Engine's jobs to end", interval=0.3)
+
+    def stop(self, program: str) -> None:
+        """End a daemon, ``sge_qmaster`` or ``sge_execd``; jobs go on."""
+        for daemon in self._daemons:
+            if Path(daemon.args[0]).name == program:
+                daemon.terminate()
+                daemon.wait()
+
+    def bring_back(self) -> None:
+        """Start the daemons again that have ended."""
+        ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
+        for daemon in ended:
+            self._daemons.remove(daemon)
+            if Path(daemon.args[0]).name == "sge_qmaster":
+                self._start_master()
+            else:
+                self._start_host()
 
     def log(self, lines: int = 20) -> str:
         """Return the last lines of each daemon's messages."""

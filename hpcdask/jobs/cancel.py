@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 
-from hpcdask.errors import NoTags, QueueError
+from hpcdask.errors import NoTags, NotHere, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.commands import COMMAND_TIMEOUT_S
 from hpcdask.queues.job_state import OVER
@@ -56,7 +56,8 @@ async def end_jobs(
 ) -> list[str]:
     """Cancel the jobs that `find` says are not over, and return those still there after `END_S`.
 
-    `awaited` tells whether more may come. Raises QueueError if the queue did not answer until then.
+    `awaited` tells whether more may come. Raises QueueError if the queue did not answer until then,
+    or at once if this host may not ask it.
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()
@@ -74,6 +75,8 @@ async def end_jobs(
             if live:
                 say_once(f"cancelling {' '.join(live)}")
                 await queue.cancel(live)
+        except NotHere:  # nor will it later
+            raise
         except QueueError as error:
             problem = error
             say_once(f"{error}; trying again")

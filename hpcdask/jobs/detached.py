@@ -159,8 +159,8 @@ async def why_gone(folder: ClusterFolder) -> str | None:
     if seen is None:
         with contextlib.suppress(QueueError):
             seen = (await queue.departed([job_id])).get(job_id)
-    again = ControlRecord.read(folder)  # it may have ended in good order meanwhile
-    if again is not None and again.state in (ENDING, ENDED):
+    again = ControlRecord.read(folder)  # it may have ended in good order meanwhile, or told why
+    if again is not None and (again.why or again.state in (ENDING, ENDED)):
         return again.why
     if seen is None:
         return f"its scheduler's job {job_id} is not in the queue any more"

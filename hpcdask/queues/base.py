@@ -16,13 +16,11 @@ from typing import Any, ClassVar
 
 from hpcdask.errors import QueueError, Refused, UsageError
 
-from .commands import Commands
+from .commands import NOTHING, Commands
 from .helpers import AGAIN, parse_clock, words
 from .job_state import QueueStatus
 from .script import first_number, option_values, quoted_header, render
 
-#: Matches no text.
-NOTHING = re.compile(r"(?!)")
 #: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
 CONTAINER_MARKS = (
     *("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d"),
@@ -43,7 +41,8 @@ class Request:
 
     `gpus` counts those on all nodes of the job together, and may be 0; `gpu_type` is in the site's
     words. `cores` and `memory`, in bytes of host memory, are the whole job's. A job that is `alone`
-    is none of a cluster's, which would replace it: it may run again.
+    is none of a cluster's, which would replace it: it may run again. One that is `warned` gets a
+    signal before SIGKILL, also where the queue sends none by itself.
     """
 
     name: str
@@ -55,6 +54,7 @@ class Request:
     cores: int = 1
     memory: int = 0
     alone: bool = False
+    warned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +105,8 @@ class Queue(Commands, ABC):
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
-    #: Others that it runs where they are there, and what commands say on a host that may not use
-    #: them, or whose jobs may not.
+    #: Others that it runs where they are there.
     more_programs: ClassVar[tuple[str, ...]] = ()
-    denied: ClassVar[re.Pattern[str]] = NOTHING
     #: What its commands need beside themselves, for a container into which they are bound.
     companions: ClassVar[str] = "its configuration"
     #: Prints the names of its queues, one on each line; empty where no command does.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hpcdask.errors import NoAnswer, QueueError
+from hpcdask.errors import NoAnswer, NotHere, QueueError
 
 from .helpers import words
 
+#: Matches no text.
+NOTHING = re.compile(r"(?!)")
 #: Seconds after which a command of the queueing system counts as hanging.
 COMMAND_TIMEOUT_S = 60.0
 
@@ -26,6 +29,8 @@ class Commands:
     title: ClassVar[str]
     #: How variables begin that would change what its commands do, or what a job learns of itself.
     ignored_variables: ClassVar[tuple[str, ...]] = ()
+    #: What commands say on a host that may not use them, or whose jobs may not.
+    denied: ClassVar[re.Pattern[str]] = NOTHING
     #: In a process whose host may not run some of the commands: what runs them instead of `run`,
     #: given the queue, the command, its input and its variables.
     runner: ClassVar[Callable[..., Awaitable[subprocess.CompletedProcess[str]]] | None] = None
@@ -42,9 +47,8 @@ class Commands:
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
         """The error of a command that failed."""
-        return QueueError(
-            f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal"
-        )
+        kind = NotHere if self.denied.search(done.stderr + done.stdout) else QueueError
+        return kind(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
 
     async def run(
         self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
@@ -99,7 +103,7 @@ class Commands:
                 env={**passed, **(env or {})},
             )
         except OSError as error:
-            raise QueueError(f"{command[0]} cannot be started: {error.strerror}") from None
+            raise NotHere(f"{command[0]} cannot be started: {error.strerror}") from None
         started(process)
         try:
             out, err = process.communicate(input, timeout=self.timeout_s)

@@ -71,6 +71,8 @@ class SgeQueue(Queue):
         odd = UNQUOTABLE.search(folder)
         log = "/dev/null" if odd else f'"{folder}/queue-$JOB_ID.$TASK_ID.log"'
         lines = [*lines, f"#$ -ac HPCDASK_TAG={request.tag}", "#$ -r n", f"#$ -o {log}"]
+        if request.warned:  # SIGUSR2 before SIGKILL, and SIGUSR1 before SIGSTOP
+            lines.append("#$ -notify")
         # Many sites start scripts with csh and ignore the first line
         if "bash" in job.shebang and not any(line.startswith("#$ -S") for line in lines):
             lines.append("#$ -S /bin/bash")

@@ -19,7 +19,8 @@ import psutil
 from chaos.episodes import SHORT, Episode, Event
 from chaos.playing import Player, Undo, Violation, strike
 from launching import describe, end, leftovers, name_of, wait_for, walk
-from slurm_login import ONE, Command
+from login import Command
+from slurm_login import ONE
 from slurm_site import SlurmSite, missing_programs
 
 NOTEBOOK = Path(__file__).parent / "programs" / "notebook.py"

@@ -17,6 +17,7 @@ import pytest
 from distributed import Client
 
 import hpcdask
+from clock import clock
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ControlRecord
@@ -130,7 +131,9 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         assert "1 worker on " in hpcdask_cli("logs", "mine")
         capfd.readouterr()
         hpcdask_cli("down", "mine")
+        gone = clock()
         wait_for(lambda: other.failure is not None, 60, "the other to see its end")
+        assert clock() - gone < 15  # not as long as Dask tries to connect
         assert "has ended: hpcdask down" in capfd.readouterr().err
         with pytest.raises(ClusterError, match="hpcdask down"):
             one.scale(1)
@@ -170,6 +173,20 @@ def test_its_process_is_killed(base: Path, capfd: pytest.CaptureFixture[str]):
         assert "killed by SIGKILL" in str(cluster.failure)
         wait_for(lambda: not leftovers(folder.tag), 60, "the jobs' end")
     assert "killed by SIGKILL" in hpcdask_cli("list")
+
+
+def test_a_silent_one_is_asked_again_soon(
+    base: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hpcdask.clusters.detached.attached.LOOK_TIMEOUT_S", 3.0)
+    with make(base) as cluster:
+        process = process_of(detached.find("mine"))
+        process.suspend()
+        wait_for(lambda: "trying again" in capfd.readouterr().err, 60, "a warning")
+        process.kill()
+        gone = clock()
+        wait_for(lambda: cluster.failure is not None, 60, "the notebook to see its end")
+        assert clock() - gone < 60  # not so long as a share of the time that a look takes
 
 
 def test_its_process_gets_sigterm_while_it_computes(base: Path):

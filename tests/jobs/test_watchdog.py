@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcdask.errors import QueueError
+from hpcdask.errors import NotHere, QueueError
 from hpcdask.jobs import cancel, watchdog
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.registry import SYSTEMS
+from hpcdask.queues.sge import SgeQueue
 from launching import end, leftovers, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")
@@ -246,6 +247,18 @@ def test_jobs_that_do_not_end_are_told(monkeypatch):
     assert left == ["1"]
     with pytest.raises(QueueError, match="did not answer"):
         Jobs(None).end(monkeypatch, patience_s=0.05)
+
+
+def test_a_host_that_may_not_ask_gives_up_at_once(monkeypatch):
+    """A watchdog on a compute node would outlive its job; there others end what is left."""
+
+    class Denied(Jobs):
+        async def find(self) -> list[str]:
+            return list(await SgeQueue().query(["1"]))
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NotHere, match="qstat cannot be started"):
+        Denied().end(monkeypatch, patience_s=600)
 
 
 def test_a_submission_that_was_cut_off_is_waited_for(monkeypatch):

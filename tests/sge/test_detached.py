@@ -1,57 +1,64 @@
-"""Detached clusters on a real Grid Engine: a killed notebook, the idle end, `hpcdask down`."""
+"""Detached clusters on a real Grid Engine: who attaches, and every end."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hpcdask
-from hpcdask.errors import ClusterError
+from detached_cases import (
+    check_told,
+    computes_while_the_queue_is_away,
+    its_disk_is_full,
+    many_come_and_go,
+)
+from hpcdask.errors import ClusterError, Refused
 from hpcdask.jobs import detached
+from hpcdask.jobs.state import OVER
+from hpcdask.queues.job_state import QueueState
 from hpcdask.queues.sge import SgeQueue
-from launching import wait_for, walk
+from launching import wait_for
+from login import watched
+from sge_login import SgeUser
 from sge_site import SgeSite
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "jobs" / "attached.py"
+#: A job that waits, for more GPUs than there are.
+WAITS = {"job_extra_directives": ["-l gpu=9"]}
+#: Why it ends when its job is warned: its shell sends SIGTERM as well.
+CANCELLED = "as a scheduler's job gets it that is cancelled"
 
 
 @pytest.fixture
-def base(sge: SgeSite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where clusters keep their files, for a user of the site."""
-    for name, value in sge.env.items():
-        if name != "HOME":  # the test's own
-            monkeypatch.setenv(name, value)
-    return tmp_path / "clusters"
+def user(sge: SgeSite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SgeUser]:
+    with watched(SgeUser(sge, tmp_path, monkeypatch)) as user:
+        yield user
+        sge.bring_back()
 
 
-def make(base: Path, **keywords) -> hpcdask.SGECUDACluster:
-    return hpcdask.SGECUDACluster(
-        name="mine",
-        detached=True,
-        device="cpu",
-        cores=1,
-        memory="500MB",
-        poll_interval=0.5,
-        shared_temp_directory=str(base),
-        **keywords,
-    )
+def scheduler_job() -> str:
+    job = detached.scheduler_job(detached.find("mine"))
+    assert job is not None
+    return job
 
 
-def all_gone(base: Path) -> bool:
-    keys = [path for path in walk(base) if path.suffix in (".pem", ".pickle")]
-    return not keys and not asyncio.run(SgeQueue().tagged())
+def live(cluster) -> Counter[str]:
+    """How many jobs of each group are not over."""
+    return Counter(job.group for job in cluster.jobs() if job.state not in OVER)
 
 
-def test_a_killed_notebook_and_down(base: Path, tmp_path: Path):
+def test_a_killed_notebook_and_down(user: SgeUser, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()
-    make(base, n_workers=2).close()
+    user.detached(n_workers=2).close()
     command = [sys.executable, PROGRAM, "mine"]
     notebook = subprocess.Popen([*command, ran, "200"], stdout=subprocess.PIPE, text=True)
     assert notebook.stdout.readline() == "computes\n"
@@ -63,16 +70,171 @@ def test_a_killed_notebook_and_down(base: Path, tmp_path: Path):
         assert results == [number * number for number in range(200)]
         assert {path.read_text() for path in ran.iterdir()} == {"x"}
         assert len(cluster.jobs()) == 2
-    down = [sys.executable, "-m", "hpcdask.cli", "down", "mine"]
-    done = subprocess.run(down, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    wait_for(lambda: all_gone(base), 30, "all to be gone")
+    user.hpcdask("down", "mine")
+    wait_for(user.gone, 30, "all to be gone")
 
 
 @pytest.mark.long
-def test_nobody_uses_it(base: Path):
-    make(base, n_workers=1, idle_timeout="2s").close()
+def test_nobody_uses_it(user: SgeUser):
+    user.detached(n_workers=1, idle_timeout="2s").close()
     wait_for(lambda: detached.find("mine").ended, 60, "its end")
-    wait_for(lambda: all_gone(base), 30, "all to be gone")
+    wait_for(user.gone, 30, "all to be gone")
     with pytest.raises(ClusterError, match="nobody used it for 2 s"):
         hpcdask.attach("mine")
+
+
+@pytest.mark.parametrize("attached", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_its_schedulers_job_is_deleted(user: SgeUser, attached: bool):
+    """Grid Engine's SIGKILL comes after a warning, so that all ends in order."""
+    cluster = user.detached(groups={"cpu": {}, "waits": WAITS})
+    cluster.scale(cpu=2, waits=1)
+    cluster.wait_for_workers(2, timeout=180)
+    if not attached:
+        cluster.close()
+    job = scheduler_job()
+    user.site.run("qdel", job)
+    if attached:
+        check_told(user, cluster, CANCELLED)
+        cluster.close()
+    wait_for(lambda: detached.find("mine").ended, 60, "its end")
+    wait_for(user.gone, 60, "all to be gone")
+    assert CANCELLED in " ".join(user.hpcdask("list").split())
+    with pytest.raises(ClusterError, match=CANCELLED):
+        hpcdask.attach("mine")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["all", "its process", "its process, and its shell may ask"])
+def test_its_schedulers_job_is_killed(user: SgeUser, how: str):
+    """With SIGKILL: the agent or notebook ends what is left, or the job's own shell does so."""
+    given = {"job_script_prologue": user.prologue(may_ask=True)} if "ask" in how else {}
+    with user.detached(groups={"cpu": {}, "waits": WAITS}, **given) as cluster:
+        cluster.scale(cpu=2, waits=1)
+        cluster.wait_for_workers(2, timeout=180)
+        assert bool(detached.ControlRecord.read(detached.find("mine")).agent) is not bool(given)
+        if how == "all":
+            user.lose(scheduler_job())
+            check_told(user, cluster, "its scheduler's job")
+        else:
+            user.control().kill()
+            check_told(user, cluster, "killed by SIGKILL")
+
+
+@pytest.mark.long
+def test_its_host_goes_and_comes_back(user: SgeUser):
+    """Grid Engine takes its jobs for running meanwhile, and so does the notebook."""
+    with user.detached(n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        jobs = [scheduler_job(), *(job.id for job in cluster.jobs())]
+        user.site.stop("sge_execd")
+        for job in jobs:
+            user.lose(job)
+        assert "running" in user.hpcdask("list")
+        user.site.bring_back()
+        check_told(user, cluster, f"its scheduler's job {jobs[0]} has ended: failed")
+
+
+@pytest.mark.long
+def test_its_schedulers_job_is_not_rerun(user: SgeUser):
+    """Grid Engine refuses that. A manager may insist: the second run finds nothing to do."""
+    with user.detached(groups={"cpu": {}, "waits": WAITS}) as cluster:
+        cluster.scale(cpu=2, waits=1)
+        cluster.wait_for_workers(2, timeout=180)
+        job = scheduler_job()
+        assert "not restartable" in user.site.run("qmod", "-rj", job).stdout
+        with cluster.get_client() as client:
+            assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+        user.site.run("qmod", "-f", "-rj", job)
+        check_told(user, cluster, CANCELLED)
+
+
+@pytest.mark.long
+def test_its_walltime_comes(user: SgeUser, capfd: pytest.CaptureFixture[str]):
+    with user.detached(scheduler_job={"walltime": "0:1:0"}, n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        job = scheduler_job()
+        check_told(user, cluster, "the walltime of its scheduler's job is reached")
+    assert "by the walltime of its scheduler's job" in capfd.readouterr().err
+    assert accounted(job) is QueueState.COMPLETED
+
+
+@pytest.mark.long
+def test_grid_engine_ends_it_at_its_walltime(user: SgeUser):
+    """Its process has stopped, and does not end by itself."""
+    with user.detached(scheduler_job={"walltime": "0:0:20"}, n_workers=1) as cluster:
+        cluster.wait_for_workers(1, timeout=180)
+        job = scheduler_job()
+        user.control().suspend()
+        check_told(user, cluster, f"its scheduler's job {job} has ended: timeout")
+    assert accounted(job) is QueueState.TIMEOUT
+
+
+def accounted(job: str) -> QueueState:
+    """How a job ended."""
+    found = wait_for(lambda: asyncio.run(SgeQueue().departed([job])), 30, "the accounts")
+    return found[job].state
+
+
+@pytest.mark.long
+def test_two_notebooks_see_the_same(user: SgeUser):
+    with user.detached() as one, hpcdask.attach("mine") as other:
+        other.scale(2)
+        wait_for(lambda: len(one.plan) == 2, 30, "one to see it")
+        one.wait_for_workers(2, timeout=180)
+        wait_for(lambda: len(other.scheduler_info["workers"]) == 2, 30, "the other to see them")
+        assert {job.id for job in other.jobs()} == {job.id for job in one.jobs()}
+        assert list(other.job_logs()) == [job.id for job in one.jobs()]
+        user.hpcdask("scale", "mine", "3")
+        wait_for(lambda: len(one.plan) == len(other.plan) == 3, 30, "both to see it")
+        adaptive = one.adapt(minimum=0, maximum=1, interval="200ms")
+        wait_for(lambda: len(other.plan) <= 1, 60, "the other to see it")
+        adaptive.stop()
+        user.hpcdask("down", "mine")
+        wait_for(lambda: one.failure and other.failure, 60, "both to see its end")
+        assert "hpcdask down" in str(one.failure)
+    assert user.gone()
+
+
+@pytest.mark.long
+def test_two_groups_fail(user: SgeUser, capfd: pytest.CaptureFixture[str]):
+    """One of a queue that is not there, and one whose prologue fails; the others go on."""
+    groups = {
+        "cpu": {},
+        "gpu": {"job_extra_directives": ["-l gpu=1"]},
+        "nowhere": {"queue": "nix"},
+        "bad": {"job_script_prologue": ["exit 3"]},
+    }
+    with user.detached(groups=groups) as cluster, cluster.get_client() as client:
+        with pytest.raises(Refused, match=r'group nowhere: qsub refused .*unknown queue "nix"'):
+            cluster.scale(cpu=1, gpu=2, nowhere=1)
+        wait_for(lambda: live(cluster) == {"cpu": 1, "gpu": 2}, 60, "the others")
+        cluster.wait_for_workers(3, timeout=180)
+        cluster.scale(bad=1)
+        bad = "group bad: 3 jobs in a row ended before their workers connected"
+        wait_for(lambda: bad in capfd.readouterr().err, 120, "the bad ones to fail")
+        assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+        cluster.scale(gpu=0, cpu=2)
+        wait_for(lambda: live(cluster) == {"cpu": 2}, 60, "a group to go, and one to grow")
+        cluster.shutdown()
+    assert user.gone()
+
+
+@pytest.mark.long
+def test_many_come_and_go(user: SgeUser):
+    many_come_and_go(user)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_the_master_is_away_while_it_computes(
+    user: SgeUser, tmp_path: Path, capfd: pytest.CaptureFixture[str], seconds: int
+):
+    def leave() -> None:
+        user.site.stop("sge_qmaster")
+
+    computes_while_the_queue_is_away(user, tmp_path, capfd, leave, user.site.bring_back, seconds)
+
+
+@pytest.mark.long
+def test_its_disk_is_full(user: SgeUser):
+    its_disk_is_full(user)

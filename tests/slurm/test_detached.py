@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,19 +14,18 @@ import psutil
 import pytest
 
 import hpcdask
+from detached_cases import many_come_and_go
 from hpcdask.errors import ClusterError
 from hpcdask.jobs import detached
 from hpcdask.jobs.folder import ClusterFolder
 from launching import needs, wait_for
 from listeners import free_range, listening_ports, text
-from slurm_login import Login, login
+from slurm_login import SCHEDULER, Login, login
 from slurm_site import SlurmSite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parents[1] / "jobs" / "attached.py"
-#: The scheduler's job.
-SCHEDULER = {"cores": 1, "memory": "1GiB", "walltime": "00:30:00"}
 
 
 @pytest.fixture
@@ -37,17 +34,8 @@ def user(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         yield user
 
 
-def make(user: Login, name: str = "mine", **keywords):
-    keywords = {"scheduler_job": SCHEDULER, **keywords}
-    return user.make(name=name, detached=True, **keywords)
-
-
 def folder_of(name: str = "mine") -> ClusterFolder:
     return detached.find(name)
-
-
-def gone(user: Login) -> bool:
-    return not user.queued() and not user.key_files()
 
 
 def all_states(user: Login) -> dict[str, str]:
@@ -57,7 +45,7 @@ def all_states(user: Login) -> dict[str, str]:
 
 
 def test_made_attached_scaled_and_shut_down(user: Login):
-    cluster = make(user)
+    cluster = user.detached()
     jobs = all_states(user)
     assert jobs == {f"hpcdask:scheduler-{cluster.id}": "RUNNING"}
     other = hpcdask.attach("mine")
@@ -74,12 +62,12 @@ def test_made_attached_scaled_and_shut_down(user: Login):
     cluster.close()  # only detaches
     assert len(user.queued()) == 3
     with pytest.raises(hpcdask.errors.UsageError, match="mine already"):
-        make(user)
+        user.detached()
     listed = user.hpcdask("list")
     assert "mine" in listed
     assert "running" in listed
     other.shutdown()
-    assert gone(user)
+    assert user.gone()
     assert not all_states(user)
     with pytest.raises(ClusterError, match=r"has ended: shutdown\(\) by a notebook"):
         hpcdask.attach("mine")
@@ -88,7 +76,7 @@ def test_made_attached_scaled_and_shut_down(user: Login):
 def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(user: Login, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()
-    make(user, n_workers=2).close()
+    user.detached(n_workers=2).close()
     command = [sys.executable, PROGRAM, "mine", ran, "200"]
     notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert notebook.stdout.readline() == "computes\n"
@@ -100,7 +88,7 @@ def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(user: Login, tmp
     assert results == [number * number for number in range(200)]
     assert {path.read_text() for path in ran.iterdir()} == {"x"}
     hpcdask.attach("mine").shutdown()
-    assert gone(user)
+    assert user.gone()
 
 
 def on_another_host(command: list[str | Path]) -> str:
@@ -112,9 +100,9 @@ def on_another_host(command: list[str | Path]) -> str:
 
 
 def test_nobody_uses_it(user: Login):
-    make(user, n_workers=1, idle_timeout="2s").close()
+    user.detached(n_workers=1, idle_timeout="2s").close()
     wait_for(lambda: folder_of().ended, 60, "its end")
-    wait_for(lambda: gone(user), 30, "its jobs to be gone")
+    wait_for(user.gone, 30, "its jobs to be gone")
     with pytest.raises(ClusterError, match="nobody used it for 2 s"):
         hpcdask.attach("mine")
 
@@ -122,7 +110,7 @@ def test_nobody_uses_it(user: Login):
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
 def test_the_schedulers_job_dies(user: Login, how: str):
-    with make(user) as cluster:
+    with user.detached() as cluster:
         cluster.scale(2)
         cluster.wait_for_workers(2, timeout=180)
         job = detached.scheduler_job(folder_of())
@@ -134,7 +122,7 @@ def test_the_schedulers_job_dies(user: Login, how: str):
             user.site.run("scontrol", "requeue", job)
         wait_for(lambda: cluster.failure is not None, 60, "the notebook to see it")
         assert "has ended: " in str(cluster.failure)
-        wait_for(lambda: gone(user), 60, "the jobs' end")
+        wait_for(user.gone, 60, "the jobs' end")
         with pytest.raises(ClusterError, match="has ended: "):
             cluster.scale(1)
     wait_for(lambda: folder_of().ended is not None, 60, "its record")
@@ -149,7 +137,7 @@ def test_the_schedulers_job_dies(user: Login, how: str):
 @pytest.mark.long
 def test_its_walltime_comes(user: Login, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     short = {**SCHEDULER, "walltime": "00:01:00"}
-    with make(user, scheduler_job=short, n_workers=1) as cluster:
+    with user.detached(scheduler_job=short, n_workers=1) as cluster:
         with cluster.get_client() as client:
             cluster.save_before_end(tmp_path, x=client.persist(da.arange(10, chunks=3)))
         wait_for(lambda: cluster.failure is not None, 90, "its end")
@@ -159,59 +147,40 @@ def test_its_walltime_comes(user: Login, tmp_path: Path, capfd: pytest.CaptureFi
     assert "by the walltime of its scheduler's job" in told
     assert f"{tmp_path}/x: saved at " in told  # with the warning, before the end
     assert hpcdask.load(tmp_path / "x").sum().compute() == 45
-    wait_for(lambda: gone(user) and not all_states(user), 30, "all to be gone")
+    wait_for(lambda: user.gone() and not all_states(user), 30, "all to be gone")
 
 
 @needs("zarr")
 def test_scancel_of_a_scheduler_that_has_something_to_save(user: Login, tmp_path: Path):
-    with make(user, n_workers=1) as cluster, cluster.get_client() as client:
+    with user.detached(n_workers=1) as cluster, cluster.get_client() as client:
         cluster.save_before_end(tmp_path, x=client.persist(da.arange(10, chunks=3)))
         client.wait_for_workers(1, timeout=180)
         user.site.run("scancel", detached.scheduler_job(folder_of()))
         wait_for(lambda: cluster.failure is not None, 60, "the notebook to see it")
         assert "Before its end: x saved at " in str(cluster.failure)
     assert hpcdask.load(tmp_path / "x").sum().compute() == 45
-    wait_for(lambda: gone(user) and not all_states(user), 60, "all to be gone")
+    wait_for(lambda: user.gone() and not all_states(user), 60, "all to be gone")
 
 
 def test_down_while_its_scheduler_waits(user: Login):
     user.occupy(4)
     with pytest.raises(ClusterError, match=r"the scheduler's job \d+ is pending .*It goes on"):
-        make(user, scheduler_timeout="8s")
+        user.detached(scheduler_timeout="8s")
     assert len(all_states(user)) >= 1
     user.hpcdask("down", "mine")
-    assert gone(user)
+    assert user.gone()
     with pytest.raises(ClusterError, match="hpcdask down"):
         hpcdask.attach("mine")
 
 
 @pytest.mark.long
 def test_many_come_and_go(user: Login):
-    """Twenty attach, use a client and go; nothing of them stays here or in the cluster's folder."""
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    times = []
-    with make(user, n_workers=1) as cluster:
-        cluster.wait_for_workers(1, timeout=180)
-        hpcdask.attach("mine").close()
-        before, files = held(), sorted(folder_of().path.rglob("*"))
-        for _ in range(20):
-            began = time.monotonic()
-            with hpcdask.attach("mine") as other, other.get_client() as client:
-                assert client.submit(sum, [1, 2]).result(timeout=60) == 3
-                times.append(time.monotonic() - began)
-        wait_for(lambda: held() <= before, 30, "nothing more to be held")
-        assert sorted(folder_of().path.rglob("*")) == files
-        cluster.shutdown()
-    print(f"attach to a result: {min(times):.3f} to {max(times):.3f} s")
-    assert gone(user)
+    many_come_and_go(user)
 
 
 def test_all_listen_in_a_range_of_ports(user: Login):
     ports = free_range(40)
-    with make(user, port_range=text(ports), n_workers=2) as cluster:
+    with user.detached(port_range=text(ports), n_workers=2) as cluster:
         cluster.wait_for_workers(2, timeout=180)
         with cluster.get_client() as client:
             pids = {
@@ -223,4 +192,4 @@ def test_all_listen_in_a_range_of_ports(user: Login):
         cluster.shutdown()
     assert len(found) >= 2 + 2 * 3  # the scheduler's may be two, of IPv4 and IPv6
     assert set(found.values()) < set(ports), found
-    wait_for(lambda: gone(user), 30, "all to be gone")
+    wait_for(user.gone, 30, "all to be gone")

@@ -20,8 +20,6 @@ from slurm_site import SlurmSite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-#: The scheduler's job.
-SCHEDULER = {"cores": 1, "memory": "1GiB", "walltime": "00:30:00"}
 AGENT = "hpcdask.clusters.detached.agent"
 
 
@@ -80,7 +78,7 @@ def agents(user: Login) -> list[psutil.Process]:
 
 
 def test_an_agent_submits_is_killed_and_comes_back(user: Login, capfd: pytest.CaptureFixture[str]):
-    with user.make(name="mine", detached=True, scheduler_job=SCHEDULER, n_workers=1) as cluster:
+    with user.detached(n_workers=1) as cluster:
         (agent,) = wait_for(lambda: agents(user), 30, "the agent")
         assert agent.ppid() != psutil.Process().pid
         with cluster.get_client() as client:
@@ -114,7 +112,7 @@ def test_an_agent_submits_is_killed_and_comes_back(user: Login, capfd: pytest.Ca
 
 @pytest.mark.long
 def test_it_ends_what_a_killed_cluster_leaves(user: Login):
-    with user.make(name="mine", detached=True, scheduler_job=SCHEDULER, n_workers=1) as cluster:
+    with user.detached(n_workers=1) as cluster:
         cluster.wait_for_workers(1, timeout=180)
         hpcdask.attach("mine").close()
         assert len(agents(user)) == 1

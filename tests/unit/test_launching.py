@@ -23,6 +23,7 @@ def test_walk_goes_on_when_a_folder_vanishes(tmp_path: Path):
 #: Functions that sleep by themselves, and why no claim depends on how long.
 SLEEP = {
     "chaos/programs/notebook.py:slow": "a Dask task",
+    "detached_cases.py:work": "a Dask task",
     "jobs/attached.py": "until it is killed",
     "jobs/attached.py:work": "a Dask task",
     "jobs/notebook.py": "until it is killed",
@@ -39,7 +40,6 @@ SLEEP = {
     "mpi/programs/waits.py:leave": "a program that takes its time to end",
     "mpi/test_ends.py:test_a_second_signal_ends_it_at_once": "longer than what counts once",
     "mpi/test_ucx.py:result": "after a failure",
-    "slurm/test_detached_faults.py:work": "a Dask task",
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_termination.py:hand_over": "as long as it may",
     "unit/test_listening.py:run": "turns of the loop, however long they take",

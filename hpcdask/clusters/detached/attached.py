@@ -40,6 +40,7 @@ from .process import (
     launch,
     make_folder,
     start_agent,
+    unless_ended,
 )
 from .request import Making, read_request
 from .saving import SavesBeforeEnd
@@ -198,10 +199,12 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
     async def _ask(self, name: str, *args: Any, **keywords: Any) -> Any:
         if self._failure is not None:
             raise self._failure
+        assert self._folder is not None
         if self.scheduler_comm is None or self.status != Status.running:
             raise UsageError(f'this object is detached: hpcdask.attach("{self.name}") again')
         try:
-            return await call(self.scheduler_comm, name, *args, **keywords)
+            asking = call(self.scheduler_comm, name, *args, **keywords)
+            return await unless_ended(asking, self._folder)
         except OSError as error:
             raise await self._why_lost(error) from None
 
@@ -218,12 +221,14 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
     async def _follow(self) -> None:
         """Look at the cluster again and again, and tell what it tells."""
         silent = False
+        assert self._folder is not None
         while self._failure is None:
-            began = time.monotonic()
+            began, pause = time.monotonic(), LOOK_PAUSE_S
             try:
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    await self._look(self._seen.told)
+                    await unless_ended(self._look(self._seen.told), self._folder)
                 silent = False
+                pause = max(pause, LOOK_SHARE * (time.monotonic() - began))
             except OSError as error:
                 lost = await self._why_lost(error)
                 if isinstance(lost, NoAnswer):  # such as a network that is away for a while
@@ -237,7 +242,7 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
             for line in self._seen.lines:
                 say(line)
             self._seen.lines = []
-            await asyncio.sleep(max(LOOK_PAUSE_S, LOOK_SHARE * (time.monotonic() - began)))
+            await asyncio.sleep(pause)
 
     async def _why_lost(self, error: OSError) -> HpcdaskError:
         """Why it does not answer; jobs that it left are ended. NoAnswer: it may come back."""

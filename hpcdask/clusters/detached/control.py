@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ class Control:
     async def run(self) -> None:
         """From the start to the end of all jobs. Raises HpcdaskError if some are left."""
         self.ended = asyncio.get_running_loop().create_future()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         await self.cluster
         assert self.cluster.scheduler is not None
@@ -137,8 +138,6 @@ class Control:
             self.cluster.controller.wake()
 
     def _publish(self, **changes: Any) -> None:
-        import dataclasses
-
         self.record = dataclasses.replace(self.record, **changes)
         self.record.write(self.folder)
 
@@ -192,6 +191,9 @@ async def _clean_up(folder: ClusterFolder, why: str) -> int:
     complain(why)
     folder.remove_keys()
     try:
+        with contextlib.suppress(OSError):  # once this job is over, an agent or a notebook ends all
+            if (record := ControlRecord.read(folder)) is not None:
+                dataclasses.replace(record, why=record.why or why).write(folder)
         left = await end_cluster(folder, queue_class(folder.queue)(), say)
     except HpcdaskError as error:
         complain(error)

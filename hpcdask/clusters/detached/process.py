@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from distributed.core import rpc
 
@@ -27,6 +28,7 @@ from hpcdask.security.private import write_private
 from .request import Making
 from .service import LOOK_TIMEOUT_S, call
 
+T = TypeVar("T")
 #: Seconds that a detached cluster has to end, with its jobs.
 END_TIMEOUT_S = 240.0
 #: Seconds between two looks at its record.
@@ -71,6 +73,23 @@ async def end(folder: ClusterFolder, why: str) -> None:
                 f"{detached.control_log(folder)}"
             )
         await asyncio.sleep(LOOK_PAUSE_S if asks else RECORD_PAUSE_S)
+
+
+async def unless_ended(asking: Coroutine[Any, Any, T], folder: ClusterFolder) -> T:
+    """Wait for an answer of a detached cluster. Raises OSError soon if it has ended.
+
+    Dask tries for half a minute to connect to a scheduler that is gone.
+    """
+    asked = asyncio.ensure_future(asking)
+    try:
+        while not (await asyncio.wait([asked], timeout=LOOK_PAUSE_S))[0]:
+            with contextlib.suppress(HpcdaskError):
+                record = await asyncio.to_thread(ControlRecord.read, folder)
+                if record is None or record.state == ENDED:
+                    raise ConnectionError("it has ended")
+        return await asked
+    finally:
+        asked.cancel()
 
 
 async def _is_over(folder: ClusterFolder) -> bool:

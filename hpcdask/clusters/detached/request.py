@@ -115,7 +115,8 @@ class Making:
         preamble = [
             f"umask 077; exec >>{log} 2>&1; umask {mask:04o}",
             f"export {BEGAN}=$(date +%s)",
-            "trap : TERM INT HUP  # the process below gets it, too, and ends all in order",
+            "trap : TERM INT HUP USR2  # the process below gets it, too, and ends all in order",
+            "trap '' USR1  # by Grid Engine before it stops a job",
         ]
         lines = (
             f"{command} & child=$!\nwait $child; code=$?\n"
@@ -133,6 +134,7 @@ class Making:
             cores=int(job.job.worker_cores),
             memory=int(job.job.worker_memory),
             alone=True,
+            warned=True,
         )
         return self.preview.queue.script(job.job, request, preamble, lines)
 
