@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-import dask.config
-
 from hpcdask.errors import NoAnswer, QueueError, Refused
-from hpcdask.upstream import configuration
 
 #: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
 LIMITS = re.compile(
@@ -74,6 +71,10 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
 
 def _origin(partition: str) -> str:
     """What sends jobs to a partition: Dask's configuration, or else the user."""
+    import dask.config  # commands and the watchdog, which import this module, do without it
+
+    from hpcdask.upstream import configuration
+
     for name, section in dask.config.get("jobqueue", {}).items():
         if section and section.get("queue") == partition:
             return f". {partition} is from {configuration.named(f'jobqueue.{name}.queue')}"
