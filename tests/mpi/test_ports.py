@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launching import name_of, needs
+from launching import name_of, needs, wait_for
 from listeners import free_range, listening_ports, text
 from running import Site
 
@@ -32,10 +32,13 @@ def test_all_listen_in_the_range(site: Site):
     ports = free_range(60)
     run = site.start("--port-range", text(ports), "--workers-min", "1", "waits.py")
     run.line("ready")
-    found = of_run(site)
-    assert set(found) <= set(ports), found
     workers = 2 if site.launcher.name != "no launcher" else 1
-    assert len(found) >= 3 * workers + 2  # scheduler, dashboard
+    all_of_them = 3 * workers + 2  # scheduler, dashboard
+    found = wait_for(
+        lambda: len(listening := of_run(site)) >= all_of_them and listening,
+        what="all to listen",
+    )
+    assert set(found) <= set(ports), found
     run.signal(signal.SIGTERM)
     ended = run.end()
     assert not ended.errors, ended
