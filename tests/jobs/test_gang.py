@@ -408,7 +408,10 @@ def note_kills(dask_worker) -> None:
     dask_worker.handlers["kill"] = noted
 
 
-@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize(
+    "hang",
+    ["locked", *(pytest.param(hang, marks=pytest.mark.long) for hang in HANGS if hang != "locked")],
+)
 def test_a_deadline(client: Client, hang: str):
     client.run(note_kills, nanny=True)
     start, timeout = clock(), stretched(3)

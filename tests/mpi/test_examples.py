@@ -68,6 +68,7 @@ def test_a_workload_is_a_program_too(site: Site) -> None:
     assert "hpcdask: error: size 1 B is too small" in ended.err
 
 
+@pytest.mark.long
 def test_the_launcher_s_time_is_not_that_of_the_bench(site: Site) -> None:
     """`mpirun hpcdask bench startup` imports the bench before it becomes the runner."""
     script = site.folder / "slow.py"

@@ -68,7 +68,14 @@ def test_a_signal_of_a_light_rank(site: Site, number: signal.Signals):
     site.check_nothing_left(ended.at)
 
 
-@pytest.mark.parametrize("unlike", ["variable", "limit", "options", "switch"])
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        "limit",
+        "options",
+        *(pytest.param(unlike, marks=pytest.mark.long) for unlike in ("variable", "switch")),
+    ],
+)
 def test_a_rank_that_is_not_like_rank_0_has_its_own_worker(site: Site, unlike: str, tmp_path: Path):
     """As what a wrapper does for each rank by its number."""
     does = {

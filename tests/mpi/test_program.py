@@ -269,7 +269,11 @@ def test_importing_mpi4py_does_not_wait_for_the_other_ranks(site: Site):
 
 @pytest.mark.parametrize(
     ("site", "form"),
-    [("openmpi", "script"), ("mpich", "module"), ("alone", "script")],
+    [
+        ("openmpi", "script"),
+        pytest.param("mpich", "module", marks=pytest.mark.long),
+        pytest.param("alone", "script", marks=pytest.mark.long),
+    ],
     indirect=["site"],
 )
 def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, form: str):

@@ -15,7 +15,8 @@ TESTS = str(Path(__file__).parents[1])  # for the stand-in
 
 
 @pytest.mark.parametrize(
-    "phase", ["transfer", "unpack", pytest.param("none", marks=pytest.mark.long)]
+    "phase",
+    ["transfer", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("unpack", "none"))],
 )
 def test_a_rechunk_is_right_even_if_a_worker_dies_half_way(site: Site, phase: str) -> None:
     before = filter(None, [os.environ.get("PYTHONPATH")])

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = ["submit_result.py --count 20", "transpose_sum.py"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_programs_on_the_runner_and_local_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     openmpi_launcher()  # or the test cannot be run here

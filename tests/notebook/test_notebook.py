@@ -165,7 +165,7 @@ def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
     hpcdask("down", "mine")
 
 
-@pytest.mark.parametrize("how", ["killed", "shut down"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("shut down", marks=pytest.mark.long)])
 def test_no_job_outlives_the_kernel(desk: Desk, how: str):
     """In the middle of the computation; the last cells never run."""
     notebook = adaptive(chunks=20_000, side=400)

@@ -110,6 +110,7 @@ def test_every_reason_is_a_private_part_or_on_the_page() -> None:
             assert kind == "private" or text in page, (package, text)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_dask_jobqueue(suites: Path, tmp_path: Path) -> None:
     # test_runner.py is about its AsyncRunner, for which hpcdask.Runner is another thing

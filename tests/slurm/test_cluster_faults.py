@@ -444,6 +444,7 @@ def test_sigkill_of_the_notebook_and_its_watchdog(user: Login):
 # Jobs that others take the place of
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm_programs")
 def test_a_preempted_job_is_replaced_when_there_is_room_again(

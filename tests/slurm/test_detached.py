@@ -150,6 +150,7 @@ def test_its_walltime_comes(user: Login, tmp_path: Path, capfd: pytest.CaptureFi
     wait_for(lambda: user.gone() and not all_states(user), 30, "all to be gone")
 
 
+@pytest.mark.long
 @needs("zarr")
 def test_scancel_of_a_scheduler_that_has_something_to_save(user: Login, tmp_path: Path):
     with user.detached(n_workers=1) as cluster, cluster.get_client() as client:

@@ -317,7 +317,7 @@ def test_rank_killed(desk, index, options, nodes):
     desk.assert_nothing_left(within=max(0, killed + 10 - clock()))
 
 
-@pytest.mark.parametrize("nodes", ["-N2", "-N1"])
+@pytest.mark.parametrize("nodes", ["-N2", pytest.param("-N1", marks=pytest.mark.long)])
 def test_rank_killed_with_enough_workers_left(desk, nodes):
     """On one node, rank 0 runs its worker, and ends that."""
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then "$@"; echo "rank 0: $?"; else exec "$@"; fi'
@@ -444,6 +444,7 @@ def test_bad_value_of_an_option(desk):
     assert_refused(result, "--memory-limit", "'lots'")
 
 
+@pytest.mark.long
 def test_rank_0_that_never_arrives(desk):
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then exec sleep 600; fi; exec "$@"'
     limit = stretched(4)

@@ -125,6 +125,7 @@ def run(*command: str | os.PathLike[str], **options) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_it_installs_and_runs_without_a_network(tmp_path: Path):

@@ -165,7 +165,15 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["run", "cluster", "worker", "nanny", "control_line"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "run",
+        "worker",
+        "control_line",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("cluster", "nanny")),
+    ],
+)
 def test_strangers_of_each_server_are_kept_within_limits(kind, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = before[1]
