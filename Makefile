@@ -129,7 +129,7 @@ check: test
 # On other Pythons, with the oldest and newest dask and zarr, and what will come: CELLS="3.12-oldest"
 CELLS ?= $(foreach python,3.11 3.12 3.13 3.14,$(python)-oldest $(python)-newest) 3.14-pre
 versions: .venv/.test .venv-mpich/.done
-	@ONCE="$(ONCE:%=--ignore=tests/unit/test_%.py)" WORKERS=$(WORKERS) \
+	@ONCE="$(ONCE:%=--ignore=tests/unit/test_%.py)" WORKERS=$(WORKERS) LONG=$(LONG) \
 		bash tests/tools/versions.sh $(CELLS) $(if $(ARGS),-- $(ARGS))
 
 # Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu; or those of a file, EPISODE

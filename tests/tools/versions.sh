@@ -8,7 +8,7 @@
 set -u
 cells=() tests=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do cells+=("$1") && shift; done
-[ $# -gt 1 ] && tests=("${@:2}") || tests=(tests/unit tests/mpi tests/jobs $ONCE)
+[ $# -gt 1 ] && tests=("${@:2}") || tests=(-m "${LONG:+long or }not long" tests/unit tests/mpi tests/jobs $ONCE)
 mkdir -p .versions
 .venv/bin/python - >.versions/oldest.txt <<'PYTHON'
 import re, tomllib
