@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hpcdask
-from launching import wait_for
+from launching import needs, wait_for
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
 NODE = [
@@ -24,6 +24,7 @@ NODE = [
 ]
 
 
+@needs("prometheus_client")
 @pytest.mark.slow
 def test_a_cluster_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -35,7 +35,7 @@ from hpcdask.security.credentials import (
     save_credentials,
     to_security,
 )
-from launching import wait_for
+from launching import needs, wait_for
 from running import Running, Site, no_launcher
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -504,6 +504,7 @@ def devices_of(client: Client) -> dict[str, str]:
     return dict(found.values())
 
 
+@needs("cuda")
 def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
     env = gpus(2, SLURM_JOB_ID="4711")
     job = site.job("--workers", "2", *NO_POOL, device="auto", env=env)
@@ -518,6 +519,7 @@ def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
     assert "visible" not in end.err
 
 
+@needs("cuda")
 def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
     env = gpus(3)
     jobs = [site.job(*NO_POOL, job=str(n), device="cuda", env=env) for n in range(2)]
@@ -536,6 +538,7 @@ def test_two_jobs_of_a_node_take_different_gpus(site, client, gpus):
     assert len(set(devices_of(client).values())) == 3
 
 
+@needs("cuda")
 @pytest.mark.parametrize(
     ("count", "workers", "device", "text"),
     [

@@ -27,6 +27,7 @@ from launching import (
     clean_environment,
     made_by_hpcdask,
     name_of,
+    needs,
     openmpi_launcher,
     wait_for,
 )
@@ -468,6 +469,7 @@ def server_on(port: int) -> socket.socket | None:
 # --- devices --------------------------------------------------------------------------------------
 
 
+@needs("cuda")
 def test_more_ranks_than_visible_devices(mpirun, script):
     env = {**pythonpath(FAKES), **gpus(4), "CUDA_VISIBLE_DEVICES": "3"}
     result = mpirun.run(2, *RUN, script, env=env)
@@ -523,6 +525,7 @@ def test_switches_that_contradict_each_other(alone, script):
     assert_refused(result, "--disable-infiniband", "leave one out")
 
 
+@needs("cuda")
 def test_ucx_that_cannot_work_on_these_gpus(alone, script):
     env = {**pythonpath(FAKES), **gpus(2)}
     result = alone.run(1, *RUN, "--protocol", "ucx", "--rmm-async", script, env=env)

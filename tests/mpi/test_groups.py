@@ -79,6 +79,7 @@ def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> Non
     site.check_nothing_left(done.at)
 
 
+@needs("cuda")
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_numbers_that_do_not_fit(site: Site, tmp_path: Path) -> None:
     done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=stand_ins(tmp_path, 1))

@@ -21,11 +21,11 @@ import pytest
 
 from clock import PATIENCE, clock
 from hpcdask.comm import fabric
-from launching import clean_environment, wait_for
+from launching import clean_environment, needs, wait_for
 from running import Site
 from strangers import closed
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, needs("distributed_ucxx")]
 
 PUPPET = """
 import asyncio, faulthandler, json, logging, signal, sys, textwrap, traceback, types
