@@ -17,6 +17,7 @@ from hpcdask.logs import complain
 from hpcdask.spec.help import Option
 from hpcdask.stacks.command import logs, stacks
 from hpcdask.submit.command import script, submit
+from hpcdask.upstream.configuration import reading
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -27,7 +28,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with reading():
+                return super().invoke(ctx)
         except HpcdaskError as error:
             complain(error)
             ctx.exit(error.exit_code)
