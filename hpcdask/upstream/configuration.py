@@ -45,8 +45,8 @@ def sources() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"variable {name}", dask.config.collect_env({name: os.environ[name]})
 
 
-def named(key: str) -> str:
-    """A key with the file or variable of its value, for messages."""
+def source_of(key: str) -> str:
+    """The file or variable that a key's value is from."""
     import dask.config
 
     found = ["Dask's configuration"]
@@ -55,4 +55,9 @@ def named(key: str) -> str:
         for source, content in sources()
         if dask.config.get(key, None, config=content) is not None
     ]
-    return f"{key} ({found[-1]})"
+    return found[-1]
+
+
+def named(key: str) -> str:
+    """A key with the file or variable of its value, for messages."""
+    return f"{key} ({source_of(key)})"

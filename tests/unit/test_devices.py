@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import dask
 import psutil
 import pytest
 from distributed import Security
@@ -556,6 +557,19 @@ def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
         assert os.path.dirname(folder) == str(tmp_path / "a")
     with pytest.raises(UsageError, match=r"\$NO_DISK is not set on"):
         scratch_folder("$NO_DISK/a", lambda path: None)
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "$NO_DISK/a"])
+def test_a_scratch_folder_s_error_says_who_named_it(tmp_path, monkeypatch, folder):
+    (tmp_path / "site.yaml").write_text(f"temporary-directory: {folder}\n")
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    with dask.config.set({"temporary-directory": folder}):
+        with pytest.raises(UsageError) as caught:
+            scratch_folder(None, lambda path: None)
+        assert str(caught.value).startswith(f"temporary-directory of {tmp_path}/site.yaml: ")
+        assert "TMPDIR" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"^--local-directory: .*"):
+        scratch_folder(folder, lambda path: None)
 
 
 def test_threads_that_were_there_before_are_bound_too():

@@ -843,11 +843,19 @@ def test_configured_scratch(monkeypatch, tmp_path):
         found = node.read_scratch()
         assert found["path"] == str(tmp_path / "new")
         assert found["source"] == "temporary-directory of Dask's configuration"
+        monkeypatch.setenv("DASK_TEMPORARY_DIRECTORY", "~/$PLACE")
+        source = node.read_scratch()["source"]
+        assert source == "temporary-directory of variable DASK_TEMPORARY_DIRECTORY"
         monkeypatch.delenv("PLACE")
         with pytest.raises(UsageError, match=r"\$PLACE is not set on "):
             node.read_scratch()
     with dask.config.set({"temporary-directory": "/proc"}):
-        assert node.read_scratch()["writable"] is False
+        found = node.read_scratch()
+        assert found["writable"] is False
+        (error,) = node.check_scratch({"scratch": found})
+        assert error.advice.endswith("own, there or with --local-directory")
+        (error,) = node.check_scratch({"scratch": {**found, "source": "TMPDIR"}})
+        assert error.advice.endswith("own, with TMPDIR or with --local-directory")
 
 
 def test_mpi_plugins_of_slurm_s_versions():
