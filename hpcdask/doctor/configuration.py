@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,7 @@ def _obstacle(key: str, value: str) -> str:
             existing = existing.parent
         if key == "shared-directory" and existing != path:
             return f"{path} is missing"
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        if not _writable(existing):
             missing = f"{path} is missing, and " if existing != path else ""
             return f"{missing}{existing} cannot be written"
         if FOLDERS[key] and existing == path:
@@ -113,6 +114,15 @@ def _obstacle(key: str, value: str) -> str:
     except (OSError, UsageError) as error:
         return str(error).removeprefix("--local-directory: ")
     return ""
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be made in it: the kernel's word on access is always yes to root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def system_of(section: str) -> str | None:

@@ -123,6 +123,12 @@ def test_a_folder_of_the_nodes_is_a_note_elsewhere(site, tmp_path):
     assert "srun hpcdask doctor there" in words
 
 
+@pytest.mark.parametrize("key", ["log-directory", "shared-temp-directory", "local-directory"])
+def test_a_folder_that_not_even_root_can_make(key):
+    said = "/proc/none is missing, and /proc cannot be written"
+    assert configuration._obstacle(key, "/proc/none") == said
+
+
 @root_only
 def test_a_folder_that_cannot_be_written(tmp_path_factory, open_folder):
     open_folder.chmod(0o755)
