@@ -322,6 +322,18 @@ def test_no_gpu(monkeypatch, device, job, words):
         assert word in str(caught.value)
 
 
+def test_no_driver_in_a_job_with_gpus(monkeypatch):
+    """In a container that was started without --nv it was told to request GPUs."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    with pytest.raises(DeviceError) as caught:
+        assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r1")
+    said = str(caught.value)
+    assert "This job (7) has GPUs (SLURM_STEP_GPUS=0,1): pass them into the container" in said
+    assert "apptainer exec --nv" in said
+    assert "request them" not in said
+
+
 @pytest.mark.parametrize(("device", "job"), [("auto", None), ("auto", "7.r0"), ("cuda", None)])
 def test_one_rank_without_a_gpu(device, job):
     seen = views(("n1", [0]), ("n2", []))
