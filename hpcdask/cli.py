@@ -17,6 +17,7 @@ from hpcdask.logs import complain
 from hpcdask.spec.help import Option
 from hpcdask.stacks.command import logs, stacks
 from hpcdask.submit.command import script, submit
+from hpcdask.upstream.configuration import reading
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -27,7 +28,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with reading():
+                return super().invoke(ctx)
         except HpcdaskError as error:
             complain(error)
             ctx.exit(error.exit_code)
@@ -75,11 +77,17 @@ for command in (submit, script, jobs, cleanup, stacks, logs, *of_detached):
     "configuration.",
 )
 @click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu"]),
+    default="auto",
+    help="What workers will compute on. cpu: GPUs are not looked at. Default: auto.",
+)
+@click.option(
     "--nccl",
     is_flag=True,
     help="Also sum arrays over NCCL between all GPUs, and measure the bandwidth.",
 )
-def doctor(as_json: bool, timeout: float, port_range: str | None, nccl: bool) -> None:
+def doctor(as_json: bool, timeout: float, port_range: str | None, device: str, nccl: bool) -> None:
     """Check that Dask will run at full speed here.
 
     Under srun or mpirun it checks all nodes. The exit code is 0 if all is well, 1 with warnings,
@@ -87,7 +95,9 @@ def doctor(as_json: bool, timeout: float, port_range: str | None, nccl: bool) ->
     """
     from hpcdask.doctor.command import run
 
-    sys.exit(run(as_json=as_json, timeout=timeout, port_range=port_range, with_nccl=nccl))
+    gpus = device != "cpu"
+    found = run(as_json=as_json, timeout=timeout, port_range=port_range, with_nccl=nccl, gpus=gpus)
+    sys.exit(found)
 
 
 @main.command(cls=PassedOn, add_help_option=False, options_metavar="")

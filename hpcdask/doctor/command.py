@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 
 from hpcdask.bootstrap import ranks
@@ -11,7 +12,7 @@ from hpcdask.errors import UsageError
 from hpcdask.security.ports import use
 from hpcdask.spec.parsing import parse_port_range
 
-from . import launch, nccl, nodes, report, stack
+from . import launch, links, nccl, nodes, report, stack
 from .collect import Gathering
 from .compare import differences
 from .launch import Launch
@@ -19,13 +20,18 @@ from .report import Report
 
 
 def run(
-    *, as_json: bool, timeout: float, port_range: str | None = None, with_nccl: bool = False
+    *,
+    as_json: bool,
+    timeout: float,
+    port_range: str | None = None,
+    with_nccl: bool = False,
+    gpus: bool = True,
 ) -> int:
     """Check this node, or under a launcher all nodes, and print one report.
 
     Must be called while the process has one thread. All ranks have to arrive within `timeout`
     seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors. NCCL is
-    tried `with_nccl` only.
+    tried `with_nccl` only; without `gpus` nobody looks at GPUs.
 
     Raises UsageError if the timeout is no time or the range no range, HpcdaskError if the ranks
     cannot meet at all.
@@ -35,9 +41,11 @@ def run(
     use(parse_port_range(port_range, "--port-range"))
     rank = ranks.detect()
     first = rank is None or rank.local_index == 0
-    gathering = Gathering(
-        {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}
-    )
+    readers = {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}
+    if not gpus:
+        del readers["gpus"]
+        readers["fabric"] = functools.partial(links.read, gpus=False)
+    gathering = Gathering(readers)
     if rank is None or rank.size > 1:
         from . import meeting
 
@@ -45,7 +53,7 @@ def run(
             rank, gathering, timeout, lambda heard: show(heard, as_json), with_nccl=with_nccl
         )
     heard = Launch(rank, timeout, hosts={0: rank.host}, reports={0: gathering.results()})
-    if heard.reports[0]["gpus"].get("gpus"):
+    if heard.reports[0].get("gpus", {}).get("gpus"):
         heard.reports[0]["stack"] = asyncio.run(stack.run())
     if with_nccl:
         heard.nccl = asyncio.run(

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,11 @@ from hpcdask.upstream.configuration import sources
 from .findings import Facts, Finding, Reporter
 
 say = Reporter("configuration")
-#: What hpcdask itself reads.
+#: Sections that are read, with an example of each; what hpcdask itself reads.
+SECTIONS = {
+    "hpcdask": "hpcdask: {port-range: 20000-20999}",
+    "jobqueue": "jobqueue: {slurm: {queue: gpu}}",
+}
 OWN_KEYS = ("port-range", "shared-directory")
 #: Keys that name a folder, and whether that must be this user's own if it is there.
 FOLDERS = {
@@ -69,15 +74,20 @@ def read() -> Facts:
 
 
 def _entries(content: Any, *path: str) -> Iterator[tuple[str, str, Any]]:
-    """Section, key and value of all that concerns hpcdask and jobs; keys as Dask spells them."""
+    """Section, key and value of all that concerns hpcdask and jobs; keys as Dask spells them.
+
+    The key is empty for a section that is misspelt, or has no keys.
+    """
     if isinstance(content, Mapping) and (content or not path):
         for name, value in content.items():
             known = str(name).replace("_", "-")
-            if path or known in ("hpcdask", "jobqueue"):
+            if path or known in SECTIONS:
                 yield from _entries(value, *path, known)
+            elif difflib.get_close_matches(known, SECTIONS, 1, ALIKE):
+                yield known, "", None
         return
     count = 2 if path[:1] == ("jobqueue",) else 1
-    if len(path) > count:
+    if len(path) > count or content not in (None, {}, ""):
         yield ".".join(path[:count]), ".".join(path[count:]), content
 
 
@@ -96,7 +106,7 @@ def _obstacle(key: str, value: str) -> str:
             existing = existing.parent
         if key == "shared-directory" and existing != path:
             return f"{path} is missing"
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        if not _writable(existing):
             missing = f"{path} is missing, and " if existing != path else ""
             return f"{missing}{existing} cannot be written"
         if FOLDERS[key] and existing == path:
@@ -104,6 +114,15 @@ def _obstacle(key: str, value: str) -> str:
     except (OSError, UsageError) as error:
         return str(error).removeprefix("--local-directory: ")
     return ""
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be made in it: the kernel's word on access is always yes to root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def system_of(section: str) -> str | None:
@@ -126,12 +145,14 @@ def _queues(system: str) -> list[str] | None:
 
 def check(facts: Facts) -> Iterator[Finding]:
     """What is in force, and what of it has no effect or cannot be used."""
-    known, rows = facts["configuration"], facts["configuration"]["values"]
+    known, every = facts["configuration"], facts["configuration"]["values"]
     if known["open"]:
         what, _, advice = known["open"].partition(". ")
         yield say.error("files", what, advice)
-    if not rows:
+    if not every:
         yield say.ok("files", f"nothing of hpcdask or jobqueue in {', '.join(known['paths'])}")
+    yield from (_no_section(row) for row in every if not row["key"])
+    rows = [row for row in every if row["key"]]
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         shown = f"{row['key']}={row['value']}"
@@ -143,10 +164,19 @@ def check(facts: Facts) -> Iterator[Finding]:
     in_job = bool(facts.get("queue", {}).get("job"))
     for row in rows:
         system = system_of(row["section"])
-        found = [*_check_key(row, system), *_check_folder(row, in_job)]
+        found = [*_check_key(row, system), *_check_value(row), *_check_folder(row, in_job)]
         found += _check_queue(row, known["queues"].get(system) or ())
         for one in found:
             yield replace(one, value=f"{row['key']}: {one.value} ({row['source']})")
+
+
+def _no_section(row: Facts) -> Finding:
+    section, source = row["section"], row["source"]
+    if not row["value"]:
+        near = _meant(section, SECTIONS)
+        return say.warning(section, f"no such section, so without effect ({source})", near)
+    value = f"is {row['value']}, not a section with keys ({source})"
+    return say.warning(section, value, f"Write it as in {SECTIONS[section.partition('.')[0]]}")
 
 
 def _check_section(section: str) -> Iterator[Finding]:
@@ -162,6 +192,13 @@ def _check_key(row: Facts, system: str | None) -> Iterator[Finding]:
     known = OWN_KEYS if row["section"] == "hpcdask" else _keys(system)
     if key not in known:
         yield say.warning(row["section"], "no such key, so without effect", _meant(key, known))
+
+
+def _check_value(row: Facts) -> Iterator[Finding]:
+    key, value = row["key"], row["value"]
+    if key in ("cores", "processes") and not (value.isdecimal() or not value):
+        example = f"Write it as in {key}: 16"
+        yield say.warning(row["section"], f"{value!r} is not a whole number", example)
 
 
 def _meant(name: str, known: Collection[str]) -> str:

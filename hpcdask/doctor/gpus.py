@@ -9,11 +9,11 @@ from typing import Any
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import EACH_A_GPU
 from hpcdask.logs import spans
+from hpcdask.queues.environment import granted
 
 from . import device_memory
 from .findings import Facts, Finding, Reporter, amount, which
 from .links import obstacles_of
-from .queue import granted
 
 say = Reporter("GPUs")
 Gpus = list[dict[str, Any]]
@@ -63,7 +63,7 @@ def _none_that_is_used(facts: Facts) -> Finding:
 
 def _none_here(facts: Facts) -> Finding:
     queue = facts.get("queue", {})
-    if given := granted(queue):
+    if given := granted(queue.get("gpus", {})):
         return say.warning(
             "GPUs",
             f"no driver in sight, but the job has GPUs ({given})",

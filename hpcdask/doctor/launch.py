@@ -125,7 +125,7 @@ def _clocks(launch: Launch) -> Iterator[Finding]:
 
 def check_transport(nodes: Sequence[Node]) -> list[Finding]:
     """What ``--protocol auto`` would choose for these nodes, and why."""
-    topic = "--protocol auto"
+    topic = "protocol"
     seats = [
         NodeLinks(node.host, tuple(gpus), Fabric.from_json(node.facts["fabrics"][rank]))
         for node in nodes
@@ -137,7 +137,7 @@ def check_transport(nodes: Sequence[Node]) -> list[Finding]:
     try:
         choice = choose(WorkerSpec(), seats)
     except HpcdaskError as error:
-        return [of_network.error(topic, "fails", str(error))]
-    chosen = f"would choose {choice.protocol}: {choice.reason}"
+        return [of_network.error(topic, "auto fails", str(error))]
+    chosen = f"auto would choose {choice.protocol}: {choice.reason}"
     values = [chosen, *(f"and says: {warning}" for warning in choice.warnings)]
     return [of_network.ok(topic, value) for value in values]

@@ -28,9 +28,9 @@ LACKS = {
 }
 
 
-def read() -> Facts:
+def read(*, gpus: bool = True) -> Facts:
     """Interfaces, InfiniBand, NVLink, and the UCX that would be loaded."""
-    return dataclasses.asdict(fabric.look())
+    return dataclasses.asdict(fabric.look(gpus=gpus))
 
 
 def obstacles_of(facts: Facts, fabrics: Iterable[Fabric]) -> list[Obstacle]:

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 
-from hpcdask.node.scratch import base_folder
+from hpcdask.node.scratch import KEY, base_folder, configured_source
 
 from .findings import GIB, Facts, Finding, Reporter, amount
 
@@ -39,14 +39,10 @@ def read_shared_memory() -> Facts:
 
 def read_scratch() -> Facts:
     """The folder that a worker would spill to, by Dask's configuration or TMPDIR."""
-    import dask.config
-
     existing = path = base_folder()
     variable = next((name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "")
-    source = variable
-    if dask.config.get("temporary-directory", None):
-        source = "temporary-directory of Dask's configuration"
-    elif variable and os.path.abspath(os.environ[variable]) != path:
+    source = configured_source() or variable
+    if source and source == variable and os.path.abspath(os.environ[variable]) != path:
         source = f"{variable}={os.environ[variable]} cannot be written"
     while not os.path.exists(existing):  # hpcdask makes it, as far as it may
         existing = os.path.dirname(existing)
@@ -130,7 +126,8 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
     source = f" ({known['source']})" if known["source"] else ""
     where = f"{known['path']}{source}"
     value = f"{where}, {known['type']}, {amount(known['free'])} free"
-    name = "Name a folder on a disk of the node's own, with --local-directory or TMPDIR"
+    other = "there or" if known["source"].startswith(KEY) else "with TMPDIR or"
+    name = f"Name a folder on a disk of the node's own, {other} with --local-directory"
     if not known["writable"]:
         yield say.error(topic, f"{where} cannot be written", name)
     elif is_network(known["type"]):

@@ -43,7 +43,13 @@ def check(facts: Facts, workers: int) -> Iterator[Finding]:
         advice = f"{plural(workers, 'worker')} and the scheduler need {needed}. {ports.NEEDS}"
         yield say.error(TOPIC, value, f"{advice}: give a wider range")
     else:
-        yield say.ok(TOPIC, value)
+        most = [
+            (known["free"] - ports.PER_SCHEDULER) // each
+            for each in (ports.PER_WORKER, ports.PER_UCX_WORKER)
+        ]
+        count = plural(most[0], "worker")
+        hint = f"Enough on this node for the scheduler and {count}, with ucx {most[1]}"
+        yield say.ok(TOPIC, value, hint)
 
 
 class Listener:

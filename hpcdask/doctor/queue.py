@@ -25,17 +25,6 @@ GPU_VARIABLES = re.compile(
     r"|JOB_GRES|CPUS_PER_GPU|MEM_PER_GPU)$|PBS_NGPUS$|PBS_GPUFILE$|LSB_GPU_\w+$|SGE_HGR_gpu$"
     r"|OAR_RESOURCE_PROPERTIES_FILE$|_CONDOR_AssignedGPUs$|FLUX_GPUS\w*$"
 )
-#: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
-GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
-GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
-
-
-def granted(known: Facts) -> str:
-    """By which variable the job has GPUs on this node, as ``NAME=value``; empty for none."""
-    gpus: dict[str, str] = known.get("gpus", {})
-    named = [name for name in GRANTED if gpus.get(name)]
-    named += [name for name in GRANTED_COUNTS if gpus.get(name, "0") not in ("", "0")]
-    return f"{named[0]}={gpus[named[0]]}" if named else ""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Facts:

@@ -120,7 +120,7 @@ def _finding_table(report: Report) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(width=7)
     longest = max((len(one.topic) for group in groups.values() for one, _ in group), default=0)
-    table.add_column(width=min(longest + 2, 26), overflow="fold")
+    table.add_column(width=min(longest + 3, 27), overflow="fold")
     table.add_column(overflow="fold")
     for group, findings in groups.items():
         table.add_row("", "", "")

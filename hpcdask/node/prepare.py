@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcdask.bootstrap import reexec
 from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.errors import UsageError
+from hpcdask.logs import complain
+from hpcdask.upstream.configuration import reading
 
 if TYPE_CHECKING:
     import socket
@@ -51,4 +55,16 @@ def prepare_rank(arguments: Sequence[str], *, in_run: bool) -> Prepared:
             light.close()
 
     early = EarlyOptions.read(arguments, in_run=in_run)
-    return Prepared(janitor, GpuProbe.start(in_child, early, prestart), light)
+    prepared = Prepared(janitor, GpuProbe.start(in_child, early, prestart), light)
+    _read_configuration()
+    return prepared
+
+
+def _read_configuration() -> None:
+    """The first import that reads Dask's files; without them the process ends."""
+    try:
+        with reading():
+            import dask.config  # noqa: F401
+    except UsageError as error:
+        complain(error)
+        sys.exit(error.exit_code)

@@ -18,19 +18,32 @@ from hpcdask.errors import LaunchError, UsageError
 from hpcdask.process import owner_text, process_start
 from hpcdask.security import private
 from hpcdask.spec.specs import WorkerSpec
+from hpcdask.upstream.configuration import source_of
+
+#: The key of Dask's configuration with the usual folder.
+KEY = "temporary-directory"
 
 
 def base_folder(local_directory: str | None = None) -> str:
     """Where scratch folders of this node are made. Raises UsageError for an unset variable."""
-    base = local_directory or dask.config.get("temporary-directory") or tempfile.gettempdir()
+    base = local_directory or dask.config.get(KEY) or tempfile.gettempdir()
     # variables of this node, not of who submits; the program may go to another folder
     base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
     if unset := re.search(r"\$\w+|\$\{\w+\}", base):
         raise UsageError(
-            f"--local-directory: {unset[0]} is not set on {socket.gethostname()}, in {base}. Name "
-            "a folder on the node's own disk, or a variable that jobs have"
+            f"{_source(local_directory)}: {unset[0]} is not set on {socket.gethostname()}, in "
+            f"{base}. Name a folder on the node's own disk, or a variable that jobs have"
         )
     return base
+
+
+def configured_source() -> str:
+    """Where the usual folder is configured; empty where it is not."""
+    return f"{KEY} of {source_of(KEY)}" if dask.config.get(KEY) else ""
+
+
+def _source(local_directory: str | None) -> str:
+    return "--local-directory" if local_directory else configured_source() or "TMPDIR"
 
 
 def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
@@ -52,9 +65,12 @@ def scratch_folder(local_directory: str | None, announce: Callable[[str], None])
             file.write(owner_text())
         return folder
     except OSError as error:
+        source, how = _source(local_directory), "the usual one is TMPDIR"
+        if source.startswith(KEY):
+            how = "change it there; for workers, --local-directory comes before it"
         raise UsageError(
-            f"--local-directory: cannot write in {base}: {error.strerror}. Name a folder "
-            f"on the node's own disk that you can write (the usual one is TMPDIR)"
+            f"{source}: cannot write in {base}: {error.strerror}. Name a folder "
+            f"on the node's own disk that you can write ({how})"
         ) from None
 
 

@@ -15,6 +15,9 @@ OTHERS = {
 }
 #: By which a job of each system is known.
 VARIABLES = (*(system.job for system in SYSTEMS.values() if system.job), *OTHERS)
+#: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
+GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
+GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
@@ -50,9 +53,22 @@ def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, st
     return next((facts for name, facts in OTHERS.items() if environ.get(name)), ("", ""))
 
 
+def granted(environ: Mapping[str, str]) -> str:
+    """By which variable the job has GPUs on this node, as ``NAME=value``; empty for none."""
+    named = [name for name in GRANTED if environ.get(name)]
+    named += [name for name in GRANTED_COUNTS if environ.get(name, "0") not in ("", "0")]
+    return f"{named[0]}={environ[named[0]]}" if named else ""
+
+
 def how_to_request(job: str | None) -> str:
     """A sentence that tells how to get a GPU, in a queueing system's job or on a workstation."""
     if job is None:
         return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
     _, way = title_and_request()
+    if given := granted(os.environ):
+        return (
+            f"This job ({job.partition('.r')[0]}) has GPUs ({given}): pass them into the container "
+            f"(apptainer exec --nv, or docker run --gpus all). Outside of one, see nvidia-smi "
+            f"there, CUDA_VISIBLE_DEVICES, and whether the step has them: {way}. "
+        )
     return f"This job ({job.partition('.r')[0]}) got none: request them, for example {way}. "

@@ -63,7 +63,7 @@ def test_the_gpus_are_seen_and_the_packages_load(gpus: list[Gpu]) -> None:
     joined = {frozenset(pair) for pair in nvlink_pairs().joined}
     if len(gpus) > 1 and len(joined) == len(gpus) * (len(gpus) - 1) // 2:
         assert of_topic(findings, "NVLink")["value"] == "between all GPUs"
-        assert "would choose ucx" in of_topic(findings, "--protocol auto")["value"]
+        assert "auto would choose ucx" in of_topic(findings, "protocol")["value"]
 
 
 def test_ucx_over_tcp_is_reported_as_slow(gpus: list[Gpu]) -> None:

@@ -60,6 +60,29 @@ def test_alone_as_text_and_as_json():
     assert not of_topic(made, "ranks")
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_for_the_cpu_nothing_is_said_of_gpus(tmp_path: Path, device: str):
+    """In a job, no GPU is a warning otherwise."""
+    nothing = str(tmp_path / "bin")  # such as an srun without a SLURM
+    environ = {**clean_environment(), "PBS_JOBID": "7.head", "PATH": nothing}
+    options = ("--json", "--device", device)
+    done = subprocess.run(
+        [*DOCTOR, *options], env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    alone = parse(done.stdout)
+    two = parse(ranks_of_two_nodes(tmp_path, *options, PBS_JOBID="7.head", PATH=nothing)[0][1])
+    for made in (alone, two):
+        findings = [one for node in made["nodes"] for one in node["findings"]]
+        groups = {one["group"] for one in findings}
+        assert bool(groups & {"GPUs", "stack"}) is (device == "auto"), groups
+        assert {"network", "process"} <= groups
+        bad = {one["group"] for one in findings if one["status"] in ("warning", "error")}
+        assert device == "auto" or bad <= {"node", "process"}  # which are this machine's
+        (transport,) = of_topic(made, "protocol")
+        assert device == "auto" or "tcp: workers compute on the CPU" in transport["value"]
+    assert done.returncode == alone["exit_code"]
+
+
 def test_under_mpirun_there_is_one_report(mpi):
     done = mpi.run(2, *DOCTOR, "--json", env={"UCX_TLS": "tcp"})
     made = parse(done.out)

@@ -35,6 +35,34 @@ def test_the_package_is_the_command():
     assert (done.returncode, done.stdout) == (0, f"hpcdask {__version__}\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            "jobqueue:\n  slurm:\n    cores: [16\n  pbs: {}\n",
+            "in line 3, column 12: expected ',' or ']', but got ':' in line 4, column 6",
+        ),
+        ("hpcdask\n", "config files must have a dict as the top level object, got a str instead"),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", [["hpcdask", "doctor"], ["hpcdask.run", "--help"], ["hpcdask.worker", "--help"]]
+)
+def test_a_file_that_dask_cannot_read(tmp_path: Path, words: list[str], text: str, what: str):
+    (tmp_path / "site.yaml").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "DASK_CONFIG": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"hpcdask: error: {tmp_path}/site.yaml is not what Dask reads")
+    assert f"{what}. Mend that file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def commands_in(group: click.Group, *before: str) -> list[list[str]]:
     """The words of each command with a help text of its own."""
     found = [[*before]]

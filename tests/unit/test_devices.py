@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import dask
 import psutil
 import pytest
 from distributed import Security
@@ -321,6 +322,18 @@ def test_no_gpu(monkeypatch, device, job, words):
         assert word in str(caught.value)
 
 
+def test_no_driver_in_a_job_with_gpus(monkeypatch):
+    """In a container that was started without --nv it was told to request GPUs."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    with pytest.raises(DeviceError) as caught:
+        assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r1")
+    said = str(caught.value)
+    assert "This job (7) has GPUs (SLURM_STEP_GPUS=0,1): pass them into the container" in said
+    assert "apptainer exec --nv" in said
+    assert "request them" not in said
+
+
 @pytest.mark.parametrize(("device", "job"), [("auto", None), ("auto", "7.r0"), ("cuda", None)])
 def test_one_rank_without_a_gpu(device, job):
     seen = views(("n1", [0]), ("n2", []))
@@ -556,6 +569,19 @@ def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
         assert os.path.dirname(folder) == str(tmp_path / "a")
     with pytest.raises(UsageError, match=r"\$NO_DISK is not set on"):
         scratch_folder("$NO_DISK/a", lambda path: None)
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "$NO_DISK/a"])
+def test_a_scratch_folder_s_error_says_who_named_it(tmp_path, monkeypatch, folder):
+    (tmp_path / "site.yaml").write_text(f"temporary-directory: {folder}\n")
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    with dask.config.set({"temporary-directory": folder}):
+        with pytest.raises(UsageError) as caught:
+            scratch_folder(None, lambda path: None)
+        assert str(caught.value).startswith(f"temporary-directory of {tmp_path}/site.yaml: ")
+        assert "TMPDIR" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"^--local-directory: .*"):
+        scratch_folder(folder, lambda path: None)
 
 
 def test_threads_that_were_there_before_are_bound_too():

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -199,7 +200,7 @@ def test_an_nvlink_box_is_well():
     assert only(made, "NVLink links").value == "18 up on each"
     allocator = "an RMM pool of 70 GiB on each GPU for CuPy, which grows as needed"
     assert only(made, "allocator").value == allocator
-    assert only(made, "--protocol auto").value.startswith("would choose ucx")
+    assert only(made, "protocol").value.startswith("auto would choose ucx")
 
 
 @pytest.mark.parametrize("tls", ["tcp", "tcp,sm,cuda_copy", "^cuda_ipc", "^cuda"])
@@ -286,7 +287,7 @@ def test_a_mig_box():
     assert bad(made) == []
     assert only(made, "NVLink").value == "not between MIG slices"
     assert only(made, "GPUs").value == "3 x NVIDIA H200 MIG 1g.18gb, 16 GiB"
-    assert only(made, "--protocol auto").value.startswith("would choose tcp: MIG")
+    assert only(made, "protocol").value.startswith("auto would choose tcp: MIG")
 
 
 def test_a_laptop_is_fine_without_a_gpu():
@@ -680,6 +681,11 @@ def made_text(made: report.Report) -> str:
     return out.getvalue()
 
 
+def squeezed(text: str) -> str:
+    """With two spaces where there are more, as between columns."""
+    return re.sub("   +", "  ", text)
+
+
 class Narrow(io.StringIO):
     """A standard output of seven bits."""
 
@@ -708,10 +714,12 @@ def test_the_exit_code_is_that_of_the_findings_whatever_becomes_of_the_text(
 
 
 def test_text_is_plain_and_ends_with_the_verdict():
-    text = made_text(examine(nvlink_box()))
+    made = examine(nvlink_box())
+    text = made_text(made)
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert lines[-1] == examine(nvlink_box()).verdict
+    assert lines[-1] == made.verdict
+    assert all(f"  {one.topic}  {one.value}"[:30] in squeezed(text) for one in made.every())
     assert not [line for line in lines if line != line.rstrip()]
     values = [line.index("0.1.0") for line in lines if line.startswith("ok        hpcdask ")]
     assert values == [line.index("between all") for line in lines if "between all GPUs" in line]
@@ -843,11 +851,19 @@ def test_configured_scratch(monkeypatch, tmp_path):
         found = node.read_scratch()
         assert found["path"] == str(tmp_path / "new")
         assert found["source"] == "temporary-directory of Dask's configuration"
+        monkeypatch.setenv("DASK_TEMPORARY_DIRECTORY", "~/$PLACE")
+        source = node.read_scratch()["source"]
+        assert source == "temporary-directory of variable DASK_TEMPORARY_DIRECTORY"
         monkeypatch.delenv("PLACE")
         with pytest.raises(UsageError, match=r"\$PLACE is not set on "):
             node.read_scratch()
     with dask.config.set({"temporary-directory": "/proc"}):
-        assert node.read_scratch()["writable"] is False
+        found = node.read_scratch()
+        assert found["writable"] is False
+        (error,) = node.check_scratch({"scratch": found})
+        assert error.advice.endswith("own, there or with --local-directory")
+        (error,) = node.check_scratch({"scratch": {**found, "source": "TMPDIR"}})
+        assert error.advice.endswith("own, with TMPDIR or with --local-directory")
 
 
 def test_mpi_plugins_of_slurm_s_versions():

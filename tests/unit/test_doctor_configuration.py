@@ -68,6 +68,13 @@ def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
         ("jobqueue: {slurm-h200: {queu: a}}", "jobqueue.slurm-h200", r"Did you mean queue\?"),
         ("jobqueue: {mine: {wall_time: a}}", "jobqueue.mine", r"Did you mean walltime\?"),
         ("jobqueue: {slrum: {queue: a}}", "jobqueue.slrum", r"Did you mean jobqueue\.slurm\?"),
+        ("jobqueues: {slurm: {queue: a}}", "jobqueues", r"no such .*site.*Did you mean jobqueue\?"),
+        ("hpcdsk: {port-range: 1}", "hpcdsk", r"no such section.*Did you mean hpcdask\?"),
+        ("hpcdask: 3", "hpcdask", r"is 3, not a section .*site\.yaml.* as in hpcdask: {port-range"),
+        ("jobqueue: {slurm: nothing}", "jobqueue.slurm", r"is nothing, not a section"),
+        ("jobqueue: {queue: gpu}", "jobqueue.queue", r"is gpu, not .* as in jobqueue: {slurm: {"),
+        ("jobqueue: [slurm]", "jobqueue", r"is \['slurm'\], not a section"),
+        ("jobqueue: {pbs: {cores: many}}", "jobqueue.pbs", r"cores: 'many' is not a whole.*site"),
     ],
 )
 def test_what_is_misspelt_is_a_warning(site, text, topic, words):
@@ -114,6 +121,12 @@ def test_a_folder_of_the_nodes_is_a_note_elsewhere(site, tmp_path):
     assert status == "note"
     assert f"{tmp_path}/file/x is missing" in words
     assert "srun hpcdask doctor there" in words
+
+
+@pytest.mark.parametrize("key", ["log-directory", "shared-temp-directory", "local-directory"])
+def test_a_folder_that_not_even_root_can_make(key):
+    said = "/proc/none is missing, and /proc cannot be written"
+    assert configuration._obstacle(key, "/proc/none") == said
 
 
 @root_only

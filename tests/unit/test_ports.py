@@ -255,6 +255,9 @@ def test_the_doctor_counts_free_ports():
     (good,) = doctor_ports.check({"ports": facts}, 1)
     (bad,) = doctor_ports.check({"ports": facts}, 2)
     assert (good.status, good.value) == ("ok", f"{text(free)}: 7 of 8 ports are free")
+    (wide,) = doctor_ports.check({"ports": {**facts, "size": 1000, "free": 999}}, 1)
+    enough = "Enough on this node for the scheduler and 332 workers, with ucx 199"
+    assert (wide.status, wide.advice) == ("ok", enough)
     assert (bad.status, "need 9" in bad.advice) == ("error", True)
     assert list(doctor_ports.check({"ports": {}}, 2)) == []
 
