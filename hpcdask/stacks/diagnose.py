@@ -277,6 +277,9 @@ def _nothing(report: Report, seen: list[Block]) -> Iterator[str]:
     for name in ("program", *HOLDERS):
         process = report.parts.get(name)
         if process and (thread := main_thread(process)) and not _in_flight(report):
+            if name in HOLDERS and is_waiting(thread):
+                yield f"No Dask task runs, and nothing is wrong here: the {name} waits for work"
+                return
             yield f"No Dask task runs: the {name} itself is at {_at(process, thread.frames)}"
             return
     yield "Nothing is known to be wrong"

@@ -21,6 +21,7 @@ import pytest
 
 from hpcdask.errors import UsageError
 from hpcdask.gpu import samples
+from hpcdask.jobs.detached import CONTROL, NOTEBOOK
 from hpcdask.node import nanny, observe
 from hpcdask.node.observe import Frame, ProcessView, ThreadView, read_written
 from hpcdask.security import private
@@ -225,6 +226,14 @@ def report(reached: list[WorkerLook], /, **work: Any) -> Report:
     return Report("cluster.json", "n0", told, reached, {}, {})
 
 
+def idle() -> ProcessView:
+    """A control process whose event loop waits."""
+    select = Frame("select", "lib/python3.11/selectors.py", 468)
+    main = Frame("main", "clusters/detached/control.py", 226, "asyncio.run(_run(folder, request))")
+    frames = [select, main, Frame("<module>", "clusters/detached/control.py", 240)]
+    return ProcessView(1, "S", threads=[ThreadView(7, frames)])
+
+
 HERE, THERE = Frame("meet", "me/a.py", 5, "barrier()"), Frame("load", "me/a.py", 9, "read()")
 
 
@@ -370,6 +379,14 @@ CASES = {
     "only slow": (
         report([worker(0, process(THERE, busy=1.0))]),
         "Nothing is known to be wrong: Dask tasks run. The longest is f-0, for 0 s, computing at",
+    ),
+    "an idle control process": (
+        dataclasses.replace(report([worker(0, process())]), parts={CONTROL: idle()}),
+        "No Dask task runs, and nothing is wrong here: the control process waits for work",
+    ),
+    "a notebook's own line": (
+        dataclasses.replace(report([worker(0, process())]), parts={NOTEBOOK: process(HERE)}),
+        "No Dask task runs: the notebook itself is at meet (me/a.py:5): barrier(), waiting",
     ),
     "gone": (report([worker(0, ProcessView(1))]), "Worker w0 is lost: there is no process"),
 }
