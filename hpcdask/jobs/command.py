@@ -129,7 +129,7 @@ async def _end(cluster: ClusterRecord) -> str | None:
     if cluster.jobs:
         say(f"{plural(len(cluster.jobs), 'job')} cancelled and gone; no keys are left")
     else:
-        say("had no jobs; its keys are removed")
+        say("no jobs and no keys are left")
     return None
 
 

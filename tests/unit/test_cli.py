@@ -94,7 +94,7 @@ def test_cleanup_of_a_cluster_without_jobs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: False)
     done = CliRunner().invoke(cli.main, ["cleanup", "--folder", str(tmp_path), "--yes"])
     assert done.exit_code == 0, done.output
-    assert done.output == "ab-1: had no jobs; its keys are removed\n"
+    assert done.output == "ab-1: no jobs and no keys are left\n"
     assert ClusterFolder.open(folder.path).ended is not None
 
 
