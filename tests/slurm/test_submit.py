@@ -181,6 +181,16 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     assert not login.site.run("squeue", "-h", "-t", "pending,running").stdout
 
 
+def test_a_job_that_no_partition_is_large_enough_for(login: Login):
+    (login.folder / "train.py").write_text("")
+    job = login.start("-N", "9", "--wait", *QUICK, "train.py")
+    assert job.stderr is not None
+    told = "is pending (PartitionNodeLimit), and may never start. Partitions: sinfo -s\n"
+    wait_for(lambda: job.stderr.readline().endswith(told), 20, "a warning")
+    job.terminate()
+    login.end(job, 143)
+
+
 def test_what_is_refused_and_what_is_not_waited_for(login: Login):
     (login.folder / "train.py").write_text("")
     err = login.here("submit", "-q", "nix; 'no'", "train.py", code=1).stderr
