@@ -126,7 +126,10 @@ async def _end(cluster: ClusterRecord) -> str | None:
         return None
     if cluster.folder:
         cluster.folder.mark_ended()
-    say(f"{plural(len(cluster.jobs), 'job')} cancelled and gone; no keys are left")
+    if cluster.jobs:
+        say(f"{plural(len(cluster.jobs), 'job')} cancelled and gone; no keys are left")
+    else:
+        say("no jobs and no keys are left")
     return None
 
 
@@ -153,7 +156,7 @@ def _is_batch(name: str) -> bool:
 def _why_not(cluster: ClusterRecord) -> str:
     count = f"{plural(len(cluster.jobs), 'job')} stay{'s' * (len(cluster.jobs) == 1)}"
     if _is_batch(cluster.name):
-        return f"{count}: of hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
+        return f"{count}: by hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
     if cluster.lives:
         return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
     return (
@@ -209,7 +212,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         cells = [row["cluster"], *[row["group"] or ""] * grouped, row["job"], state, row["queue"]]
         since = row["since"] and datetime.datetime.fromtimestamp(row["since"])
         cells.append(since.strftime("%Y-%m-%d %H:%M:%S") if since else "")
-        cells.append("none: of hpcdask submit" if batch else _holder(row))
+        cells.append("nobody: by hpcdask submit" if batch else _holder(row))
         table.add_row(*map(Text, cells))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 

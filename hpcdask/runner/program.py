@@ -35,8 +35,8 @@ class Program:
 
     @property
     def name(self) -> str:
-        """As people know it: ``script.py``, ``-m package.module``."""
-        return f"-m {self.target}" if self.is_module else os.path.basename(self.target)
+        """What runs: ``/path/to/script.py``, ``-m package.module``."""
+        return f"-m {self.target}" if self.is_module else os.path.abspath(self.target)
 
     def check(self) -> None:
         """Find the program, before anything is started.

@@ -24,11 +24,11 @@ PAUSE_S, LAST_S = 2.0, 2.0
 
 
 class RunFiles:
-    """Writes them, notes who comes, and removes them. `program` is the name of what runs."""
+    """Writes them, notes who comes, and removes them. `program` is what runs, by its path."""
 
     def __init__(self, agent: RankAgent, program: str) -> None:
         self._agent = agent
-        self._program = program
+        self._script, self._program = program, os.path.basename(program)
         self._asked = ""
         self._listed = ""
         self._paths: list[str] = []
@@ -55,6 +55,7 @@ class RunFiles:
                 job=job_id(),
                 gpus=gpus,
                 program=self._program,
+                script=self._script,
                 started=time.time(),
                 **self._facts(),
             )

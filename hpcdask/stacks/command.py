@@ -81,6 +81,8 @@ def logs(base: str | None, follow: bool, lines: int | None, name: str | None) ->
             sys.exit(1)
     if not found and (waiting := reader.waiting()):
         say(f"there is no line yet; jobs: {waiting}")
+    elif not found:
+        say("nothing was logged" + " yet" * reader.goes_on())
     _print(found[max(0, len(found) - lines) :] if lines is not None else found)
     with contextlib.suppress(KeyboardInterrupt):
         while follow:

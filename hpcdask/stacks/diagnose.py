@@ -25,6 +25,9 @@ from .look import Report
 SILENT_S = 30.0
 #: Functions that wait for a lock of Dask: frames' ends, seen in distributed 2026.7.
 DASK_LOCKS = ("distributed/lock.py", "distributed/semaphore.py")
+#: What is to be said of who holds a lock.
+HELD = "Who holds it does not end, or waits for another one: take locks in one order"
+ROUND = "All that run wait, so each most likely holds what another wants: take locks in one order"
 #: Functions of Python that wait for a lock which has a frame of its own.
 LOCK_FUNCTIONS = ("acquire", "__enter__", "wait", "wait_for", "join", "get")
 
@@ -171,12 +174,15 @@ def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
     waiting = [block for block in seen if block.frames and _lock_of(block) == "dask"]
     if waiting or locks:
         count = sum(len(block.keys) or len(block.workers) for block in waiting)
-        which = some(f"{name!r} ({one['waiting']} wait)" for name, one in locks.items())
+        which = some(
+            f"{name!r} ({one['waiting']} wait{'s' * (one['waiting'] == 1)})"
+            for name, one in locks.items()
+        )
         where = f" at {some((place(block.frames) for block in waiting), 3)}" if waiting else ""
         yield (
             f"{plural(count, 'Dask task')} wait{'s' * (count == 1)} for a "
             f"lock of Dask{': ' * bool(which)}{which}"
-            f"{where}. Who holds it does not end, or waits for another one: take locks in one order"
+            f"{where}. {ROUND if _is_round(report, seen, waiting) else HELD}"
         )
     for block in seen:
         if block.frames and _lock_of(block) == "python":
@@ -185,9 +191,15 @@ def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
             count = len(block.keys) or len(block.workers)
             yield (
                 f"{plural(count, 'Dask task')} on {some(block.names)} wait{'s' * (count == 1)} for "
-                f"a lock of the worker's process at {place(block.frames)}. Who holds it does not "
-                f"end, or waits for another one: take locks in one order"
+                f"a lock of the worker's process at {place(block.frames)}. {HELD}"
             )
+
+
+def _is_round(report: Report, seen: list[Block], waiting: list[Block]) -> bool:
+    """Whether all Dask tasks wait for locks, several of which are held: by whom is not told."""
+    held = [one for one in (report.work or {}).get("locks", {}).values() if one["held"]]
+    lost = any(name.startswith("worker ") for name in report.unreached)
+    return len(held) > 1 and not lost and waiting == [block for block in seen if block.frames]
 
 
 def _lock_of(block: Block) -> str:
@@ -265,6 +277,9 @@ def _nothing(report: Report, seen: list[Block]) -> Iterator[str]:
     for name in ("program", *HOLDERS):
         process = report.parts.get(name)
         if process and (thread := main_thread(process)) and not _in_flight(report):
+            if name in HOLDERS and is_waiting(thread):
+                yield f"No Dask task runs, and nothing is wrong here: the {name} waits for work"
+                return
             yield f"No Dask task runs: the {name} itself is at {_at(process, thread.frames)}"
             return
     yield "Nothing is known to be wrong"

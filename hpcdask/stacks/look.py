@@ -23,6 +23,7 @@ from hpcdask.node.observe import ProcessView, observe
 from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
 
+from .script import Script
 from .snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Target:
     """A run or cluster: its scheduler, and its workers' nannies by the workers' names.
 
     `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
-    `jobs` says how a cluster's jobs are.
+    `jobs` says how a cluster's jobs are. `script` is the path of a run's program.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Target:
     host: str
     here: bool
     jobs: str = ""
+    script: str = ""
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
@@ -64,6 +66,7 @@ class Target:
             own.get("parts") or {},
             host,
             host == socket.gethostname(),
+            script=str(own.get("script", "")),
         )
 
     @classmethod
@@ -170,6 +173,7 @@ async def look(target: Target) -> Report:
         _ask_scheduler(target.address, args),
         asyncio.gather(*(_ask_node(door, args, room) for door in target.doors.values())),
     )
+    script = Script(target.script)
     unreached: dict[str, str] = {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
@@ -179,7 +183,7 @@ async def look(target: Target) -> Report:
         if isinstance(answer, str):
             unreached[f"worker {name}"] = answer
             continue
-        process = ProcessView.from_json(answer["worker"])
+        process = script.named(ProcessView.from_json(answer["worker"]))
         told = {one: answer[one] for one in ("name", "host", "work", "problem", "gpu")}
         workers.append(WorkerLook(process=process, **told))
         parts |= {part: ProcessView.from_json(seen) for part, seen in answer["parts"].items()}

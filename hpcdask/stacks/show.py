@@ -10,7 +10,7 @@ from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import plural, some
 from hpcdask.node.observe import Frame, ProcessView
 
-from .blocks import LINES, Block, blocks, duration, is_waiting, loop_thread, main_thread
+from .blocks import LINES, Block, blocks, duration, is_waiting, loop_thread, main_thread, own
 from .diagnose import diagnose
 from .look import Report
 
@@ -71,9 +71,9 @@ def _block(block: Block) -> Iterator[str]:
     what = [block.what] if block.what else []
     if block.keys:
         key, seconds = block.longest()
-        several = len(block.keys) > len(block.workers)
-        head += f", {len(block.keys)} Dask tasks" * several
-        what.append(" ".join(filter(None, [f"Dask task {key}", duration(seconds)])))
+        count = len(block.keys)
+        which = f"Dask task {key}" if count == 1 else f"{count} Dask tasks, such as {key}"
+        what.append(" ".join(filter(None, [which, duration(seconds)])))
     elif block.frames:
         what.append("a Dask task" if not block.what else "")
     cores = sum(one.process.cores for one in block.workers) / len(block.workers)
@@ -85,10 +85,14 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _stack(frames: list[Frame]) -> Iterator[str]:
-    for frame in frames[:LINES]:
+    """Its innermost lines, and in any case the innermost one of the user."""
+    mine = frames.index(own(frames)[0]) if frames else 0
+    for frame in [*frames[:LINES], *frames[max(LINES, mine) : mine + 1]]:
+        if frame is frames[mine] and mine > LINES:
+            yield f"  … {plural(mine - LINES, 'line')} of Python and Dask"
         yield f"  {frame}{'  ' + frame.text if frame.text else ''}"
-    if len(frames) > LINES:
-        yield f"  and {len(frames) - LINES} outer lines"
+    if (outer := len(frames) - max(LINES, mine + 1)) > 0:
+        yield f"  and {plural(outer, 'outer line')}"
 
 
 def _work(report: Report) -> Iterator[str]:

@@ -113,6 +113,8 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
         if seen:
             shown = time.monotonic()
             words = _state(job_id, seen)
+            if seen.state in WAITING and (advice := queue.lasting(seen.reason)) is not None:
+                words = ". ".join(filter(None, [f"{words}, and may never start", advice]))
         elif time.monotonic() > shown + MISSING_S:
             raise QueueError(
                 f"{queue.title} does not show job {job_id} any more, and how it ended is not "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +20,10 @@ from clock import PATIENCE
 from hanging import Hanging, hanging_run
 from hpcdask.stacks.command import logs
 from hpcdask.stacks.diagnose import diagnose
+from hpcdask.stacks.look import find, look
+from hpcdask.stacks.show import lines
 from launching import openmpi_launcher, wait_for
+from running import PROGRAMS, Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SIZE = 3
@@ -47,10 +52,32 @@ def test_locks_of_dask_that_two_tasks_want_in_two_orders(hanging: Hanging):
     hanging.wait_until_there("a.there", "b.there")
     report, text = hanging.look(likely="2 Dask tasks wait for a lock of Dask")
     assert "deadlocks.py" in diagnose(report)[0]
-    assert "'a.there' (1 wait)" in diagnose(report)[0]
-    assert f"2 workers ({', '.join(hanging.workers[:2])}): Dask task cluster_locks-" in text, text
+    assert "'a.there' (1 waits)" in diagnose(report)[0]
+    assert "each most likely holds what another wants" in diagnose(report)[0]
+    which = f"2 workers ({', '.join(hanging.workers[:2])}): 2 Dask tasks, such as cluster_locks-"
+    assert which in text, text
+    assert "  cluster_locks (" in text, text
     assert f"1 worker ({hanging.workers[2]}): run no Dask task" in text
     del tasks
+
+
+def test_a_function_of_the_script_has_its_name(site: Site):
+    run = site.start("--scheduler-file", "cluster.json", "two_locks.py", n=SIZE)
+    for name in ("a.there", "b.there"):
+        wait_for((site.folder / name).exists, 120, name)
+
+    def stuck() -> str | None:
+        target = find(str(site.folder / "cluster.json"))
+        text = "\n".join(lines(asyncio.run(look(target))))
+        return text if "2 Dask tasks wait for" in text else None
+
+    text = wait_for(stuck, 60, "both locks wanted")
+    line = (PROGRAMS / "two_locks.py").read_text().splitlines().index("        with Lock(second):")
+    where = f"work (two_locks.py:{line + 1})"
+    assert f"\n  {where}  with Lock(second):\n" in text, text
+    assert f" at {where}: with Lock(second):. All that run wait" in text, text
+    run.signal(signal.SIGTERM)
+    site.check_nothing_left(run.end(60).at)
 
 
 @pytest.mark.long

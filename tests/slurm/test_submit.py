@@ -161,8 +161,8 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     wait_for(lambda: "is pending (" in pending.stderr.readline(), 20, "the job that waits")
 
     listed = login.here("cleanup", "--yes").stdout
-    assert listed.count("1 job stays: of hpcdask submit") == 3  # though no notebook holds them
-    assert login.here("jobs").stdout.count("none: of hpcdask submit") == 3
+    assert listed.count("1 job stays: by hpcdask submit") == 3  # though no notebook holds them
+    assert login.here("jobs").stdout.count("nobody: by hpcdask submit") == 3
 
     pending.terminate()  # first: it would start once the others leave it the nodes
     out, err = login.end(pending, 143)
@@ -179,6 +179,16 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     assert f"hpcdask: SIGINT: cancelling job {second}" in err
     assert err.splitlines()[-1] == f"hpcdask: job {second} is cancelled and gone"
     assert not login.site.run("squeue", "-h", "-t", "pending,running").stdout
+
+
+def test_a_job_that_no_partition_is_large_enough_for(login: Login):
+    (login.folder / "train.py").write_text("")
+    job = login.start("-N", "9", "--wait", *QUICK, "train.py")
+    assert job.stderr is not None
+    told = "is pending (PartitionNodeLimit), and may never start. Partitions: sinfo -s\n"
+    wait_for(lambda: job.stderr.readline().endswith(told), 20, "a warning")
+    job.terminate()
+    login.end(job, 143)
 
 
 def test_what_is_refused_and_what_is_not_waited_for(login: Login):

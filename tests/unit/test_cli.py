@@ -20,6 +20,7 @@ from hpcdask.bench.command import bench
 from hpcdask.errors import NoTags
 from hpcdask.jobs import command as jobs_command
 from hpcdask.jobs import discovery
+from hpcdask.jobs.detached import record_job
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
@@ -112,7 +113,42 @@ def test_a_cluster_called_submit_is_a_cluster(
     done = CliRunner().invoke(cli.main, [command])
     assert done.exit_code == 0, done.output
     assert name in done.output
-    assert ("of hpcdask submit" in done.output) == batch
+    words = {"jobs": "nobody: by hpcdask submit", "cleanup": "stays: by hpcdask submit"}
+    assert (words[command] in done.output) == batch
+
+
+def test_cleanup_of_a_cluster_without_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = ClusterFolder.create("ab-1", "local", base=tmp_path)
+    monkeypatch.setattr(ClusterFolder, "lives", lambda self: False)
+    done = CliRunner().invoke(cli.main, ["cleanup", "--folder", str(tmp_path), "--yes"])
+    assert done.exit_code == 0, done.output
+    assert done.output == "ab-1: no jobs and no keys are left\n"
+    assert ClusterFolder.open(folder.path).ended is not None
+
+
+@pytest.mark.parametrize("over", ["marked", "dead", "lives", "detached"])
+def test_list_is_no_failure_for_a_queue_that_no_living_cluster_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
+):
+    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
+    folder.write_script("")
+    folder.new_submission().record(["1"])
+    if over == "marked":
+        folder.mark_ended()
+    if over == "detached":
+        record_job(folder, "2")
+    monkeypatch.setattr(ClusterFolder, "lives", lambda self: over == "lives")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("sbatch", "squeue", "scancel"):
+        (commands / name).write_text("#!/bin/sh\necho no configuration >&2\nexit 1\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
+    done = CliRunner().invoke(cli.main, ["list", "--folder", str(tmp_path)])
+    used = over in ("lives", "detached")
+    assert done.exit_code == used, done.output
+    kind = "error" if used else "warning"
+    assert f"hpcdask: {kind}: squeue failed: no configuration" in done.output
 
 
 def report(job_id: str, state: JobState, workers: int = 0, reason: str = "") -> JobReport:

@@ -138,3 +138,14 @@ def test_lines_that_come_just_before_the_end_are_shown(
     monkeypatch.setattr(ClusterFolder, "lives", lives)
     done = CliRunner().invoke(logs, ["--folder", str(folder.path.parent), "--follow", folder.name])
     assert done.output.endswith("the last words\n"), done.output
+
+
+@pytest.mark.parametrize(("lives", "said"), [(True, "logged yet"), (False, "logged")])
+def test_no_line_at_all_is_told(
+    folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch, lives: bool, said: str
+):
+    monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
+    for job_id in ("1", "2"):
+        folder.log_path(job_id).write_text("")
+    done = CliRunner().invoke(logs, ["--folder", str(folder.path.parent), folder.name])
+    assert done.output.endswith(f"hpcdask: nothing was {said}\n"), done.output

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,16 +16,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from hpcdask.errors import UsageError
 from hpcdask.gpu import samples
+from hpcdask.jobs.detached import CONTROL, NOTEBOOK
 from hpcdask.node import nanny, observe
 from hpcdask.node.observe import Frame, ProcessView, ThreadView, read_written
 from hpcdask.security import private
 from hpcdask.stacks.blocks import BUSY, blocks
 from hpcdask.stacks.diagnose import diagnose
 from hpcdask.stacks.look import Report, WorkerLook, find
+from hpcdask.stacks.script import NAMELESS, Script
 from hpcdask.stacks.show import lines
 from launching import unavailable, wait_for
 
@@ -222,6 +226,14 @@ def report(reached: list[WorkerLook], /, **work: Any) -> Report:
     return Report("cluster.json", "n0", told, reached, {}, {})
 
 
+def idle() -> ProcessView:
+    """A control process whose event loop waits."""
+    select = Frame("select", "lib/python3.11/selectors.py", 468)
+    main = Frame("main", "clusters/detached/control.py", 226, "asyncio.run(_run(folder, request))")
+    frames = [select, main, Frame("<module>", "clusters/detached/control.py", 240)]
+    return ProcessView(1, "S", threads=[ThreadView(7, frames)])
+
+
 HERE, THERE = Frame("meet", "me/a.py", 5, "barrier()"), Frame("load", "me/a.py", 9, "read()")
 
 
@@ -234,10 +246,80 @@ def test_a_thousand_workers_are_one_screen():
     assert [len(one.workers) for one in blocks(seen)] == [990, 10]
     text = list(lines(seen))
     assert len("\n".join(text).splitlines()) < 40
-    assert "w3, w4 and 985 more): Dask task f-989 for 16 min" in str(text)
+    assert "w3, w4 and 985 more): 990 Dask tasks, such as f-989 for 16 min" in str(text)
 
 
+def stack(*frames: Frame) -> list[str]:
+    """The lines that are shown of a worker's stack."""
+    text = list(lines(report([worker(0, process(*frames))])))
+    first = next(n for n, line in enumerate(text) if "Dask task f-0" in line) + 1
+    return text[first : text.index("\nDask tasks: none")]
+
+
+SYNC = Frame("sync", "site/distributed/utils.py", 2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "gap"),
+    [(8, []), (9, ["  … 1 line of Python and Dask"]), (10, ["  … 2 lines of Python and Dask"])],
+)
+def test_the_user_s_line_is_shown_below_any_number_of_dask_s(inner: int, gap: list[str]):
+    shown = stack(*[SYNC] * inner, HERE, THERE)
+    mine = "  meet (me/a.py:5)  barrier()"
+    assert shown == [f"  {SYNC}"] * 8 + [*gap, mine, "  and 1 outer line"]
+
+
+def test_a_stack_without_a_line_of_the_user():
+    assert stack(*[SYNC] * 10) == [f"  {SYNC}"] * 8 + ["  and 2 outer lines"]
+    assert stack(HERE) == ["  meet (me/a.py:5)  barrier()"]
+
+
+SCRIPT = """def work():
+    return list(x for x in [1])
+
+words = lambda: 2
+"""
+
+
+def test_functions_that_a_script_sends_have_its_name(tmp_path: Path):
+    (tmp_path / "prog.py").write_text(SCRIPT)
+    found = runpy.run_path(str(tmp_path / "prog.py"), run_name="sent")
+    work, words = (cloudpickle.loads(cloudpickle.dumps(found[name])) for name in ("work", "words"))
+    file = work.__code__.co_filename
+    assert words.__code__.co_filename == file == NAMELESS
+    there = [
+        Frame("<genexpr>", file, 2),
+        Frame("work", file, 2),
+        Frame("<lambda>", file, 4),
+    ]
+    others = [Frame("work", file, 4), Frame("work", file, 99), Frame("work", "a.py", 2)]
+    seen = process(*there, *others)
+    texts = ["return list(x for x in [1])"] * 2 + ["words = lambda: 2"]
+    named = Script(str(tmp_path / "prog.py")).named(seen)
+    told = [
+        dataclasses.replace(one, file="prog.py", text=text)
+        for one, text in zip(there, texts, strict=True)
+    ]
+    assert named.threads[0].frames[:6] == [*told, *others]
+    (tmp_path / "bad.py").write_text("def")
+    for path in ("", "-m package", str(tmp_path), str(tmp_path / "bad.py")):
+        assert Script(path).named(seen) == seen
+
+
+LOCK = Frame("acquire", "site-packages/distributed/lock.py", 84)
+ROUND = {"a": {"waiting": 1, "held": 1}, "b": {"waiting": 1, "held": 1}}
 CASES = {
+    "locks in two orders": (
+        report([worker(n, process(LOCK, HERE)) for n in (0, 1)], locks=ROUND),
+        "at meet (me/a.py:5): barrier(). All that run wait, so each most likely holds what",
+    ),
+    "locks, and a Dask task that may hold them": (
+        report(
+            [*(worker(n, process(LOCK, HERE)) for n in (0, 1)), worker(2, process(THERE))],
+            locks=ROUND,
+        ),
+        "barrier(). Who holds it does not end, or waits for another one",
+    ),
     "rank left": (
         report(
             [
@@ -297,6 +379,14 @@ CASES = {
     "only slow": (
         report([worker(0, process(THERE, busy=1.0))]),
         "Nothing is known to be wrong: Dask tasks run. The longest is f-0, for 0 s, computing at",
+    ),
+    "an idle control process": (
+        dataclasses.replace(report([worker(0, process())]), parts={CONTROL: idle()}),
+        "No Dask task runs, and nothing is wrong here: the control process waits for work",
+    ),
+    "a notebook's own line": (
+        dataclasses.replace(report([worker(0, process())]), parts={NOTEBOOK: process(HERE)}),
+        "No Dask task runs: the notebook itself is at meet (me/a.py:5): barrier(), waiting",
     ),
     "gone": (report([worker(0, ProcessView(1))]), "Worker w0 is lost: there is no process"),
 }

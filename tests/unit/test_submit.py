@@ -437,6 +437,17 @@ def test_each_state_is_said_once_and_the_log_is_copied(
 
 
 @pytest.mark.usefixtures("fast")
+def test_a_job_that_may_never_start_is_told_with_what_to_look_at(tmp_path: Path):
+    said: list[str] = []
+    waits = seen(QueueState.PENDING, "PartitionNodeLimit")
+    queue = Silent(waits, waits, seen(QueueState.CANCELLED))
+    asyncio.run(follow.wait(queue, "1", follow.Log(tmp_path / "log"), said.append))
+    assert said == [
+        "job 1 is pending (PartitionNodeLimit), and may never start. Partitions: sinfo -s"
+    ]
+
+
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(
     ("answer", "words"), [(None, "does not show job 1 any more"), (QueueError("hangs"), "hangs")]
 )

@@ -20,6 +20,7 @@ from hpcdask.jobs.command import WIDE, folder_option
 from hpcdask.jobs.detached import ENDED, ControlRecord
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
+from hpcdask.logs import say
 from hpcdask.queues.registry import SYSTEMS
 
 #: Seconds for which `list` shows a detached cluster that is over.
@@ -97,21 +98,27 @@ def list_(base: str | None, as_json: bool) -> None:
     Runs are shown if they have a scheduler file, and once if they were killed. Detached clusters
     that ended in the last day are shown with the reason.
     """
-    rows, problems = asyncio.run(_rows(base))
+    rows, problems, in_use = asyncio.run(_rows(base))
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows:
         _print(rows)
     else:
         click.echo("You have no cluster.")
-    for problem in problems:
-        click.echo(f"hpcdask: error: {problem}", err=True)
-    if problems:
+    for queue, problem in problems.items():
+        say(f"{'error' if queue in in_use else 'warning'}: {problem}")
+    if in_use & problems.keys():
         sys.exit(1)
 
 
-async def _rows(base: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+async def _rows(base: str | None) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
+    """Rows, what is wrong with queues, and the queues of clusters that may live."""
     clusters, problems = await survey(base)
+    in_use = {
+        one.queue
+        for one in clusters  # of a detached one the queue would tell
+        if one.lives is not False or (one.folder and detached.scheduler_job(one.folder))
+    }
     found = [await _row(cluster) for cluster in clusters if cluster.folder]
     for folder in list_clusters(base):
         if folder.ended is not None and time.time() - folder.ended < OVER_S:
@@ -119,7 +126,7 @@ async def _rows(base: str | None) -> tuple[list[dict[str, Any]], list[str]]:
             if record is not None:
                 found.append(_facts(folder, record, ENDED, record.why, 0))
     found += await asyncio.gather(*(run.row() for run in runs.listed()))
-    return found, list(problems.values())
+    return found, problems, in_use
 
 
 async def _row(cluster: ClusterRecord) -> dict[str, Any]:
