@@ -12,7 +12,18 @@ import hpcdask
 STEPS, ROWS, COLUMNS = 200, 512, 8
 
 
-def train(context, seed: int, steps: int) -> list[float]:
+def draw(seed: int):
+    """Make rows, as Dask tasks do that come before: where there is a GPU, with CuPy on it."""
+    import torch
+
+    if torch.cuda.is_available():
+        import cupy as xp
+    else:
+        import numpy as xp
+    return xp.random.default_rng(seed).standard_normal((ROWS, COLUMNS), dtype="float32")
+
+
+def train(context, rows, steps: int) -> list[float]:
     """Fit a linear model to this rank's rows, in step with the other ranks; return its weights."""
     import torch
     import torch.distributed
@@ -25,8 +36,7 @@ def train(context, seed: int, steps: int) -> list[float]:
     # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(ROWS, COLUMNS, generator=generator).to(device)
+        x = torch.as_tensor(rows, device=device)  # the memory of CuPy's array, without a copy
         y = x @ torch.arange(1.0, COLUMNS + 1, device=device)[:, None]
         model = torch.nn.Linear(COLUMNS, 1, bias=False).to(device)
         ddp = DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
@@ -36,14 +46,17 @@ def train(context, seed: int, steps: int) -> list[float]:
             torch.nn.functional.mse_loss(ddp(x), y).backward()
             optimizer.step()
         return model.weight.detach().cpu().flatten().tolist()
+    except BaseException:
+        torch.distributed.group.WORLD.abort()  # to destroy it may wait for the other ranks
+        raise
     finally:
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     client = Client()
-    seeds = range(len(client.nthreads()))
-    weights = hpcdask.gang(train, seeds, client=client, shared={"steps": STEPS}, timeout="10min")
+    rows = client.map(draw, range(len(client.nthreads())))
+    weights = hpcdask.gang(train, rows, client=client, shared={"steps": STEPS}, timeout="10min")
     print(f"weights on {len(weights)} workers: {[round(weight, 2) for weight in weights[0]]}")
     if any(abs(found - n) > 0.01 for one in weights for n, found in enumerate(one, start=1)):
         sys.exit("wrong: the weights are not 1 to 8")

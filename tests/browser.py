@@ -85,13 +85,13 @@ def watch(folder: Path, url: str, ready: str, size: tuple[int, int]) -> bytes:
         port = told.read_text().split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=60) as answer:
             (page,) = [one for one in json.load(answer) if one["type"] == "page"]
-        return asyncio.run(asyncio.wait_for(_shot(page["webSocketDebuggerUrl"], ready), 300))
+        return asyncio.run(asyncio.wait_for(_shot(page["webSocketDebuggerUrl"], ready, size), 300))
     finally:
         process.terminate()
         process.wait(60)
 
 
-async def _shot(address: str, ready: str) -> bytes:
+async def _shot(address: str, ready: str, size: tuple[int, int]) -> bytes:
     socket = await websocket_connect(address, max_message_size=2**27)
 
     async def ask(method: str, **parameters: Any) -> dict[str, Any]:
@@ -100,6 +100,9 @@ async def _shot(address: str, ready: str) -> bytes:
             pass  # an event
         return answer
 
+    # a window has a least width, and less height than asked for
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+    await ask("Emulation.setDeviceMetricsOverride", **metrics)
     wait = (
         f"new Promise(end => {{(function look() {{({ready}) ? end() : setTimeout(look, 200)}})()}})"
     )

@@ -22,6 +22,8 @@ from distributed.scheduler import WorkerState
 
 from hpcdask.logs import natural
 
+from .gang_places import place
+
 NAME = "hpcdask-gangs"
 #: Under this name a cluster tells how many workers it may come to have.
 MOST_WORKERS = "hpcdask-most-workers"
@@ -307,24 +309,24 @@ class Gangs(SchedulerPlugin):
         free = {ws for ws in running if ws.address not in taken}
         if len(free) < gang.size:
             return []
-        chosen: list[WorkerState | None] = []
-        for keys in [*held, *[()] * (gang.size - len(held))]:
-            holder = self._holder(keys, free)
-            free -= {holder}
-            chosen.append(holder)
+        placed = place([self._nbytes(keys, free) for keys in held])
+        free -= placed.keys()
         rest = sorted(free, key=lambda ws: (max(0, len(ws.processing) + 1 - ws.nthreads), _of(ws)))
-        others = iter(sorted(rest[: chosen.count(None)], key=_of))
-        return [ws or next(others) for ws in chosen]
+        others = iter(sorted(rest[: gang.size - len(placed)], key=_of))
+        by_rank = {rank: ws for ws, rank in placed.items()}
+        return [by_rank[rank] if rank in by_rank else next(others) for rank in range(gang.size)]
 
-    def _holder(self, keys: Collection[Key], free: Collection[WorkerState]) -> WorkerState | None:
-        """Which of these workers has most of the data."""
+    def _nbytes(
+        self, keys: Collection[Key], free: Collection[WorkerState]
+    ) -> dict[WorkerState, int]:
+        """How much of the data these workers have, who has most first."""
         nbytes: dict[WorkerState, int] = {}
         for key in keys:
             ts = self._scheduler.tasks.get(key)
             for ws in (ts and ts.who_has) or ():
                 if ws in free and ts is not None:
                     nbytes[ws] = nbytes.get(ws, 0) + ts.get_nbytes()
-        return max(sorted(nbytes, key=_of), key=nbytes.__getitem__, default=None)
+        return dict(sorted(nbytes.items(), key=lambda one: (-one[1], _of(one[0]))))
 
     def _most(self) -> float:
         """How many workers there are, or will be without further ado."""

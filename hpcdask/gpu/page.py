@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bokeh.layouts import gridplot
-from bokeh.models import ColumnDataSource, DataRange1d, NumeralTickFormatter, Range1d
+from bokeh.models import (
+    AdaptiveTicker,
+    ColumnDataSource,
+    DataRange1d,
+    FixedTicker,
+    NumeralTickFormatter,
+    Range1d,
+)
 from bokeh.palettes import Category20
 from bokeh.plotting import figure
 from distributed.dashboard.components import DashboardComponent, add_periodic_callback
@@ -35,11 +42,12 @@ class Chart(NamedTuple):
     form: str
 
 
+#: With titles that fit half of a narrow screen.
 CHARTS = (
     Chart("memory", "Memory in use", "0.0 b"),
-    Chart("utilisation", "Utilisation in percent", "0"),
-    Chart("nvlink", "NVLink, bytes per second", "0.0 b"),
-    Chart("power", "Power in watts", "0"),
+    Chart("utilisation", "Utilisation, %", "0"),
+    Chart("nvlink", "NVLink, bytes/s", "0.0 b"),
+    Chart("power", "Power, watts", "0"),
 )
 
 
@@ -107,6 +115,9 @@ class GpuTimeSeries(DashboardComponent):
             name=f"gpus_{chart.field}",
             x_axis_label="seconds from now",
         )
+        plot.xaxis.ticker = FixedTicker(ticks=[-SHOWN_S, -200, -100, 0])  # few, on a narrow screen
+        if chart.form.endswith("b"):
+            plot.yaxis.ticker = AdaptiveTicker(base=1024, mantissas=[2**n for n in range(10)])
         plot.yaxis.formatter = NumeralTickFormatter(format=chart.form)
         plot.multi_line("x", "y", color="color", line_width=2, source=self.sources[chart.field])
         return plot

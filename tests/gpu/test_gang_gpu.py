@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import cloudpickle
 import pytest
+from distributed import Client, Future, LocalCluster
 
 import hpcdask
+from clock import clock
 from hpcdask.errors import GangError
 from hpcdask.gpu.devices import Gpu
 from launching import needs
@@ -24,17 +26,22 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "torch_ddp.py"
 
 
 @pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """The training of the example, with this rank's failure as an option."""
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example, whose functions workers get by value."""
     spec = importlib.util.spec_from_file_location("torch_ddp", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "torch_ddp", module)
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)
-    return module.train
+    return module
 
 
-def test_data_parallel_training(gpus: list[Gpu], train: Callable, tmp_path: Path) -> None:
+def draw(client: Client, example: ModuleType, size: int) -> list[Future]:
+    """Rows for the example, on the workers; a lambda, which alone distributed sends by value."""
+    return client.map(lambda seed: example.draw(seed), range(size), pure=False)
+
+
+def test_data_parallel_training(gpus: list[Gpu], example: ModuleType, tmp_path: Path) -> None:
     size = min(2, len(gpus))
     options = {"cores": 1, "memory": "8GiB", "walltime": "00:10:00", "poll_interval": 1}
     with (
@@ -43,32 +50,49 @@ def test_data_parallel_training(gpus: list[Gpu], train: Callable, tmp_path: Path
     ):
         cluster.scale(size)
         client.wait_for_workers(size, timeout=120)
+        rows = draw(client, example, size)
+        kinds = client.gather(client.map(lambda one: type(one).__module__, rows))
+        assert {kind.partition(".")[0] for kind in kinds} == {"cupy"}
         for _ in range(2):  # the processes of the first one can do it again
-            found = hpcdask.gang(train, range(size), client=client, shared={"steps": 200})
+            found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200})
             assert len(found) == size
             assert found == [found[0]] * size
             assert found[0] == pytest.approx(range(1, 9), abs=0.01)
         devices = hpcdask.gang(lambda context: context.device, client=client)
         assert devices == ["cuda:0"] * size
 
-        def fails(context) -> None:
-            import torch
-
-            torch.distributed.init_process_group("nccl")
-            try:
-                if context.rank == context.world_size - 1:
-                    raise ValueError("so it goes")
-                ones = torch.ones(10, device=context.device)
-                torch.distributed.all_reduce(ones)
-                torch.cuda.synchronize()
-            finally:
-                torch.distributed.destroy_process_group()
-
-        with pytest.raises(GangError, match="so it goes") as caught:
-            hpcdask.gang(fails, size=size, client=client, timeout=60)
+        # once all have met in the model, and the others wait for it
+        steps = [200] * (size - 1) + ["so it goes"]
+        with pytest.raises(GangError, match="'str' object cannot be") as caught:
+            hpcdask.gang(example.train, rows, steps, client=client, timeout=60)
         assert caught.value.rank == size - 1
-        found = hpcdask.gang(train, range(size), client=client, shared={"steps": 200}, timeout=120)
+        rows = draw(client, example, size)  # a restart may have lost them
+        found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200}, timeout=120)
         assert found[0] == pytest.approx(range(1, 9), abs=0.01)
+
+
+def test_torch_over_gloo(example: ModuleType, tmp_path: Path) -> None:
+    """The example; then a rank raises while the others wait for it in their first step."""
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address=":0",
+            local_directory=str(tmp_path),
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for _ in range(2):
+            rows = draw(client, example, 2)
+            found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200})
+            assert found == [found[0]] * 2
+            assert found[0] == pytest.approx(range(1, 9), abs=0.01)
+            start = clock()
+            with pytest.raises(GangError, match="'str' object cannot be") as caught:
+                hpcdask.gang(example.train, rows, [200, "bad"], client=client, grace=1, timeout=60)
+            assert caught.value.rank == 1
+            assert clock() < start + 20
 
 
 def test_an_all_reduce_beside_the_same_without_dask(gpus: list[Gpu], tmp_path: Path) -> None:

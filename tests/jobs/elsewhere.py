@@ -1,6 +1,7 @@
 """A program on a login node, for test_namespaces.py: its jobs run on nodes elsewhere.
 
-``python elsewhere.py SHARED NODE COMMAND [NODE COMMAND]`` prints, in JSON, what its cluster saw.
+``python elsewhere.py SHARED COMMAND COMMAND`` prints, in JSON, what its cluster saw. With GANG=1 in
+the environment it has a gang instead, until a node is lost.
 COMMAND is the shell's way into a node: a stand-in for what a queue does with a script.
 """
 
@@ -8,11 +9,15 @@ import itertools
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 
 import hpcdask
+from hpcdask.client.gang import RankContext
+from hpcdask.errors import GangError
 from hpcdask.queues.local import LocalQueue
 
 LOGIN_ONLY = Path("/tmp/on-the-login-node")
@@ -60,10 +65,9 @@ def look(dask_worker) -> dict:
     }
 
 
-def main() -> None:
-    """Two jobs, one on each node, that exchange an array."""
-    LOGIN_ONLY.touch()
-    with NodesCluster(
+def cluster() -> NodesCluster:
+    """Two jobs, one on each node."""
+    made = NodesCluster(
         device="cpu",
         cores=1,
         processes=1,
@@ -72,22 +76,47 @@ def main() -> None:
         interface="fast0",
         scheduler_options={"interface": "login-slow"},
         shared_temp_directory=sys.argv[1],
-    ) as cluster:
-        cluster.scale(2)
-        with cluster.get_client() as client:
-            client.wait_for_workers(2, timeout=180)
-            first, second = client.nthreads()
-            array = client.submit(np.arange, 1_000_000, workers=[first])
-            total = client.submit(np.sum, array, workers=[second])
-            seen = {
-                "scheduler": cluster.scheduler.address,
-                "total": int(total.result(timeout=180)),
-                "workers": list(client.run(look).values()),
-                "logs": list(cluster.job_logs().values()),
-            }
-    seen["states"] = [job.state for job in cluster.jobs()]
+    )
+    made.scale(2)
+    return made
+
+
+def stay(context: RankContext, shared: str) -> None:
+    """Say that it runs, and do not end."""
+    Path(shared, f"runs-{os.uname().nodename}").touch()
+    threading.Event().wait()
+
+
+def lose_a_node() -> None:
+    """Tell how a gang ends."""
+    with cluster() as made, made.get_client() as client:
+        client.wait_for_workers(2, timeout=180)
+        try:
+            hpcdask.gang(stay, client=client, shared={"shared": sys.argv[1]}, timeout=300, grace=1)
+        except GangError as error:
+            print(json.dumps([str(error), error.host, time.time()]), flush=True)
+
+
+def main() -> None:
+    """Exchange an array."""
+    LOGIN_ONLY.touch()
+    with cluster() as made, made.get_client() as client:
+        client.wait_for_workers(2, timeout=180)
+        first, second = client.nthreads()
+        array = client.submit(np.arange, 1_000_000, workers=[first])
+        total = client.submit(np.sum, array, workers=[second])
+        seen = {
+            "scheduler": made.scheduler.address,
+            "total": int(total.result(timeout=180)),
+            "workers": list(client.run(look).values()),
+            "logs": list(made.job_logs().values()),
+        }
+    seen["states"] = [job.state for job in made.jobs()]
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main()
+    if "GANG" in os.environ:
+        lose_a_node()
+    else:
+        main()

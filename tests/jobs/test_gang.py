@@ -20,15 +20,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
+import dask.array as da
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, LocalCluster, Scheduler
+from distributed import Client, LocalCluster, Scheduler, wait
+from distributed.client import futures_of
 
 import hpcdask
 from clock import clock, stretched
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
+from hpcdask.client.gang_places import place
 from hpcdask.clusters import retire
 from hpcdask.clusters.scaling import JobAdaptive
 from hpcdask.errors import GangError, UsageError
@@ -91,6 +94,10 @@ def hold(context: RankContext, folder: str) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return context.rank
+
+
+def hold_with(context: RankContext, data: object, folder: str) -> str:
+    return hold(context, folder)
 
 
 def ring_with_a_fault(all_reduce: Callable) -> Callable:
@@ -206,6 +213,77 @@ def test_a_rank_goes_where_its_data_are(client: Client):
     assert [pid for *_, pid in found] == [pids[one] for one in order]
     assert all(item.sum() == shared["all"].sum() == 10 for _, _, item, shared, _ in found)
     assert {len(holders) for holders in client.who_has(parts[1:]).values()} == {1}
+
+
+def test_what_has_its_data_on_several_workers_makes_room(client: Client):
+    """No rank's data move where they can stay."""
+    everywhere = client.scatter([1, 2], broadcast=True)
+    own = [client.submit(np.ones, 10, workers=[one], pure=False) for one in client.nthreads()]
+    wait(own)
+    for only in own:
+        found = hpcdask.gang(describe, [*everywhere, only], client=client)
+        (holder,) = client.who_has(only)[only.key]
+        assert found[2][-1] == client.run(os.getpid, workers=[holder])[holder]
+        assert len(client.who_has(only)[only.key]) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], {}),
+        ([{}, {}], {}),
+        ([{"a": 1}, {"a": 2}], {"a": 1}),  # who moves most, stays
+        ([{"a": 1, "b": 1}, {"a": 1}], {"a": 1, "b": 0}),
+        ([{"a": 5, "b": 1}, {"a": 4}], {"a": 0}),
+        ([{"a": 4}, {"a": 5, "b": 1}, {"a": 4, "c": 3}], {"a": 1, "c": 2}),
+        ([{"a": 2, "b": 2}, {"b": 2, "c": 2}, {"a": 2, "b": 2}], {"a": 2, "b": 0, "c": 1}),
+    ],
+)
+def test_places(sizes: list[dict[str, int]], expected: dict[str, int]):
+    assert place(sizes) == expected
+
+
+def test_the_chunks_of_a_persisted_array(client: Client):
+    persisted = da.arange(3 * SIZE, chunks=3).persist()
+    chunks = futures_of(persisted)
+    wait(chunks)
+    before = client.who_has(chunks)
+    found = hpcdask.gang(describe, chunks, client=client)
+    assert [list(item) for _, _, item, _, _ in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    if len({holder for holders in before.values() for holder in holders}) == SIZE:
+        assert client.who_has(chunks) == before
+
+
+def test_part_of_a_node(client: Client):
+    found = hpcdask.gang(describe, client=client, size=2)
+    told = [(one.rank, one.local_rank, one.local_world_size) for one, *_ in found]
+    assert told == [(0, 0, 2), (1, 1, 2)]
+    assert [variables["LOCAL_WORLD_SIZE"] for _, variables, *_ in found] == ["2", "2"]
+
+
+def test_stealing_leaves_a_rank_alone(client: Client, tmp_path: Path):
+    """It waits for a busy worker that has its data, while others are idle."""
+
+    async def balance(dask_scheduler: Scheduler) -> int:
+        dask_scheduler.extensions["stealing"].balance()
+        return sum(len(ws.processing) for ws in dask_scheduler.workers.values())
+
+    folder, first = str(tmp_path), min(client.nthreads())
+    data = client.submit(np.ones, 10, workers=[first], pure=False)
+    wait(data)
+    busy = client.submit(
+        lambda: hold(RankContext(7, *[0] * 7), folder), workers=[first], pure=False
+    )
+    wait_until_runs(tmp_path, 1)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(hpcdask.gang, describe, [data], client=client)
+        wait_for(lambda: client.run_on_scheduler(balance) == 2, LONG_S, "a rank that waits")
+        for _ in range(5):
+            client.run_on_scheduler(balance)
+        (tmp_path / "end").touch()
+        ((*_, pid),) = found.result(LONG_S)
+    assert pid == client.run(os.getpid, workers=[first])[first]
+    assert busy.result(timeout=LONG_S) == 7
 
 
 def test_a_function_that_workers_cannot_import(client: Client, monkeypatch):
@@ -549,6 +627,25 @@ def test_adaptive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "end").touch()
         assert gang.result(LONG_S) == [0, 1]
         wait_for(lambda: not client.nthreads(), LONG_S, "the workers to leave")
+
+
+def test_adaptive_scaling_ends_others(tmp_path: Path):
+    """A gang of one of two workers keeps its own, whichever that is."""
+    with make(tmp_path) as cluster, cluster.get_client() as client, ThreadPoolExecutor() as pool:
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=180)
+        last = max(cluster.scheduler.workers.values(), key=lambda ws: str(ws.name))
+        data = client.submit(np.ones, 10, workers=[last.address], pure=False)
+        wait(data)
+        gang = pool.submit(
+            hpcdask.gang, hold_with, [data], client=client, shared={"folder": tmp_path}
+        )
+        wait_until_runs(tmp_path, 1)
+        cluster.adapt(minimum=0, maximum=2, interval="200ms", wait_count=1)
+        wait_for(lambda: len(client.nthreads()) == 1, LONG_S, "the idle worker to leave")
+        assert list(client.nthreads()) == [last.address]
+        (tmp_path / "end").touch()
+        assert gang.result(LONG_S) == [0]
 
 
 # At random

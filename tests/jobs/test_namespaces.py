@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clock import stretched
 from launching import clean_environment, end, leftovers, unavailable, wait_for, walk
 
 PROGRAM = Path(__file__).with_name("elsewhere.py")
@@ -82,19 +84,23 @@ class Machines:
         enter = ["ip", "netns", "exec", self._namespace(name), "unshare", "--mount", "--uts"]
         return [*enter, "sh", "-c", "; ".join(lines), "sh"]
 
-    def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine."""
+    def start_on(self, name: str, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a command on this machine."""
         key, value = self.marker.split("=")
-        return subprocess.run(
+        return subprocess.Popen(
             [*self.command(name), *command],
-            env={**clean_environment(), "HOME": str(self.shared), key: value},
+            env={**clean_environment(), "HOME": str(self.shared), key: value, **environment},
             cwd="/",
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=600,
-            check=False,
         )
+
+    def unplug(self, name: str) -> None:
+        """Take a machine from both networks, as if it had lost its power."""
+        for network in NETWORKS:
+            self._ip("switch", "link", "set", f"{network}-{name}", "down")
 
     def close(self) -> None:
         """End their processes, and take them away."""
@@ -133,11 +139,11 @@ def machines() -> Iterator[Machines]:
 
 
 def test_only_a_folder_and_a_network_are_shared(machines: Machines):
-    nodes = [shlex.join(machines.command(name)) for name in ("node1", "node2")]
     clusters = machines.shared / "clusters"
-    done = machines.run("login", sys.executable, str(PROGRAM), str(clusters), *nodes)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    program = start_program(machines, clusters)
+    out, err = program.communicate(timeout=600)
+    assert program.returncode == 0, err
+    seen = json.loads(out)
 
     workers = sorted(seen["workers"], key=lambda worker: worker["host"])
     assert host(seen["scheduler"]) == machines.address("login", "slow")
@@ -156,6 +162,29 @@ def test_only_a_folder_and_a_network_are_shared(machines: Machines):
 
     wait_for(lambda: not leftovers(machines.marker), 10, "all processes to end")
     assert not [path for path in walk(clusters) if path.suffix == ".pem"], "keys are left"
+
+
+def start_program(machines: Machines, clusters: Path, **environment: str) -> subprocess.Popen[str]:
+    nodes = [shlex.join(machines.command(name)) for name in ("node1", "node2")]
+    command = (sys.executable, str(PROGRAM), str(clusters), *nodes)
+    return machines.start_on("login", *command, **environment)
+
+
+def test_a_node_that_is_lost_ends_a_gang(machines: Machines):
+    """Nothing is closed: its connections just tell no more."""
+    clusters = machines.shared / "clusters"
+    clusters.mkdir(exist_ok=True)
+    program = start_program(machines, clusters, GANG="1")
+    wait_for(lambda: len(list(clusters.glob("runs-*"))) == 2, 180, "two ranks")
+    start = time.time()
+    machines.unplug("node2")
+    text, name, at = json.loads(program.stdout.readline())
+    assert name == "node2"
+    assert "rank 1 of 2 failed on worker " in text
+    assert "its node was lost" in text
+    assert at - start < stretched(45)  # of which 30 s are distributed.comm.timeouts.tcp
+    program.communicate(timeout=180)
+    assert program.returncode == 0
 
 
 def host(address: str) -> str:

@@ -19,6 +19,7 @@ FOUND = {
     "futures": ("numpy", "283146 primes below 4000000, on 2 workers: [(1, 70779), "),
     "grid_search": ("sklearn", "best of 6: {'C': 1, 'gamma': 0.001}, on 2 workers"),
     "ring_allreduce": ("numpy", "all-reduce of 100000 numbers, on 2 workers: 14999850000"),
+    "xgboost_dask": ("xgboost", "boosted trees: 40 of 200000 rows, on 2 workers, mean error 0.01"),
     "monthly_means": ("flox", "monthly means of 473 MB, on 2 workers: (12, 90, 180)"),
     "dataframe": ("pyarrow", "pandas, on 2 workers: {'east': 4900000, 'north': 4800000, "),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from distributed import Client, Scheduler, Worker
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest, HTTPResponse
 
+import browser
 import hpcdask
 from hpcdask.bench import gpus
 from hpcdask.clusters import display
@@ -315,6 +317,36 @@ def test_the_page_is_there_once_there_are_gpus(nvml, looks_first: bool):
                 told = json.loads((await ask(scheduler, "/sitemap.json")).body)
                 assert "/gpus" in told["paths"]
                 reporter.stop()
+
+    asyncio.run(run())
+
+
+#: True once all charts show two GPUs, none of them beyond the screen.
+DRAWN = """
+[...(window.Bokeh?.documents[0]?._all_models?.values() ?? [])].filter(
+  one => one.data?.x?.length == 2 && one.data.x[0].length > 1
+).length == 4 && document.documentElement.scrollWidth <= innerWidth && innerWidth == %d
+"""
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(nvml, tmp_path):
+    """With HPCDASK_SHOTS set to a folder, the pictures stay."""
+    from hpcdask.gpu import page
+
+    async def run() -> None:
+        async with cluster("GPU-a", "GPU-b") as (scheduler, _):
+            await sampled(scheduler, 2)
+            url = f"http://127.0.0.1:{scheduler.http_server.port}/gpus"
+            for width, height in ((390, 844), (800, 600), (1280, 760)):
+                given = (tmp_path, url, DRAWN % width, (width, height))
+                taken = await asyncio.to_thread(browser.watch, *given)
+                assert len(taken) > 20_000  # an empty page has 4 kB
+                if folder := os.environ.get("HPCDASK_SHOTS"):
+                    picture = Path(folder, f"gpus-{width}.png")
+                    await asyncio.to_thread(picture.write_bytes, taken)
+            axes = [one.xaxis[0] for one, *_ in page.GpuTimeSeries(scheduler).root.children]
+            assert all(len(axis.ticker.ticks) == 4 for axis in axes)  # they ran into each other
 
     asyncio.run(run())
 
