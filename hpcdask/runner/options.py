@@ -46,9 +46,8 @@ def command() -> click.Command:
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
     ]
     # what follows the program's name belongs to the program
-    example = "Example: srun hpcdask run script.py"
     settings = {"allow_interspersed_args": False}
-    return make_command("python -m hpcdask.run", HELP, params, epilog=example, **settings)
+    return make_command("python -m hpcdask.run", HELP, params, **settings)
 
 
 def _advise(error: click.UsageError) -> str:

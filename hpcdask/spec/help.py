@@ -8,7 +8,9 @@ import click
 
 #: The group of an option that names none.
 OTHER = "Other"
-GROUPS = ("Workers", "Memory", "Network", "Start", OTHER)
+GROUPS = ("Workers", "Memory", "Network", "Start", "Profile", OTHER)
+#: Characters of an option in the column beside its text; one that is longer has its own line.
+WIDEST = 30
 
 
 class Option(click.Option):
@@ -36,5 +38,6 @@ class GroupedCommand(click.Command):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 groups.setdefault(getattr(param, "group", OTHER), []).append(record)
         for title in sorted(groups, key=GROUPS.index):
-            with formatter.section(title):
-                formatter.write_dl(groups[title])
+            widest = min(WIDEST, max(len(option) for option, _ in groups[title]))
+            with formatter.section(title):  # the texts of all groups stand below each other
+                formatter.write_dl(groups[title], WIDEST, col_spacing=2 + WIDEST - widest)

@@ -50,6 +50,7 @@ _worker = partial(_field, group="Workers")
 _memory = partial(_field, group="Memory")
 _network = partial(_field, group="Network")
 _start = partial(_field, group="Start")
+_profile = partial(_field, group="Profile")
 
 
 def _documented(cls: Any) -> Any:
@@ -198,13 +199,13 @@ class WorkerSpec:
         60.0, "A worker ends when it finds no scheduler for this time.", parse_seconds
     )
 
-    profile: Profile = _start(
+    profile: Profile = _profile(
         "none",
         "Profile the workers: py-spy (Python; a flame graph for each worker) or nsys (CUDA and "
         "Dask tasks; a report for each rank).",
         _choice("none", "nsys", "py-spy"),
     )
-    profile_folder: str | None = _start(
+    profile_folder: str | None = _profile(
         None,
         "Folder for the profiles. Default: hpcdask-profile in the current folder.",
         metavar="FOLDER",
@@ -269,8 +270,9 @@ class RunSpec(WorkerSpec):
     )
     dashboard_address: str | None = _network(
         None,
-        "Where the dashboard listens, such as :8787. Default: port 8787, or a free one; on all "
-        "addresses in a job, else on 127.0.0.1.",
+        "Where the dashboard listens, such as :8787. Default: port 8787, or a free one. In a job "
+        "on several nodes, or with --scheduler-file, --interface or no program, on all addresses; "
+        "else on 127.0.0.1.",
         metavar="ADDRESS",
     )
     tls: bool = _network(
@@ -286,7 +288,7 @@ class RunSpec(WorkerSpec):
     timeout: float = _start(
         300.0, "Give up when the cluster is not complete after this time.", parse_deadline
     )
-    profile_ranks: tuple[str, ...] = _start(
+    profile_ranks: tuple[str, ...] = _profile(
         (), "Ranks whose workers are profiled, such as 0-3,8. Default: all.", parse_ranks
     )
     workers_min: int | None = _start(

@@ -21,7 +21,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 
 @click.command(
     context_settings=CONTEXT,
-    epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py --epochs 10",
+    epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py",
 )
 @click.option(
     "--system", type=SYSTEM, help="Queueing system. Default: the one whose commands are found here."

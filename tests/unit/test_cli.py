@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.registry import SYSTEMS
+from hpcdask.runner.options import command as runner
 
 
 def test_the_package_is_the_command():
@@ -75,16 +77,19 @@ def commands_in(group: click.Group, *before: str) -> list[list[str]]:
 
 HELP = [(cli.main, words) for words in commands_in(cli.main)]
 HELP += [(bench, words) for words in commands_in(bench)]
+HELP += [(runner(), [])]
 
 
 @pytest.mark.parametrize(("group", "words"), HELP)
 def test_help_is_whole_at_80_columns(group: click.Group, words: list[str]):
     done = CliRunner().invoke(group, [*words, "--help"], terminal_width=80, prog_name="hpcdask")
     assert done.exit_code == 0, done.output
-    shown = done.output.replace("[ARGUMENTS]...", "").replace("[ARGS]...", "")
-    assert "..." not in shown.replace("[CLUSTER]...", "")
+    shown = re.sub(r"\[(ARGUMENTS|ARGS|CLUSTER|PROGRAM)\]\.\.\.", "", done.output)
+    assert "..." not in shown
     assert max(map(len, done.output.splitlines())) <= 80
     assert "default: (" not in shown
+    if "  Example: " in shown:  # to copy
+        assert shown.rstrip().splitlines()[-1].startswith("  Example: ")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--", "--nthreads"], ["-m", "pack", "--", "-h"]])

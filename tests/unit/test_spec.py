@@ -335,7 +335,15 @@ def test_help_names_every_option(capsys):
     for field in dataclasses.fields(RunSpec):
         assert option_name(field.name) in printed
     groups = re.findall(r"^(\w+):$", printed, re.MULTILINE)
-    assert groups == ["Workers", "Memory", "Network", "Start", "Other"]
+    assert groups == ["Workers", "Memory", "Network", "Start", "Profile", "Other"]
+    profile = printed.partition("\nProfile:\n")[2].partition("\nOther:\n")[0]
+    assert re.findall(r"^  (--\S+)", profile, re.MULTILINE) == [
+        "--profile",
+        "--profile-folder",
+        "--profile-ranks",
+    ]
+    texts = re.findall(r"^  --[\w-]+ \S+ {2,}(?=[A-Z])", printed, re.MULTILINE)
+    assert {len(before) for before in texts} == {34}
     assert "[default: 60 s]" in printed
 
 

@@ -29,7 +29,7 @@ OVER_S = 86400.0
 
 @click.command(
     context_settings={"ignore_unknown_options": True},
-    epilog="Example: hpcdask up mine --system slurm --cores 8 --memory 64GiB --walltime 02:00:00",
+    epilog="Example: hpcdask up mine --system slurm --cores 8 --memory 64GiB",
 )
 @click.argument("name")
 @click.option("--system", type=click.Choice(list(SYSTEMS)), required=True, help="Of the jobs.")
