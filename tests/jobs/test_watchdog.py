@@ -166,8 +166,11 @@ def test_the_watchdog_is_small_and_holds_nothing_of_the_notebook(start):
     notebook = start()
     process = notebook.watchdog
     assert process.memory_info().rss < 20e6
-    files = {fd: os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in "012"}
-    assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+    held = f"/proc/{process.pid}/fd"
+    files = {fd: os.readlink(f"{held}/{fd}") for fd in os.listdir(held)}
+    # newer versions of libffi keep their own library open
+    files = {fd: name for fd, name in files.items() if "libffi" not in name}
+    assert sorted(files) == ["0", "1", "2"]
     assert files["0"].startswith("pipe:")
     assert files["1"] == files["2"] == str(notebook.folder.path / "watchdog.log")
     assert process.cwd() == "/"
