@@ -3,6 +3,8 @@
 The nodes are `slurmd` processes. Their GPUs are links to /dev/null, which SLURM counts, hands
 out and names in CUDA_VISIBLE_DEVICES like real ones. Two sites run side by side. Waits that are
 long by default, such as a requeued job's, are short. Accounting, with a database, is an option.
+
+As a program it opens a shell in a site of two nodes: ``python tests/slurm_site.py [COMMAND ...]``.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import os
 import pwd
 import random
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -374,3 +378,19 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 return ports
     raise RuntimeError(f"no {count} free ports")
+
+
+def main(command: Sequence[str]) -> int:
+    """Run a command, or a shell, in a site of two nodes, and return its exit code."""
+    if missing := missing_programs():
+        sys.exit(f"SLURM is not installed, missing: {' '.join(missing)}")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the site ends as with Ctrl-C
+        signal.signal(number, signal.default_int_handler)
+    with SlurmSite(nodes=2) as site, contextlib.suppress(KeyboardInterrupt):
+        words = command or [os.environ.get("SHELL", "/bin/sh")]
+        return subprocess.run(words, env=site.env, check=False).returncode
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

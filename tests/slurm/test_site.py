@@ -1,10 +1,15 @@
 """The SLURM that the other tests stand on is a real one, and leaves nothing behind."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from clock import PATIENCE
 from launching import leftovers, name_of, wait_for
 from slurm_site import SlurmSite
 
@@ -108,3 +113,35 @@ def test_a_site_that_cannot_start_says_why_and_leaves_nothing():
         pass
     assert not leftovers(site.marker)
     assert not Path(site.marker.partition("=")[2]).parent.exists()
+
+
+SITE = [sys.executable, Path(__file__).parents[1] / "slurm_site.py"]
+
+
+@pytest.mark.usefixtures("slurm_programs")
+def test_the_site_as_a_program_runs_a_command_in_it_and_leaves_nothing():
+    script = "echo $SLURM_CONF; srun -N2 sh -c 'echo $SLURMD_NODENAME'; sleep 600 & exit 3"
+    done = subprocess.run(
+        [*SITE, "sh", "-c", script], capture_output=True, text=True, timeout=60 * PATIENCE
+    )
+    conf, *nodes = done.stdout.split()
+    assert (sorted(nodes), done.returncode) == (["node1", "node2"], 3), done.stderr
+    assert not leftovers(f"SLURM_CONF={conf}")
+    assert not Path(conf).parent.exists()
+
+
+@pytest.mark.usefixtures("slurm_programs")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_site_as_a_program_goes_when_it_gets_a_signal(number: signal.Signals):
+    shell = "echo $SLURM_CONF; exec sleep 600"  # of a user, whose terminal closes
+    with subprocess.Popen(
+        SITE, env={**os.environ, "SHELL": "/bin/sh"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as site:
+        site.stdin.write(f"{shell}\n".encode())
+        site.stdin.flush()
+        conf = site.stdout.readline().decode().strip()
+        assert leftovers(f"SLURM_CONF={conf}")
+        site.send_signal(number)
+        assert site.wait(60 * PATIENCE) == 130
+    assert not leftovers(f"SLURM_CONF={conf}")
+    assert not Path(conf).parent.exists()
