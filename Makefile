@@ -38,7 +38,7 @@ MAKEFLAGS += --jobs=3
 
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
-	@echo "make test    lint, type and all tests (SLURM and two MPIs included)"
+	@echo "make test    lint, type and tests (SLURM and two MPIs included)"
 	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
 	@echo "make release sdist and wheel, checked in clean environments, and the notes of the version"
 	@echo "make versions  the tests that need no GPU and no queue, on all Pythons, oldest and newest dask"
