@@ -60,7 +60,9 @@ class RunFiles:
                 **self._facts(),
             )
         with contextlib.suppress(OSError):  # then it is found by its file only
-            link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
+            folder = private.node_folder(scheduler_file.RUNS)
+            _remove_old_links(folder)
+            link = os.path.join(folder, str(os.getpid()))
             self._agent.janitor.remove_at_once(link)
             private.remove(link)  # of a process that had this id
             os.symlink(own, link)
@@ -105,3 +107,11 @@ class RunFiles:
             scheduler_file.remove(self._asked, self._address)
             self._agent.janitor.forget(self._asked)
             self._agent.janitor.forget(f"{self._asked}.keys")
+
+
+def _remove_old_links(folder: str) -> None:
+    """Remove the links of runs that were killed together with their janitors."""
+    for pid in os.listdir(folder):
+        link = os.path.join(folder, pid)
+        if not os.path.exists(link) and not os.path.exists(f"/proc/{pid}"):
+            private.remove(link)

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -19,6 +20,8 @@ from hpcdask.client import batching, scheduler_file
 from hpcdask.client.connect import load_security
 from hpcdask.errors import SchedulerFileError
 from hpcdask.jobs import access
+from hpcdask.runner.run_files import RunFiles
+from hpcdask.security import private
 from hpcdask.security.credentials import (
     Credentials,
     create_credentials,
@@ -350,3 +353,23 @@ def test_a_folder_in_the_place_of_the_keys_is_not_removed(tmp_path):
     with pytest.raises(FileExistsError):
         save_credentials({}, str(folder))
     assert (folder / "thesis.tex").exists()
+
+
+def test_a_run_removes_the_links_of_those_that_were_killed(tmp_path, monkeypatch):
+    links, there = tmp_path / "runs", tmp_path / "there"
+    links.mkdir()
+    there.touch()
+    monkeypatch.setattr(private, "node_folder", lambda name: str(links))
+    dead = str(10**8)  # no process has it
+    (links / dead).symlink_to(tmp_path / "gone")
+    (links / f"{dead}0").symlink_to(there)
+    (links / "1").symlink_to(tmp_path / "in another mount namespace")
+    agent = SimpleNamespace(
+        scratch=str(tmp_path),
+        spec=SimpleNamespace(scheduler_file=None),
+        janitor=SimpleNamespace(remove_at_once=lambda path: None),
+        workers=SimpleNamespace(parts={}),
+        credentials=None,
+    )
+    RunFiles(agent, "script.py").write("tcp://127.0.0.1:1", {}, gpus=False)
+    assert sorted(os.listdir(links)) == sorted(["1", f"{dead}0", str(os.getpid())])
