@@ -46,8 +46,9 @@ def command() -> click.Command:
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
     ]
     # what follows the program's name belongs to the program
+    example = "Example: srun python -m hpcdask.run script.py"
     settings = {"allow_interspersed_args": False}
-    return make_command("python -m hpcdask.run", HELP, params, **settings)
+    return make_command("python -m hpcdask.run", HELP, params, epilog=example, **settings)
 
 
 def _advise(error: click.UsageError) -> str:

@@ -73,6 +73,7 @@ def test_data_parallel_training(gpus: list[Gpu], example: ModuleType, tmp_path: 
 
 def test_torch_over_gloo(example: ModuleType, tmp_path: Path) -> None:
     """The example; then a rank raises while the others wait for it in their first step."""
+    pytest.importorskip("torch")
     with (
         LocalCluster(
             n_workers=2,
