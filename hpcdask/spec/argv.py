@@ -48,12 +48,16 @@ def to_argv(spec: Any) -> list[str]:
     return argv
 
 
-def make_command(program: str, text: str, params: list[Any], **settings: Any) -> click.Command:
+def make_command(
+    program: str, text: str, params: list[Any], epilog: str | None = None, **settings: Any
+) -> click.Command:
     """A command of hpcdask's with a help text, for `read`."""
     from .help import GroupedCommand
 
     settings |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
-    return GroupedCommand(program, params=params, help=text, context_settings=settings)
+    return GroupedCommand(
+        program, params=params, help=text, epilog=epilog, context_settings=settings
+    )
 
 
 def read(
