@@ -108,7 +108,12 @@ def test_oars_own_copy_of_a_job_is_cancelled(oar: OarSite, queue: OarQueue, tmp_
         oar.run("oarnodesetting", "-s", "Alive", "-h", "localhost")
     assert seen.state is QueueState.FAILED
     assert "not responding" in seen.reason
-    assert "Waiting" not in oar.sql("SELECT state FROM jobs;")
+    # OAR may have made one more before the node was alive again
+    wait_for(
+        lambda: ask(queue, job) and "Waiting" not in oar.sql("SELECT state FROM jobs;"),
+        20,
+        "OAR's own copy to end",
+    )
 
 
 def test_what_oar_refuses(queue: OarQueue, tmp_path: Path):
