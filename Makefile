@@ -132,9 +132,10 @@ versions: .venv/.test .venv-mpich/.done
 	@ONCE="$(ONCE:%=--ignore=tests/unit/test_%.py)" WORKERS=$(WORKERS) LONG=$(LONG) \
 		bash tests/tools/versions.sh $(CELLS) $(if $(ARGS),-- $(ARGS))
 
-# Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu; or those of a file, EPISODE
+# Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu, with BESIDE=4 in four at once;
+# or those of a file, EPISODE
 chaos: .venv/.test .venv-mpich/.done programs
-	@SEED=$(SEED) MINUTES=$(MINUTES) EPISODES=$(EPISODES) ARENA=$(ARENA) EPISODE=$(EPISODE) \
+	@SEED=$(SEED) MINUTES=$(MINUTES) EPISODES=$(EPISODES) ARENA=$(ARENA) EPISODE=$(EPISODE) BESIDE=$(BESIDE) \
 		OUT=$(OUT) PYTHONPATH=tests $(BIN)/python -m chaos
 
 docs: .venv/.docs

@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -109,3 +111,10 @@ async def _shot(address: str, ready: str, size: tuple[int, int]) -> bytes:
     while "error" in await ask("Runtime.evaluate", expression=wait, awaitPromise=True):
         pass  # the page had only begun to load
     return base64.b64decode((await ask("Page.captureScreenshot"))["result"]["data"])
+
+
+if __name__ == "__main__":  # PAGE.html PICTURE.png WIDTH HEIGHT
+    with tempfile.TemporaryDirectory() as made:
+        source, picture, *pixels = sys.argv[1:]
+        width, height = map(int, pixels)
+        photograph(Path(made), Path(source).read_text(), Path(picture), (width, height))

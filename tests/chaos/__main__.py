@@ -1,7 +1,8 @@
 """``make chaos``: plays episodes drawn from a seed until the time is over.
 
 The environment says which: SEED (of the first one), MINUTES or EPISODES (how long), ARENA
-(``runner``, ``jobs`` or ``gpu``), EPISODE (a file of one to play again), OUT (where failures go).
+(``runner``, ``jobs`` or ``gpu``), EPISODE (a file of one to play again), OUT (where failures go),
+BESIDE (so many arenas at once, which share the GPUs).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,17 +19,18 @@ from pathlib import Path
 
 from chaos.episodes import Episode, draw, shrink
 from chaos.playing import Violation
+from chaos.runs import device_memory_is_back, used_memory
 
 
-def open_arena(name: str, folder: Path):
-    """Return the arena of that name."""
+def open_arena(name: str, folder: Path, share: int = 1):
+    """Return the arena of that name, one of so many that share the GPUs."""
     if name == "jobs":
         from chaos.clusters import JobsArena
 
         return JobsArena(folder)
     from chaos.runs import RunnerArena
 
-    return RunnerArena(folder, "cuda" if name == "gpu" else "cpu")
+    return RunnerArena(folder, "cuda" if name == "gpu" else "cpu", share)
 
 
 def violation_of(arena, episode: Episode) -> str:
@@ -44,13 +47,15 @@ def violation_of(arena, episode: Episode) -> str:
     return violated
 
 
-def chaos(name: str, seed: int, out: Path, episodes: int = 0, minutes: float = 0) -> int:
+def chaos(
+    name: str, seed: int, out: Path, episodes: int = 0, minutes: float = 0, share: int = 1
+) -> int:
     """Play so many episodes, or for so long; return how many failed."""
     until = time.monotonic() + 60 * minutes
     kinds: collections.Counter[str] = collections.Counter()
     played = failed = 0
     with tempfile.TemporaryDirectory(prefix="hpcdask-chaos-") as folder:
-        arena = open_arena(name, Path(folder))
+        arena = open_arena(name, Path(folder), share)
         try:
             while played < episodes or time.monotonic() < until:
                 episode = draw(name, seed + played)
@@ -67,6 +72,23 @@ def chaos(name: str, seed: int, out: Path, episodes: int = 0, minutes: float = 0
     counts = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
     print(f"{name}: {played} episodes, {failed} failed; events: {counts}", flush=True)
     return failed
+
+
+def side_by_side(count: int, seed: int, gpus: bool) -> bool:
+    """Play in so many processes at once; say whether one failed, or device memory is left."""
+    before = used_memory() if gpus else []
+    here = {**os.environ, "BESIDE": "", "SHARE": str(count)}
+    playing = [
+        subprocess.Popen(
+            [sys.executable, "-m", "chaos"],
+            env=here | {"SEED": str(seed + 1000 * number)},
+        )
+        for number in range(count)
+    ]
+    failed = [one for one in playing if one.wait()]
+    if left := gpus and not device_memory_is_back(before):
+        print(f"device memory: {used_memory()} MiB in use, {before} before", flush=True)
+    return bool(failed or left)
 
 
 def keep(arena, episode: Episode, violated: str, out: Path) -> None:
@@ -99,7 +121,11 @@ def main() -> int:
     episodes = int(env.get("EPISODES", 0))
     minutes = 0 if episodes else float(env.get("MINUTES", 1))
     print(f"SEED={seed}", flush=True)
-    return bool(chaos(env.get("ARENA", "runner"), seed, out, episodes, minutes))
+    name = env.get("ARENA", "runner")
+    if beside := int(env.get("BESIDE", 0)):
+        return side_by_side(beside, seed, name == "gpu")
+    share = int(env.get("SHARE", 1))
+    return bool(chaos(name, seed, out, episodes, minutes, share))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ HARMLESS = ("worker", "janitor", "helper")
 
 
 class RunnerArena:
-    """Plays episodes of the runner; `device` is ``cpu`` or ``cuda``."""
+    """Plays episodes of the runner; `device` is ``cpu`` or ``cuda``, which `share` arenas share."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        self._folder, self._device = folder, device
+    def __init__(self, folder: Path, device: str = "cpu", share: int = 1) -> None:
+        self._folder, self._device, self._share = folder, device, share
         self._stack = contextlib.ExitStack()
         self._slurm: SlurmSite | None = None
         self.without = self._look()
@@ -69,6 +69,8 @@ class RunnerArena:
 
     def left_out(self, episode: Episode) -> str:
         """Say why an episode cannot be played here."""
+        if self._share > 1 and any(event.fault == "full device" for event in episode.events):
+            return "would fill the GPUs of the others"
         disk_of = "disk" if episode.options.get("disk") else ""
         return self.without.get(episode.options["launcher"], "") or self.without.get(disk_of, "")
 
@@ -81,7 +83,7 @@ class RunnerArena:
             site = stack.enter_context(Site(self._launcher(episode.options["launcher"], hosts)))
             if episode.options.get("disk"):
                 stack.enter_context(disk(site.tmp, 8))
-            return Run(episode, site, hosts, self._device).play()
+            return Run(episode, site, hosts, self._device, self._share).play()
 
     def _launcher(self, name: str, hosts: Hosts | None) -> Launcher:
         if name == "srun":
@@ -101,8 +103,11 @@ class RunnerArena:
 class Run:
     """One run of one episode."""
 
-    def __init__(self, episode: Episode, site: Site, hosts: Hosts | None, device: str) -> None:
+    def __init__(
+        self, episode: Episode, site: Site, hosts: Hosts | None, device: str, share: int = 1
+    ) -> None:
         self.episode, self.site, self.hosts, self.device = episode, site, hosts, device
+        self._share = share
         self.options = episode.options
         self._workers = site.folder / "workers"
         self._workers.mkdir()
@@ -110,7 +115,7 @@ class Run:
         self._alone = self.options["launcher"] == "alone"
         self._wanted = count  # or what there is: without a launcher there may be more
         self._file = ["--scheduler-file", "cluster.json"] if self.options.get("file") else []
-        self._used = used_memory() if device == "cuda" else []
+        self._used = used_memory() if device == "cuda" and share == 1 else []
         self.run = self._start()
         self.player = Player(self.printed, self.over, self.fire)
         self._roles: set[str] = set()
@@ -122,8 +127,11 @@ class Run:
             arguments += ["--workers-min", "1"]
         arguments += ["--timeout", "60"]  # srun does not end ranks that wait for a dead one
         arguments += self._file
-        if self.device == "cuda" and (shared := sharing(self.options["n"], visible_gpus())):
-            arguments += [*shared, "--protocol", "ucx"]
+        if self.device == "cuda":
+            workers, gpus = self.options["n"], visible_gpus()
+            if workers > len(gpus) or self._share > 1:
+                pool = sharing(max(workers, len(gpus)) * self._share, gpus)
+                arguments += [*pool, "--protocol", "ucx"]
         kind = "cupy" if self.device == "cuda" else "numpy"
         arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
         env = {"CHAOS_WORKERS": str(self._workers)}
@@ -270,13 +278,10 @@ class Run:
             parts += self.site.semaphores()
         if self._used:
             with contextlib.suppress(AssertionError):
-                wait_for(self._device_memory_is_back, GONE_S, interval=1)
-            if not self._device_memory_is_back():
+                wait_for(lambda: device_memory_is_back(self._used), GONE_S, interval=1)
+            if not device_memory_is_back(self._used):
                 parts.append(f"device memory: {used_memory()} MiB in use, {self._used} before")
         return [f"left behind: {part}" for part in parts]
-
-    def _device_memory_is_back(self) -> bool:
-        return all(now < before + 64 for now, before in zip(used_memory(), self._used, strict=True))
 
     def files(self) -> list[str]:
         """Folders, keys and scheduler files."""
@@ -292,3 +297,8 @@ def used_memory() -> list[int]:
     """MiB in use on each GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.check_output(query, text=True).splitlines()]
+
+
+def device_memory_is_back(before: list[int]) -> bool:
+    """Whether as much is in use again as before, but for what the driver keeps."""
+    return all(now < then + 64 for now, then in zip(used_memory(), before, strict=True))

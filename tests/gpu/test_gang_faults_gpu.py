@@ -33,7 +33,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FAULTS = {"raise": "ValueError", "exit": "its worker died", "kill": "its worker died"}
 #: How it may not come to an all-reduce: in Python, in C, and in C with Python's lock held.
 HANGS = ("absent", "pause", "locked")
-LONG_S, HANG_S = 120, 6
+LONG_S, HANG_S = 120, 4
 #: Device memory that may differ from time to time.
 SPARE = 64 * 2**20
 

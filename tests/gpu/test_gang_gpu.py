@@ -16,6 +16,8 @@ from distributed import Client, Future, LocalCluster
 
 import hpcdask
 from clock import clock
+from hpcdask.client.gang import RankContext
+from hpcdask.comm import nccl
 from hpcdask.errors import GangError
 from hpcdask.gpu.devices import Gpu
 from launching import needs
@@ -69,6 +71,78 @@ def test_data_parallel_training(gpus: list[Gpu], example: ModuleType, tmp_path: 
         rows = draw(client, example, size)  # a restart may have lost them
         found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200}, timeout=120)
         assert found[0] == pytest.approx(range(1, 9), abs=0.01)
+
+
+def unique_id(context: RankContext) -> bytes:
+    return nccl.unique_id()
+
+
+def free() -> int:
+    """Bytes that are free on the device, while nothing runs on it."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    return int(cupy.cuda.runtime.memGetInfo()[0])
+
+
+def taken_by_nccl(context: RankContext, key: bytes) -> list[int]:
+    """Bytes of device memory that NCCL holds after all-reduces over it, and after its end."""
+    import cupy
+
+    cupy.zeros(2**28, dtype="f4")  # of the pool: as much as the all-reduce takes
+    before = free()
+    communicator = nccl.join(context.rank, context.world_size, key)
+    try:
+        assert nccl.all_reduce(communicator, 2**28, 3)[1]
+        during = free()
+    finally:
+        communicator.destroy()
+    return [before - during, before - free()]
+
+
+def taken_by_torch(context: RankContext) -> dict[str, int]:
+    """Bytes of device memory beside the pool: 1 GiB of torch's, then an all-reduce over NCCL."""
+    import torch
+    import torch.distributed
+
+    torch.cuda.set_device(context.device)
+    torch.ones(1, device=context.device)
+    before = free()
+    numbers = torch.ones(2**28, device=context.device)
+    allocated = free()
+    torch.distributed.init_process_group("nccl")
+    try:
+        torch.distributed.all_reduce(numbers)
+        reduced = free()
+    finally:
+        torch.distributed.destroy_process_group()
+    return {"1 GiB of torch": before - allocated, "an all-reduce": allocated - reduced}
+
+
+@pytest.mark.parametrize("shared", ["cupy", "cupy,torch"])
+def test_memory_that_nccl_and_torch_take_beside_a_pool(
+    gpus: list[Gpu], tmp_path: Path, shared: str
+) -> None:
+    if len(gpus) < 2:
+        pytest.skip("a single GPU")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    options = {"cores": 1, "memory": "8GiB", "walltime": "00:10:00", "poll_interval": 1}
+    pool = {"rmm_allocator_external_lib_list": shared, "shared_temp_directory": str(tmp_path)}
+    with (
+        hpcdask.LocalCUDAJobCluster(**options, **pool) as cluster,
+        cluster.get_client() as client,
+    ):
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=120)
+        (key,) = hpcdask.gang(unique_id, client=client, size=1)
+        for held, left in hpcdask.gang(taken_by_nccl, client=client, shared={"key": key}):
+            print(f"NCCL: {held / 2**20:.0f} MiB, {left / 2**20:.0f} MiB after its end")
+            assert 0 < held < 2**31
+            assert left < held
+        for taken in hpcdask.gang(taken_by_torch, client=client, timeout=100):
+            print(shared, {name: f"{size / 2**20:.0f} MiB" for name, size in taken.items()})
+            assert 0 < taken["an all-reduce"] < 2**31
+            assert (taken["1 GiB of torch"] < 2**29) == ("torch" in shared)
 
 
 def test_torch_over_gloo(example: ModuleType, tmp_path: Path) -> None:

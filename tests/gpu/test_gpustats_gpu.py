@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import hpcdask
+from gpu_launching import slurm_answers
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.samples import GpuSample, Reading, Sampler, interval_s
 from launching import wait_for
@@ -265,13 +266,36 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu], tmp_path: Path) 
     assert done.stderr.index("ready in") < done.stderr.index("hpcdask: GPUs: ")
 
 
+def test_a_submitted_run_sums_them_up(gpus: list[Gpu], tmp_path: Path) -> None:
+    if not slurm_answers():
+        pytest.skip("no SLURM that answers")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    job = ["--wait", "--gpus-per-node", str(len(gpus)), "-t", "00:10:00", "--mem", "8GiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask", "submit", *job, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+        check=False,
+    )
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    (line,) = (one for one in done.stdout.splitlines() if "hpcdask: GPUs: " in one)
+    assert f"{len(gpus)} x {gpus[0].name}" in line
+
+
 def test_a_cluster_of_jobs_shows_its_gpus(
     gpus: list[Gpu], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Jobs of SLURM's where it answers; WIDGET_HTML names a file for what a notebook shows."""
     options = {"cores": 1, "memory": "4GiB", "walltime": "00:10:00", "poll_interval": 1}
     folder = {"shared_temp_directory": str(tmp_path / "clusters")}
+    cluster_class = hpcdask.SLURMCUDACluster if slurm_answers() else hpcdask.LocalCUDAJobCluster
     with (
-        hpcdask.LocalCUDAJobCluster(**options, **folder) as cluster,
+        cluster_class(**options, **folder) as cluster,
         cluster.get_client() as client,
     ):
         assert cluster.gpus() == ()
@@ -282,7 +306,10 @@ def test_a_cluster_of_jobs_shows_its_gpus(
         assert {one.sample.uuid for one in cluster.gpus()} == {gpu.uuid for gpu in gpus}
         summary = cluster.gpus().summary()
         assert f"{len(gpus)} x {gpus[0].name}" in summary
-        assert f"<strong>GPUs:</strong> {summary.partition(',')[0]}" in cluster._repr_html_()
+        shown = cluster._repr_html_()
+        assert f"<strong>GPUs:</strong> {summary.partition(',')[0]}" in shown
+        if path := os.environ.get("WIDGET_HTML"):
+            Path(path).write_text(shown.replace("<details>", "<details open>", 2))
         wait_for(lambda: len(hpcdask.gpus(client)) == len(gpus), 60, "the same by a client")
     assert "hpcdask: GPUs: " in capsys.readouterr().err
 

@@ -19,6 +19,9 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends "$package" >"$log" 2>&1 &&
         make_venv && exit 0
 fi
+# a Python that was unpacked by hand has no pip to copy, but another's can install one
+"$python" -m venv --clear --without-pip "$folder" >>"$log" 2>&1 &&
+    python3 -m pip --python "$folder/bin/python" install --quiet --no-input pip >>"$log" 2>&1 && exit 0
 cat "$log" >&2
 echo "$python -m venv failed. On Debian and Ubuntu: sudo apt-get install $package" >&2
 exit 1
