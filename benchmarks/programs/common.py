@@ -71,7 +71,7 @@ def parse(**defaults: int | str | None) -> Options:
     parser.add_argument("--sizes", choices=["gpu", "cpu"], help="the default is as the device")
     parser.add_argument("--workers", type=int, default=1, help="wait for so many")
     parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=15, help="start no run after these")
+    parser.add_argument("--seconds", type=float, default=40, help="start no run after these")
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", default=value, type=int if isinstance(value, int) else str)
     options = parser.parse_args(namespace=Options())
