@@ -135,6 +135,10 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
         return not isinstance(error, CommClosedError)
     if text == distributed.NOT_CONNECTED:  # the nanny says why
         return False
-    if text.startswith(distributed.PEER_LEFT) and isinstance(error, CommClosedError):
-        record.exc_info = record.exc_text = None  # it is fetched elsewhere, or computed again
+    if text.startswith(distributed.PEER_LEFT):  # it is fetched elsewhere, or computed again
+        unreachable = str(error).startswith(distributed.CONNECT_TIMED_OUT)
+        if unreachable:
+            record.msg, record.args = f"{text}: {error}", ()
+        if unreachable or isinstance(error, CommClosedError):
+            record.exc_info = record.exc_text = None
     return not (distributed.HANDSHAKE_FAILED in text and "EOF" in text)

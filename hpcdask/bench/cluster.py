@@ -25,6 +25,8 @@ WARM_TIMEOUT_S = 120.0
 WARM_POLL_S = 0.05
 #: How often it is seen meanwhile whether there are workers.
 LOOK_S = 5.0
+#: How long all workers may be paused, since they are over their memory limits.
+PAUSED_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -124,19 +126,30 @@ def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
 
 
 def wait_with_workers(client: distributed.Client, what: Any) -> None:
-    """Wait for Dask tasks, however long they take, unless the workers are gone for a minute."""
-    since = time.monotonic()
+    """Wait for Dask tasks, however long they take, unless no worker has run any for some time."""
+    running = there = time.monotonic()
     while True:
         with contextlib.suppress(TimeoutError):
             distributed.wait(what, timeout=LOOK_S)
             return
-        if workers_of(client):
-            since = time.monotonic()
-        elif time.monotonic() > since + WORKER_TIMEOUT_S:
+        now, states = time.monotonic(), client.run_on_scheduler(_states)
+        running = now if "running" in states else running
+        there = now if states else there
+        if now > there + WORKER_TIMEOUT_S:
             raise ClusterError(
                 f"the cluster has had no worker for {WORKER_TIMEOUT_S:g} s, so nothing is "
                 f"computed: see their logs, or those of their jobs, and start again"
             )
+        if states and now > running + PAUSED_TIMEOUT_S:
+            raise ClusterError(
+                f"all workers ({len(states)}) have been paused for {PAUSED_TIMEOUT_S:g} s, so "
+                f"nothing is computed: they use more than `distributed.worker.memory.pause` of "
+                f"their memory; take a smaller --size, or give them more memory"
+            )
+
+
+def _states(dask_scheduler: Any) -> list[str]:
+    return [worker.status.name for worker in dask_scheduler.workers.values()]
 
 
 def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ SEEN = "distributed 2026.7.0 to 2026.8.0"
 HEARTBEAT_FAILED = "during heartbeat"
 NOT_CONNECTED = "Worker failed to connect"
 PEER_LEFT = ("Worker stream died", "failed during get data")
+CONNECT_TIMED_OUT = "Timed out trying to connect"
 HANDSHAKE_FAILED = "TLS handshake failed"
 #: Why a worker closes: with the scheduler, and where its connection breaks.
 SCHEDULER_CLOSED = "scheduler-close"

@@ -175,7 +175,12 @@ def test_a_node_that_is_lost_ends_a_gang(machines: Machines):
     clusters = machines.shared / "clusters"
     clusters.mkdir(exist_ok=True)
     program = start_program(machines, clusters, GANG="1")
-    wait_for(lambda: len(list(clusters.glob("runs-*"))) == 2, 180, "two ranks")
+
+    def ready() -> bool:
+        assert program.poll() is None, program.communicate()
+        return len(list(clusters.glob("runs-*"))) == 2
+
+    wait_for(ready, 180, "two ranks")
     start = time.time()
     machines.unplug("node2")
     text, name, at = json.loads(program.stdout.readline())

@@ -49,7 +49,10 @@ BARE = {"host": "n3", "gpu": False, "cuda": False, "why": "no device"}
 
 @pytest.fixture(scope="module")
 def client():
+    # the process is that of all tests before, and would have paused
+    memory = dict.fromkeys(("target", "spill", "pause"), False)
     with (
+        dask.config.set({f"distributed.worker.memory.{name}": memory[name] for name in memory}),
         threadpool_limits(1),  # as in a worker; the threads of two would wait for one another
         LocalCluster(
             n_workers=2,
@@ -838,10 +841,19 @@ def test_a_cluster_that_is_lost_is_no_bad_input(monkeypatch, error):
         execution.execute([measure], scheduler_file="cluster.json", device="cpu", **files)
 
 
-def test_a_cluster_without_workers_does_not_hang(client, monkeypatch):
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([], "has had no worker for 0.2 s"),
+        (["paused", "paused"], r"all workers \(2\) have been paused for 0.3 s"),
+    ],
+)
+def test_a_cluster_that_computes_nothing_does_not_hang(client, monkeypatch, states, said):
     never = client.submit(lambda: 1, resources={"none of them has it": 1}, pure=False)
     monkeypatch.setattr(bench_cluster, "LOOK_S", 0.05)
     monkeypatch.setattr(bench_cluster, "WORKER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(bench_cluster, "workers_of", lambda _: {})
-    with pytest.raises(ClusterError, match="has had no worker for"):
+    monkeypatch.setattr(bench_cluster, "PAUSED_TIMEOUT_S", 0.3)
+    assert client.run_on_scheduler(bench_cluster._states) == ["running", "running"]
+    monkeypatch.setattr(client, "run_on_scheduler", lambda _: states)
+    with pytest.raises(ClusterError, match=said):
         bench_cluster.wait_with_workers(client, [never])

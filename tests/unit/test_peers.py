@@ -327,12 +327,14 @@ def test_a_heartbeat_that_the_end_of_the_scheduler_cut_off_is_not_complained_abo
 def test_a_peer_that_died_is_one_line(text):
     for error, traceback in (
         (CommClosedError("in <TLS>: Stream is closed"), False),
+        (OSError("Timed out trying to connect to tls://192.0.2.2:1 after 10 s"), False),
         (OSError(), True),
     ):
         known = (type(error), error, None)
         record = logging.LogRecord("distributed.worker", logging.ERROR, "", 0, text, (), known)
         assert logs._not_of_the_departed(record)
         assert bool(record.exc_info) == traceback
+        assert ("after 10 s" in record.getMessage()) == ("after 10 s" in str(error))
 
 
 @needs("ucxx")

@@ -253,6 +253,7 @@ def test_what_moved_is_named(use):
         ("worker", [f'reason="{distributed.HEARTBEAT_ERROR}"']),
         ("nanny", [f'"{distributed.NOT_CONNECTED}"']),
         ("comm.tcp", [distributed.HANDSHAKE_FAILED]),
+        ("comm.core", [distributed.CONNECT_TIMED_OUT]),
         ("scheduler", [f'"reason": "{distributed.SCHEDULER_CLOSED}"']),
     ],
 )
