@@ -35,7 +35,7 @@ class Cluster:
 
     ``devices`` maps names to numbers of workers; ``n_slots`` are worker threads in all;
     ``memory_nbytes`` is that of all devices, or of all workers without a GPU; ``protocols`` are
-    those of the workers' addresses.
+    those of the workers' addresses, and ``ucx`` where they exchange over it.
     """
 
     client: distributed.Client
@@ -116,6 +116,14 @@ def _is_warm(dask_worker: Any) -> bool:
     return bool(getattr(dask_worker, "is_warm", True))
 
 
+def _over_ucx(client: distributed.Client) -> set[str]:
+    return {one for used in client.run(_transports).values() for one in used if one == "ucx"}
+
+
+def _transports(dask_worker: Any) -> list[str]:
+    return list(getattr(dask_worker, "peer_transports", {}).values())
+
+
 def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
     """Return address to ``name``, ``host``, ``nthreads`` and ``memory_limit`` of all workers.
 
@@ -176,7 +184,7 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     n_slots = sum(worker["nthreads"] for worker in info.values())
     where = (
         tuple(sorted({answer["host"] for answer in found.values()})),
-        tuple(sorted({address.partition("://")[0] for address in info})),
+        tuple(sorted({address.partition("://")[0] for address in info} | _over_ucx(client))),
     )
     if device == "cuda":
         names = Counter(answer["name"] for answer in found.values())

@@ -46,7 +46,7 @@ RATES = {
 }
 
 #: What the protocols of addresses are called.
-PROTOCOLS = {"tls": "tcp with TLS", "tcp": "tcp without TLS"}
+PROTOCOLS = {"tls": "tcp with TLS", "tcp": "tcp without TLS", "ucx": "ucx between workers"}
 #: Hosts that are named.
 MOST_HOSTS = 4
 

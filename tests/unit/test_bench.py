@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -839,6 +840,15 @@ def test_a_cluster_that_is_lost_is_no_bad_input(monkeypatch, error):
     files = {"json_file": None, "report_file": None}
     with pytest.raises(ClusterError, match=r"lost its cluster .*see the log of its scheduler"):
         execution.execute([measure], scheduler_file="cluster.json", device="cpu", **files)
+
+
+def test_it_is_known_which_workers_exchange_over_ucx():
+    peers = types.SimpleNamespace(peer_transports={"tls://m:5": "tcp", "tls://n:5": "ucx"})
+    workers = [types.SimpleNamespace(), peers]
+    client = types.SimpleNamespace(run=lambda ask: {str(one): ask(one) for one in workers})
+    assert bench_cluster._over_ucx(client) == {"ucx"}
+    workers.remove(peers)
+    assert bench_cluster._over_ucx(client) == set()
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,8 @@ def test_the_verdict_names_the_nearest_and_what_is_far():
 def test_hosts_and_protocol_are_named(n, told):
     hosts = [f"n{i}" for i in range(n)]
     assert told in Page(report.html([record(hosts=hosts, protocols=["tls"])])).text
+    both = Page(report.html([record(hosts=hosts, protocols=["tls", "ucx"])])).text
+    assert f"{told} and ucx between workers" in both
 
 
 def test_forms_have_their_own_colours():
