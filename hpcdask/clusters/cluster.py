@@ -23,6 +23,7 @@ from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
 from hpcdask.client.defaults import suiting_devices
+from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import watchdog
@@ -342,7 +343,10 @@ class JobCluster(JobLogs, Detachable):
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.gpus(), self.failure, self._own_scheduler.tunnel())
+        gpus = self.gpus()
+        transport = transport_of(self.scheduler, on_device=bool(gpus))
+        tunnel = self._own_scheduler.tunnel()
+        status = html(self.jobs(), gpus, self.failure, tunnel, transport=transport)
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 

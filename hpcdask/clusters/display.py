@@ -109,6 +109,7 @@ def html(
     failure: HpcdaskError | None,
     tunnel: str = "",
     saves: str = "",
+    transport: str = "",
 ) -> str:
     """What a notebook shows beside distributed's own summary of a cluster."""
     parts = []
@@ -123,6 +124,8 @@ def html(
         parts.append(f"{text} <code>{escape(tunnel)}</code>")
     if saves:
         parts.append(f"<strong>Before its end:</strong> {escape(saves)}")
+    if transport:
+        parts.append(f"<strong>Transport:</strong> {escape(transport)}")
     if jobs:
         counts = escape(jobs.counts()) or "all over"
         summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"

@@ -34,14 +34,13 @@ from hpcdask.upstream.cupy import import_cupy
 
 from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
-from .warmup import LinkTest, choose_peers, evaluate
+from .warmup import TOPIC, LinkTest, choose_peers, evaluate
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
-#: What workers ask each other, and where they tell that they are warm.
+#: What workers ask each other.
 CONTACT, BLOCK, WARM = "hpcdask-contact", "hpcdask-block", "hpcdask-warm"
 MAPPED = "hpcdask-mapped"
-TOPIC = "hpcdask-warm"
 #: Seconds to ask a worker for its ucx address, or to fetch a block of it for the first time.
 ASK_DEADLINE_S = 10.0
 #: Seconds for a ucx connection, before tcp takes its place.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from distributed.comm import get_address_host
 
 from hpcdask.logs import plural
 
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+#: Where workers tell that they are warm.
+TOPIC = "hpcdask-warm"
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
 #: Warnings of a kind that are told.
@@ -76,6 +82,19 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
     if on_device and near and all(link.cuda_ipc for link in near):
         what += ", CUDA IPC is active"
     return WarmupReport(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
+
+
+def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
+    """How the workers that are there exchange; empty while two have not told that they are warm."""
+    if scheduler is None:
+        return ""
+    names = {str(worker.name) for worker in scheduler.workers.values()}
+    events = [event for _, event in scheduler.get_events(TOPIC) if event["name"] in names]
+    links = [LinkTest(**link) for event in events for link in event["links"]]
+    links = [link for link in links if {link.to, link.source} <= names]
+    if links:
+        return evaluate(links, on_device=on_device).line
+    return "tcp between workers" if len(events) > 1 else ""
 
 
 def _few(warnings: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.client.batching import send_at_once
 from hpcdask.client.small_tasks import SmallTasks
-from hpcdask.comm.peers import TOPIC
+from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
 from hpcdask.logs import set_log_level

@@ -52,6 +52,8 @@ def test_a_cluster_of_jobs(
         client.wait_for_workers(2, timeout=300)
         assert cluster.gpus() == ()
         assert "GPUs:" not in cluster._repr_html_()
+        transport = "<strong>Transport:</strong> tcp between workers"
+        wait_for(lambda: transport in cluster._repr_html_(), 60, "both to be warm")
         for uuid, worker in zip(("GPU-0", "GPU-1"), client.nthreads(), strict=True):
             client.run(tell, uuid, workers=[worker])
         wait_for(lambda: len(cluster.gpus()) == 2, 60, "samples")

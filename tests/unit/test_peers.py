@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import dask
@@ -16,7 +17,7 @@ from distributed.protocol import to_serialize
 from hpcdask import logs
 from hpcdask.comm import peers
 from hpcdask.comm.ucx_hooks import environment
-from hpcdask.comm.warmup import FAR_PEERS, LinkTest, choose_peers, evaluate
+from hpcdask.comm.warmup import FAR_PEERS, LinkTest, choose_peers, evaluate, transport_of
 from launching import needs
 
 
@@ -94,6 +95,21 @@ def test_a_problem_is_told_and_counts_as_nothing_else():
 
 def test_nothing_found_is_said():
     assert evaluate([], on_device=True).line == "no data over ucx"
+
+
+def test_the_transport_of_those_that_are_there():
+    def told(*events) -> str:
+        told = tuple((0.0, {"name": name, "links": links}) for name, links in events)
+        workers = {name: SimpleNamespace(name=name) for name in ("a", "b")}
+        scheduler = SimpleNamespace(workers=workers, get_events=lambda _: told)
+        return transport_of(scheduler, on_device=True)
+
+    assert transport_of(None, on_device=True) == told() == told(("a", [])) == ""
+    assert told(("a", []), ("gone", [])) == ""
+    assert told(("a", []), ("b", [])) == "tcp between workers"
+    links = [asdict(link("a", "b", rate=2e11)), asdict(link("gone", "b", rate=1e9))]
+    expected = "ucx between 1 pair of workers, CUDA IPC is active (200 GB/s or more)"
+    assert told(("a", links), ("b", [])) == expected
 
 
 # Whom a new worker gets warm with
