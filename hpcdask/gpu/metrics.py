@@ -18,6 +18,7 @@ METRICS = (
     ("GPU_UTIL", "GPU utilization (in %).", ("utilisation",), 1),
     ("SM_CLOCK", "SM clock frequency (in MHz).", ("clock_mhz",), 1),
     ("MEM_CLOCK", "Memory clock frequency (in MHz).", ("memory_clock_mhz",), 1),
+    ("CLOCK_THROTTLE_REASONS", "Why clocks are held back (NVML's bits).", ("held_back_bits",), 1),
     ("GPU_TEMP", "GPU temperature (in C).", ("temperature_c",), 1),
     ("MEMORY_TEMP", "Memory temperature (in C).", ("memory_temperature_c",), 1),
     ("POWER_USAGE", "Power draw (in W).", ("power_w",), 1),

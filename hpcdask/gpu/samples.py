@@ -112,6 +112,13 @@ class GpuSample(Record):
         return self.memory_total - self.memory_used
 
     @property
+    def held_back_bits(self) -> int | None:
+        """The reasons of `held_back` as NVML's bits."""
+        if self.held_back is None:
+            return None
+        return sum(bit for bit, why in REASONS.items() if why in self.held_back)
+
+    @property
     def label(self) -> str:
         """The GPU's name for people: ``node1 GPU 3``."""
         which = self.uuid if self.index is None or self.uuid.startswith("MIG") else self.index

@@ -391,6 +391,7 @@ def test_metrics_have_the_names_of_dcgm(nvml):
                 "DCGM_FI_DEV_GPU_UTIL": 80,
                 "DCGM_FI_DEV_SM_CLOCK": 1755,
                 "DCGM_FI_DEV_MEM_CLOCK": 2619,
+                "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": 0x4,
                 "DCGM_FI_DEV_GPU_TEMP": 61,
                 "DCGM_FI_DEV_POWER_USAGE": 350,
                 "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": 9_000_000,
