@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 #: Seconds between two messages.
 BATCH_INTERVAL_S = 0.0
-#: And between those of a worker that has more Dask tasks to run, which is distributed's own.
-BUSY_INTERVAL_S = 0.002
+#: And at most between those of a worker that has more Dask tasks to run. With distributed's 2 ms,
+#: each task of 2 ms has a message of its own.
+BUSY_INTERVAL_S = 0.01
 PRELOADS = "distributed.client.preload"
 
 
@@ -37,13 +38,14 @@ def send_at_once(stream: Any) -> None:
     distributed.set_interval(stream, BATCH_INTERVAL_S)
 
 
-def pace(stream: Any, *, busy: bool) -> None:
-    """Let a worker's messages gather while it has more to run; send them at once before it idles.
+def pace(stream: Any, *, ready: int) -> None:
+    """Let a worker's messages gather until they are as many as the Dask tasks it has yet to run.
 
-    Each message costs the thread that runs Dask tasks some time, as it gives up Python's lock.
+    What it sends is then on its way before it idles. Each message costs the thread that runs Dask
+    tasks some time, as it gives up Python's lock, and the scheduler and the client as well.
     """
-    distributed.set_interval(stream, BUSY_INTERVAL_S if busy else BATCH_INTERVAL_S)
-    if not busy:
+    distributed.set_interval(stream, BUSY_INTERVAL_S if ready else BATCH_INTERVAL_S)
+    if distributed.gathered(stream) >= ready:
         distributed.send_now(stream)
 
 

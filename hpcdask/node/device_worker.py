@@ -118,7 +118,7 @@ class DeviceWorker(PeerWorker):
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         self._first_use.stop()
-        pace(self.batched_stream, busy=bool(self.state.ready))
+        pace(self.batched_stream, ready=len(self.state.ready))
         with task_range(args[0]):
             event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)

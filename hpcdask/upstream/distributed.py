@@ -41,6 +41,12 @@ def set_interval(stream: Any, seconds: float) -> None:
     stream.interval = seconds
 
 
+def gathered(stream: Any) -> int:
+    """How many messages wait to be sent."""
+    require(SEEN, stream, "buffer")
+    return len(stream.buffer)
+
+
 def send_now(stream: Any) -> None:
     """Send what has gathered, whatever the interval."""
     require(SEEN, stream, "buffer", "next_deadline", "waker")

@@ -28,7 +28,9 @@ class Comm:
         pass
 
 
-def test_messages_of_a_worker_gather_until_it_would_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_worker_gather_until_they_are_as_many_as_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(batching, "BUSY_INTERVAL_S", 3600.0)
 
     async def body() -> None:
@@ -40,18 +42,26 @@ def test_messages_of_a_worker_gather_until_it_would_idle(monkeypatch: pytest.Mon
                 while len(comm.written) < count:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
-        batching.pace(stream, busy=True)
+        async def idle() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+        batching.pace(stream, ready=3)
         stream.send("first")  # the loop was idle
         await written(1)
         stream.send("second")
-        for _ in range(100):
-            await asyncio.sleep(0)  # the loop is idle again, and has sent nothing more
+        batching.pace(stream, ready=2)
+        await idle()  # it has sent nothing more
         stream.send("third")
-        batching.pace(stream, busy=False)
+        batching.pace(stream, ready=2)
         await written(2)
-        stream.send("last")
+        stream.send("fourth")
+        await idle()
+        batching.pace(stream, ready=0)
         await written(3)
-        assert comm.written == [["first"], ["second", "third"], ["last"]]
+        stream.send("last")
+        await written(4)
+        assert comm.written == [["first"], ["second", "third"], ["fourth"], ["last"]]
         await stream.close()
 
     asyncio.run(body())

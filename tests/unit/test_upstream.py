@@ -207,6 +207,7 @@ def test_what_is_set_on_live_servers_is_there():
         to_worker = scheduler.stream_comms[worker.address]
         for stream in (to_worker, worker.batched_stream, client.scheduler_comm):
             distributed.set_interval(stream, 0.0)
+            assert distributed.gathered(stream) >= 0
         distributed.set_message_limit(worker, 2**30)
         assert worker.state.transfer_message_bytes_limit == 2**30
         finalizer = worker._workdir._finalizer
@@ -223,6 +224,7 @@ def test_what_is_set_on_live_servers_is_there():
     "use",
     [
         lambda there: distributed.set_interval(there, 0.0),
+        distributed.gathered,
         lambda there: distributed.set_message_limit(there, 1),
         distributed.leave_folder,
         lambda there: tornado.accept_by(there, None),
