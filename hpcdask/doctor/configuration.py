@@ -10,12 +10,13 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dask.config
+import psutil
 
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs.folder import base_path
@@ -44,6 +45,7 @@ FOLDERS = {
 }
 #: Characters of a value that are shown; how alike two names are of which one may be misspelt.
 SHOWN, ALIKE = 100, 0.75
+SCHEDULER_INTERFACE = "scheduler-options.interface"
 #: Seconds for the command that lists a system's queues.
 COMMAND_DEADLINE_S = 8.0
 
@@ -67,6 +69,7 @@ def read() -> Facts:
     return {
         "values": rows,
         "open": opened,
+        "interfaces": sorted(psutil.net_if_addrs()),
         "paths": list(map(str, dask.config.paths)),
         # of a job with many nodes, all would ask
         "queues": {one: _queues(one) for one in systems if one and job_id() is None},
@@ -166,6 +169,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         system = system_of(row["section"])
         found = [*_check_key(row, system), *_check_value(row), *_check_folder(row, in_job)]
         found += _check_queue(row, known["queues"].get(system) or ())
+        if in_job or row["key"] != "interface" or not _own_interface(row["section"], rows):
+            found += _check_interface(row, known.get("interfaces", ()), in_job)
         for one in found:
             yield replace(one, value=f"{row['key']}: {one.value} ({row['source']})")
 
@@ -236,3 +241,16 @@ def _check_queue(row: Facts, there: Collection[str]) -> Iterator[Finding]:
             if name not in there:
                 value = f"the queueing system has no {name}"
                 yield say.warning(row["section"], value, _meant(name, there))
+
+
+def _own_interface(section: str, rows: Sequence[Facts]) -> bool:
+    """Whether a section names the scheduler's interface apart from that of its workers."""
+    return any((row["section"], row["key"]) == (section, SCHEDULER_INTERFACE) for row in rows)
+
+
+def _check_interface(row: Facts, there: Collection[str], in_job: bool) -> Iterator[Finding]:
+    name = row["value"]
+    used = row["key"] == "interface" or (row["key"] == SCHEDULER_INTERFACE and not in_job)
+    if used and name and there and name not in there:
+        value = f"this machine has no interface {name}"
+        yield say.warning(row["section"], value, _meant(name, there))

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def find(name: str, base: str | os.PathLike[str] | None = None) -> ClusterFolder
         f"you have no detached cluster {name}. There {_are(names)}. hpcdask list shows all; one "
         f"that was made with shared_temp_directory on another machine is found by --folder"
     )
+
+
+def named(name: str, clusters: Sequence[ClusterFolder]) -> ClusterFolder | None:
+    """The cluster of this id, the newest detached one of this name, or the only id with this start.
+
+    `clusters` of any kind, the oldest first.
+    """
+    records = [ControlRecord.read(one) for one in clusters]
+    found = [one for one in clusters if one.name == name] or [
+        one for one, record in zip(clusters, records, strict=True) if record and record.name == name
+    ]
+    if found:
+        return found[-1]
+    found = [one for one in clusters if one.name.startswith(name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _are(names: list[str]) -> str:

@@ -144,10 +144,12 @@ def choose(
 ) -> list[ClusterRecord]:
     """Of what `survey` found, the clusters whose jobs `hpcdask cleanup` cancels.
 
-    Those named, and without names all whose notebook is gone; with `every` also those of this base
-    whose notebook cannot be seen from here. Raises UsageError if there is no cluster of a name.
+    Those named, by the start of a name where only one has it, and without names all whose notebook
+    is gone; with `every` also those of this base whose notebook cannot be seen from here. Raises
+    UsageError if there is no cluster of a name.
     """
     known = [cluster.name for cluster in clusters]
+    names = tuple(_full(name, known) for name in names)
     if unknown := [name for name in names if name not in known]:
         raise UsageError(
             f"no cluster of yours that is not over is called {', '.join(unknown)}. "
@@ -157,3 +159,9 @@ def choose(
         return [cluster for cluster in clusters if cluster.name in names]
     # what has no folder here may live in another base
     return [c for c in clusters if c.folder and (c.lives is False or (every and c.lives is None))]
+
+
+def _full(name: str, known: list[str]) -> str:
+    """The only known name that begins so."""
+    found = [one for one in known if one.startswith(name)]
+    return found[0] if len(found) == 1 and name else name

@@ -32,7 +32,7 @@ OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
 #: Reasons of jobs that wait for more than free nodes, such as another limit, or to be released.
 LASTING = re.compile(
     r"(Partition|QOS|Assoc|Account|Invalid|BadConstraints|JobHeld|ReservationDeleted)"
-    r"|(Max\w+Per|DependencyNeverSatisfied|ReqNodeNotAvail)"
+    r"|(Max\w+Per|DependencyNeverSatisfied|ReqNodeNotAvail|Nodes required for job are DOWN)"
 )
 #: What a refusal or a reason is about, and what lists the valid ones.
 ADVICE = (
@@ -40,7 +40,7 @@ ADVICE = (
     (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
     (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
     (r"JobHeld", "Release them: scontrol release JOB"),
-    (r"NotAvail", "Nodes: sinfo -R"),
+    (r"NotAvail|DRAINED", "Nodes: sinfo -R"),
     (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),
     (r"time.?limit|--time", 'Time limits: sinfo -o "%P %l"'),
     (r"feature|constraint", 'Features: sinfo -o "%P %f"'),

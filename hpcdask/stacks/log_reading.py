@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from hpcdask.errors import SchedulerFileError, UsageError
+from hpcdask.jobs.detached import named
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
 from hpcdask.jobs.state import WAITING, counts
@@ -25,13 +26,17 @@ SCHEDULER = "scheduler"
 
 def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
     """What reads the logs of a cluster by its name, or of a run by its file."""
-    clusters = {one.name: one for one in list_clusters(base)}
-    if name in clusters:
-        return _Jobs(clusters[name])
-    target = find(name, base)
-    if target.name in clusters:  # the only one
-        return _Jobs(clusters[target.name])
-    return _Run(target, name, base)
+    clusters = list_clusters(base)
+    if exact := [one for one in clusters if one.name == name]:
+        return _Jobs(exact[0])
+    try:
+        target = find(name, base)
+    except UsageError:  # one that is over has logs, too
+        if name and (ended := named(name, clusters)) is not None:
+            return _Jobs(ended)
+        raise
+    living = [one for one in clusters if one.name == target.name]
+    return _Jobs(living[0]) if living else _Run(target, name, base)
 
 
 class _Jobs(ClusterLogs):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError, UsageError, root_cause
-from hpcdask.jobs.detached import ControlRecord, holder
-from hpcdask.jobs.folder import ClusterFolder, list_clusters
+from hpcdask.jobs.detached import holder, named
+from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters
 from hpcdask.jobs.owner import Owner
 from hpcdask.jobs.state import counts
 from hpcdask.logs import natural
@@ -118,11 +118,12 @@ def find(name: str | None, base: str | None = None) -> Target:
     Without a name the only one that is there. Raises UsageError or SchedulerFileError.
     """
     name = name or os.environ.get(scheduler_file.VARIABLE)
-    clusters = {one.name: one for one in list_clusters(base) if one.lives() is not False}
+    clusters = [one for one in list_clusters(base) if one.lives() is not False]
     runs = _runs_here()
-    there = ", ".join([*(about for _, about in runs.values()), *clusters])
+    names = [one.name for one in clusters]
+    there = ", ".join([*(about for _, about in runs.values()), *names])
     if name is None:
-        known = [*runs, *clusters]
+        known = [*runs, *names]
         if len(known) != 1:
             listed = f"There are: {there}" if there else "None is known here"
             raise UsageError(
@@ -132,14 +133,15 @@ def find(name: str | None, base: str | None = None) -> Target:
         (name,) = known
     if name in runs:
         return Target.of_file(runs[name][0], f"the run of process {runs[name][1]}")
-    if name in clusters:
-        return Target.of_cluster(clusters[name])
-    for cluster in clusters.values():
-        record = ControlRecord.read(cluster)
-        if record is not None and record.name == name:
-            return Target.of_cluster(cluster)
+    if (cluster := named(name, clusters)) is not None:
+        return Target.of_cluster(cluster)
     if os.path.sep in name or os.path.exists(name):
         return Target.of_file(name)
+    if name.startswith(BATCH):
+        raise UsageError(
+            f"{name} is a job of hpcdask submit: its log is the file that submit named; for what "
+            f"it does now, call hpcdask stacks on its first node"
+        )
     raise UsageError(
         f"no cluster of yours that lives is called {name}, no run here has this process, and there "
         f"is no such scheduler file. There are: {there or 'none'}"

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
@@ -49,6 +50,11 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
     type=click.IntRange(0),
     metavar="N",
     help="GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu"]),
+    help="cpu: no GPU is requested, as with --gpus-per-node 0.",
 )
 @click.option(
     "-t",
@@ -149,9 +155,13 @@ def _read(job: dict[str, Any]) -> Any:
 
     if groups := job.pop("groups"):
         raise UsageError(f"--groups is an option of hpcdask run: --run \"--groups '{groups}'\"")
-    read = request.BatchRequest(
-        memory=request.read_memory(job.pop("mem")), run=request.read_run(job.pop("run")), **job
-    )
+    run = request.read_run(job.pop("run"))
+    if job.pop("device") == "cpu" or request.wants_cpu(run):
+        source = click.get_current_context().get_parameter_source("gpus_per_node")
+        if source is not ParameterSource.DEFAULT and job["gpus_per_node"]:
+            raise UsageError("--device cpu and --gpus-per-node: choose one of them")
+        job["gpus_per_node"] = 0
+    read = request.BatchRequest(memory=request.read_memory(job.pop("mem")), run=run, **job)
     request.check(read)
     return read
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
@@ -66,6 +68,11 @@ class BatchRequest(Allocation):
         """A name for files and tags, which no other job has."""
         plain = re.sub(r"\W+", "_", self.name, flags=re.ASCII).strip("_")[:40] or "job"
         return f"{plain}-{os.urandom(3).hex()}"
+
+
+def wants_cpu(run: Sequence[str]) -> bool:
+    """Whether options of the runner have all workers compute on CPUs."""
+    return "--device=cpu" in run or ("--device", "cpu") in itertools.pairwise(run)
 
 
 def working_folder() -> str:

@@ -211,6 +211,8 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
         assert look("PartitionConfig", "PartitionConfig", "Priority") == waits
         assert cluster.said == [f"warning: {waits}"]
         assert look("PartitionConfig", "PartitionConfig", "PartitionConfig").startswith("3 jobs")
+        down = "Nodes required for job are DOWN, DRAINED or reserved for others"
+        assert slurm_errors.lasting(down) == "Nodes: sinfo -R"
         assert not look("Resources", "Resources", "Resources")
         assert len(cluster.said) == 1
         look("QOSMaxJobsPerUserLimit", "Resources", "Resources")

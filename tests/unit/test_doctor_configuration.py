@@ -37,13 +37,13 @@ def test_what_is_in_force_has_the_file_or_variable_that_it_is_from(site, tmp_pat
     found = site(
         "hpcdask:\n  port_range: 20000-20999\n"
         "jobqueue:\n  slurm:\n    queue: gpu\n    cores: 8\n    scheduler-options:\n"
-        "      interface: eth1\ndistributed:\n  comm:\n    retry: 1\n",
+        "      interface: lo\ndistributed:\n  comm:\n    retry: 1\n",
         DASK_JOBQUEUE__SLURM__QUEUE="debug",
     )
     file = tmp_path / "site.yaml"
     assert found == [
         ("hpcdask", "ok", f"port-range=20000-20999 ({file}) -> "),
-        ("jobqueue.slurm", "ok", f"cores=8, scheduler-options.interface=eth1 ({file}) -> "),
+        ("jobqueue.slurm", "ok", f"cores=8, scheduler-options.interface=lo ({file}) -> "),
         ("jobqueue.slurm", "ok", "queue=debug (variable DASK_JOBQUEUE__SLURM__QUEUE) -> "),
     ]
 
@@ -139,6 +139,27 @@ def test_a_folder_that_cannot_be_written(tmp_path_factory, open_folder):
         )
 
     as_stranger(look)
+
+
+@pytest.mark.parametrize(
+    ("keys", "job", "said"),
+    [
+        ("interface: lo", None, ""),
+        ("interface: ib77", None, "interface: this machine has no interface ib77"),
+        ("interface: ib77", "7", "interface: this machine has no interface ib77"),
+        ("interface: ib77, scheduler-options: {interface: lo}", None, ""),
+        ("interface: lo, scheduler-options: {interface: ib77}", "7", ""),
+        (
+            "interface: ib78, scheduler-options: {interface: ib77}",
+            None,
+            "scheduler-options.interface: this machine has no interface ib77",
+        ),
+    ],
+)
+def test_an_interface_that_there_is_not(site, keys, job, said):
+    found = bad(site(f"jobqueue: {{slurm: {{{keys}}}}}", **({"job": job} if job else {})))
+    assert [status for _, status, _ in found] == ["warning"] * bool(said)
+    assert said in "".join(words for _, _, words in found)
 
 
 def test_a_queue_that_there_is_not(site, monkeypatch, tmp_path):

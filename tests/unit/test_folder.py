@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpcdask.errors import UsageError
 from hpcdask.jobs import folder, owner
+from hpcdask.jobs.detached import ControlRecord, named
+from hpcdask.jobs.discovery import choose
 from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
 from hpcdask.jobs.owner import Owner
 from hpcdask.security import private
@@ -30,6 +33,27 @@ def cluster(tmp_path: Path) -> ClusterFolder:
     made = ClusterFolder.create("ab-1", "slurm", tmp_path / "base")
     made.write_script("#!/bin/bash\necho first\n")
     return made
+
+
+def test_a_cluster_by_its_name_or_the_start_of_its_id(tmp_path):
+    made = [ClusterFolder.create(name, "slurm", tmp_path) for name in ("ab-1", "mine-1", "mine-2")]
+    for one in made[1:]:
+        ControlRecord("mine").write(one)
+    made[1].mark_ended()
+    known = list_clusters(tmp_path)
+    expected = {"ab-1": "ab-1", "a": "ab-1", "mine-1": "mine-1", "mine": "mine-2"}
+    for name, folder_name in expected.items():
+        assert named(name, known).name == folder_name
+    for name in ("mi", "mine-3", "b-1"):  # two begin so, or none
+        assert named(name, known) is None
+
+
+def test_cleanup_takes_the_start_of_a_name():
+    known = [SimpleNamespace(name=name) for name in ("ab-1", "mine-1", "mine-2")]
+    assert choose(known, ("a", "mine-2"), False) == [known[0], known[2]]
+    for name in ("mine", "b", ""):
+        with pytest.raises(UsageError, match=f"is called {name}. There are: ab-1, mine-1, mine-2"):
+            choose(known, (name,), False)
 
 
 def test_everything_is_private_whatever_the_umask(tmp_path):

@@ -416,3 +416,5 @@ def test_a_name_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         find(None, str(tmp_path))
     with pytest.raises(UsageError, match="no cluster of yours that lives is called abc"):
         find("abc", str(tmp_path))
+    with pytest.raises(UsageError, match="submit-train-0a1b2c is a job of hpcdask submit: its log"):
+        find("submit-train-0a1b2c", str(tmp_path))

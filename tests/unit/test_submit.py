@@ -314,6 +314,7 @@ def test_everything_from_the_program_on_is_the_program_s():
         (("slurm", "--prologue", "a\nb", "train.py"), "--prologue 'a\\nb' has a control char"),
         (("slurm", "--directive", "", "train.py"), "--directive is empty"),
         (("slurm", "train.py", "a\nb"), "line end"),
+        (("slurm", "--device", "cpu", "--gpus-per-node", "2", "train.py"), "choose one of them"),
         (("pbs", "--launcher", "srun", "train.py"), "--launcher srun is not PBS's: use mpirun"),
         (("pbs", "--mem", "0", "train.py"), "is SLURM's"),
         (("htcondor", "-N", "2", "train.py"), "HTCondor's jobs are of one node"),
@@ -538,6 +539,11 @@ def test_without_gpus_the_workers_compute_on_the_cpu():
     """In a job the runner expects GPUs, so it would have failed after hours in the queue."""
     none = ("--gpus-per-node", "0")
     assert "hpcdask.run --device cpu train.py" in script("slurm", *none, "train.py")
+    asked = [("--device", "cpu"), ("--run", "--device cpu"), ("--run", "--device=cpu")]
+    for words in asked:
+        text = script("slurm", *words, "train.py")
+        assert "hpcdask.run --device" in text
+        assert "--gres" not in text
     named = script("slurm", *none, "--run", "--device=cuda", "train.py")
     assert "hpcdask.run --device=cuda train.py" in named
     theirs = script("slurm", *none, "--directive", "--gpus=2", "train.py")
