@@ -133,8 +133,8 @@ def _not_of_the_departed(record: logging.LogRecord) -> bool:
     text, error = record.getMessage(), record.exc_info and record.exc_info[1]
     if distributed.HEARTBEAT_FAILED in text:
         return not isinstance(error, CommClosedError)
-    if text == distributed.NOT_CONNECTED:  # the nanny says why
-        return False
+    if text == distributed.NOT_CONNECTED or text.startswith(distributed.RESTARTING):
+        return False  # the nanny says why
     if text.startswith(distributed.PEER_LEFT):  # it is fetched elsewhere, or computed again
         unreachable = str(error).startswith(distributed.CONNECT_TIMED_OUT)
         if unreachable:

@@ -65,6 +65,7 @@ class BoundNanny(Nanny):
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
+        self._asked_to_kill = False
         listening.prepare()
 
     async def listen(self, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +175,15 @@ class BoundNanny(Nanny):
     def _is_over(self) -> bool:
         return self.status != Status.running
 
+    async def kill(self, *args: Any, **kwargs: Any) -> None:
+        """End the worker's process, as somebody wants, such as `Client.restart`."""
+        self._asked_to_kill = True
+        await super().kill(*args, **kwargs)
+
     async def _start_again(self) -> Status:
+        if not self._asked_to_kill and (how := self._end_of_process()):
+            say(f"worker {self.name} {how}, and is replaced")
+        self._asked_to_kill = False
         for attempt in range(1, RESTART_ATTEMPTS + 1):
             if self._is_over() or self.process is None:
                 return Status.failed

@@ -17,6 +17,7 @@ SEEN = "distributed 2026.7.0 to 2026.8.0"
 #: Lines of its log that are left out, or lose their traceback.
 HEARTBEAT_FAILED = "during heartbeat"
 NOT_CONNECTED = "Worker failed to connect"
+RESTARTING = "Restarting worker"
 PEER_LEFT = ("Worker stream died", "failed during get data")
 CONNECT_TIMED_OUT = "Timed out trying to connect"
 HANDSHAKE_FAILED = "TLS handshake failed"

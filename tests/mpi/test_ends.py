@@ -203,6 +203,10 @@ def test_a_killed_worker_is_restarted_and_the_result_is_right(site: Site):
     check_soon(ended)
     site.check_nothing_left(ended.program_end)
     assert "Traceback" not in ended.err, str(ended)
+    replaced = [line for line in ended.err.splitlines() if "is replaced" in line]
+    assert len(replaced) == 1, str(ended)  # not those that the program restarts
+    assert replaced[0].startswith("hpcdask: worker ")
+    assert "was killed by SIGKILL, and is replaced" in replaced[0]
 
 
 def test_a_worker_over_its_memory_limit_is_restarted(site: Site):

@@ -106,7 +106,8 @@ def test_a_worker_that_fails_to_start_again_gets_another_try(tmp_path, preload, 
 
     run(body)
     err = capfd.readouterr().err
-    failed, killed = start_of(err)
+    died, failed, killed = start_of(err)
+    assert died == "hpcdask: worker a was killed by SIGKILL, and is replaced"
     assert failed == (
         "hpcdask: warning: worker a does not start again: ValueError: no luck; "
         "next attempt in 0.01 s"
@@ -125,7 +126,7 @@ def test_a_worker_that_never_starts_again_is_given_up(tmp_path, preload, capfd):
 
     run(body)
     lines = start_of(capfd.readouterr().err)
-    assert len(lines) == nanny.RESTART_ATTEMPTS
+    assert len(lines) == 1 + nanny.RESTART_ATTEMPTS
     assert lines[-1] == (
         "hpcdask: warning: worker a does not start again: ValueError: no luck; given up"
     )

@@ -253,7 +253,7 @@ def test_what_moved_is_named(use):
         ("worker", [distributed.HEARTBEAT_FAILED, *distributed.PEER_LEFT]),
         ("worker", [f'reason="{distributed.CONNECTION_BROKEN}"']),
         ("worker", [f'reason="{distributed.HEARTBEAT_ERROR}"']),
-        ("nanny", [f'"{distributed.NOT_CONNECTED}"']),
+        ("nanny", [f'"{distributed.NOT_CONNECTED}"', f'"{distributed.RESTARTING}']),
         ("comm.tcp", [distributed.HANDSHAKE_FAILED]),
         ("comm.core", [distributed.CONNECT_TIMED_OUT]),
         ("scheduler", [f'"reason": "{distributed.SCHEDULER_CLOSED}"']),
