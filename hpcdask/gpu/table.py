@@ -55,6 +55,8 @@ class GpuTable(tuple["GpuState", ...]):
         )
 
     def __repr__(self) -> str:
+        if not self:
+            return "no GPU was sampled"
         return text_table([COLUMNS, *map(_row, self)])
 
     def _repr_html_(self) -> str:

@@ -44,6 +44,11 @@ class _Jobs(ClusterLogs):
 
     silent: ClassVar[list[str]] = []  # files, which all answer
 
+    @property
+    def of(self) -> str:
+        """Whose logs they are."""
+        return f"cluster {self.folder.name}"
+
     def waiting(self) -> str:
         """How many jobs wait, and for what; empty if none does."""
         return counts(job for job in self.folder.reports().values() if job.state in WAITING)
@@ -80,6 +85,11 @@ class _Run:
     silent: list[str] = field(default_factory=list)
     _reached: int = 0
     _doors: defaultdict[str, _Door] = field(default_factory=lambda: defaultdict(_Door))
+
+    @property
+    def of(self) -> str:
+        """Whose logs they are."""
+        return self.target.name
 
     def waiting(self) -> str:
         """All ranks of a run are there."""

@@ -129,6 +129,7 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         assert "\nControl process (process " in stacks
         assert "otebook" not in stacks
         assert "1 worker on " in hpcdask_cli("logs", "mine")
+        assert f"hpcdask: the logs of cluster {one.id}\n" in hpcdask_cli("logs", "-n", "0")
         capfd.readouterr()
         hpcdask_cli("down", "mine")
         gone = clock()
@@ -138,6 +139,7 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         with pytest.raises(ClusterError, match="hpcdask down"):
             one.scale(1)
     assert "hpcdask down" in hpcdask_cli("list")
+    assert "1 worker on " in hpcdask_cli("logs", "mine")
 
 
 def test_many_come_and_go(base: Path):

@@ -412,6 +412,7 @@ def test_metrics_have_the_names_of_dcgm(nvml):
 
 def test_the_widget():
     assert display.html(JobTable(), GpuTable(), None) == ""
+    assert repr(GpuTable()) == "no GPU was sampled"
     sample = monitoring.GpuSample(
         "GPU-a", 1.0, "n1", 0, "NVIDIA H100", 80, 20 * GIB, 80 * GIB, power_w=300.0
     )
