@@ -18,6 +18,8 @@ LOGGERS = (
     "tornado.application",
     "asyncio",
 )
+#: Events of workers that died, each a line for the user, by which a notebook hears of them.
+DIED = "hpcdask-worker-died"
 
 
 def say(text: str) -> None:

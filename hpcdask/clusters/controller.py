@@ -18,6 +18,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from hpcdask.client.batching import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, QueueError
 from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
 
@@ -35,7 +36,7 @@ STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
 
 
 class WorkerEvents(SchedulerPlugin):
-    """Tells of every worker that comes or goes, and of the scheduler's end."""
+    """Tells of every worker that comes, goes or dies, and of the scheduler's end."""
 
     name = "hpcdask-arrivals"
 
@@ -51,6 +52,11 @@ class WorkerEvents(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
         self._poke()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """See `SchedulerPlugin.log_event`: what a nanny on a node says of its worker's death."""
+        if topic == DIED:
+            say(str(msg))
 
     async def before_close(self) -> None:
         """See `SchedulerPlugin.before_close`."""

@@ -19,7 +19,7 @@ from hpcdask.comm.ucx_config import ucx_environment
 from hpcdask.comm.ucx_hooks import environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
-from hpcdask.logs import say
+from hpcdask.logs import DIED, say
 from hpcdask.process import signal_name
 from hpcdask.security import listening
 from hpcdask.spec.specs import WorkerSpec
@@ -182,7 +182,9 @@ class BoundNanny(Nanny):
 
     async def _start_again(self) -> Status:
         if not self._asked_to_kill and (how := self._end_of_process()):
-            say(f"worker {self.name} {how}, and is replaced")
+            line = f"worker {self.name} {how}, and is replaced"
+            say(line)
+            self.log_event(DIED, line)
         self._asked_to_kill = False
         for attempt in range(1, RESTART_ATTEMPTS + 1):
             if self._is_over() or self.process is None:

@@ -216,6 +216,30 @@ def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
         assert victim not in pids(client)
 
 
+def test_a_worker_that_dies_is_told_to_the_notebook(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    with make(folder, n_workers=1) as cluster, cluster.get_client() as client:
+        client.wait_for_workers(1, timeout=180)
+        ((name, pid),) = pids(client).items()
+        os.kill(pid, signal.SIGKILL)
+        total = client.submit(sum, [1, 2], pure=False)
+        assert total.result(timeout=180) == 3
+        told = []
+
+        def heard() -> bool:
+            told.append(capfd.readouterr().err)
+            return f"hpcdask: worker {name} was killed by SIGKILL, and is replaced\n" in "".join(
+                told
+            )
+
+        wait_for(heard, 30, "the nanny's line")
+        wait_for(lambda: pids(client).get(name, pid) != pid, 60, "the worker again")
+        client.restart(timeout=180)  # of which nobody needs to be told
+    told.append(capfd.readouterr().err)
+    assert "".join(told).count("is replaced") == 1
+
+
 def test_several_workers_per_job_come_and_go_together(folder: Path):
     """And `worker_extra_args` of dask-jobqueue reach them."""
     keywords = {"gpus_per_job": 2, "worker_extra_args": ["--resources", "GPU=2", "--nthreads 3"]}
