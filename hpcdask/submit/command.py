@@ -156,10 +156,12 @@ def _read(job: dict[str, Any]) -> Any:
     if groups := job.pop("groups"):
         raise UsageError(f"--groups is an option of hpcdask run: --run \"--groups '{groups}'\"")
     run = request.read_run(job.pop("run"))
-    if job.pop("device") == "cpu" or request.wants_cpu(run):
-        source = click.get_current_context().get_parameter_source("gpus_per_node")
-        if source is not ParameterSource.DEFAULT and job["gpus_per_node"]:
-            raise UsageError("--device cpu and --gpus-per-node: choose one of them")
+    source = click.get_current_context().get_parameter_source("gpus_per_node")
+    default = source is ParameterSource.DEFAULT
+    cpu = job.pop("device") == "cpu"
+    if cpu and not default and job["gpus_per_node"]:
+        raise UsageError("--device cpu and --gpus-per-node: choose one of them")
+    if cpu or (default and request.wants_cpu(run)):
         job["gpus_per_node"] = 0
     read = request.BatchRequest(memory=request.read_memory(job.pop("mem")), run=run, **job)
     request.check(read)

@@ -544,6 +544,8 @@ def test_without_gpus_the_workers_compute_on_the_cpu():
         text = script("slurm", *words, "train.py")
         assert "hpcdask.run --device" in text
         assert "--gres" not in text
+    both = script("slurm", "--run", "--device cpu", "--gpus-per-node", "2", "train.py")
+    assert "--gres=gpu:2" in both
     named = script("slurm", *none, "--run", "--device=cuda", "train.py")
     assert "hpcdask.run --device=cuda train.py" in named
     theirs = script("slurm", *none, "--directive", "--gpus=2", "train.py")
