@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -17,6 +18,7 @@ from hpcdask.client import scheduler_file
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.logs import USUAL_FORMAT, numbered, sign_lines, some, spans
+from hpcdask.stacks import log_reading
 from hpcdask.stacks.command import logs
 from hpcdask.stacks.log_reading import _Door
 
@@ -149,3 +151,14 @@ def test_no_line_at_all_is_told(
         folder.log_path(job_id).write_text("")
     done = CliRunner().invoke(logs, ["--folder", str(folder.path.parent), folder.name])
     assert done.output.endswith(f"hpcdask: nothing was {said}\n"), done.output
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_whose_logs_they_are_is_said_where_nobody_named_them(monkeypatch, capsys, name):
+    reader = SimpleNamespace(of="cluster mine-1", silent=[], read=list, waiting=str)
+    reader.goes_on = lambda: False
+    monkeypatch.setattr(log_reading, "reader_of", lambda *_: reader)
+    logs.callback(None, False, None, name)
+    said = capsys.readouterr().err
+    assert ("hpcdask: the logs of cluster mine-1\n" in said) == (name is None)
+    assert "nothing was logged" in said
