@@ -225,13 +225,11 @@ def test_a_worker_that_dies_is_told_to_the_notebook(
         os.kill(pid, signal.SIGKILL)
         total = client.submit(sum, [1, 2], pure=False)
         assert total.result(timeout=180) == 3
-        told = []
+        told, line = [], f"hpcdask: worker {name} was killed by SIGKILL, and is replaced\n"
 
         def heard() -> bool:
             told.append(capfd.readouterr().err)
-            return f"hpcdask: worker {name} was killed by SIGKILL, and is replaced\n" in "".join(
-                told
-            )
+            return line in "".join(told)
 
         wait_for(heard, 30, "the nanny's line")
         wait_for(lambda: pids(client).get(name, pid) != pid, 60, "the worker again")
