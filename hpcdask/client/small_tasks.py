@@ -3,10 +3,14 @@
 The scheduler queues tasks that nothing has to be fetched for, and sends a worker the next one when
 it has finished one. For tasks of a millisecond, that costs more than they do: their messages, and
 the time in which the worker waits. What is long or holds memory is sent as ever.
+
+A worker gets tasks that follow each other. dask gives them to one worker after the other, so that
+a sum of neighbours has to fetch most of them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import dask.config
@@ -18,12 +22,12 @@ from hpcdask.upstream import distributed
 #: Seconds of a short task, bytes of a small result.
 SHORT_S, SMALL_NBYTES = 0.005, 65536
 #: How many a worker has for each of its threads, and with how many threads choosing it is cheap.
-GROUP, MOST_THREADS = 16, 256
+GROUP, MOST_THREADS = 64, 256
 SATURATION = "distributed.scheduler.worker-saturation"
 
 
 class SmallTasks(SchedulerPlugin):
-    """Fills a worker's queue when it runs dry or half of all is done, if the next tasks are small.
+    """Fills workers' queues when one runs dry or half of all is done, if the next tasks are small.
 
     ``distributed.scheduler.worker-saturation`` counts for other tasks, and for all if it was
     configured.
@@ -57,18 +61,26 @@ class SmallTasks(SchedulerPlugin):
 
     def _maybe_fill(self, *, stimulus_id: str) -> None:
         scheduler = self._scheduler
-        if not scheduler.queued:
-            return
-        size = GROUP if self._are_small() else self._usual
+        small = bool(scheduler.queued) and self._are_small()
+        size = GROUP if small else self._usual
         if size != scheduler.WORKER_SATURATION:
             scheduler.WORKER_SATURATION = size
             for worker in list(scheduler.running):
                 scheduler.check_idle_saturated(worker)
+        if not scheduler.queued:
+            return
         self._events += 1
-        if (
-            size == self._usual
-            or scheduler.idle
-            or 2 * self._events > GROUP * scheduler.total_nthreads
-        ):
+        if not small or scheduler.idle or 2 * self._events > GROUP * scheduler.total_nthreads:
             self._events = 0
-            self._fill(stimulus_id=stimulus_id)
+            fill = partial(self._fill, stimulus_id=stimulus_id)
+            if small and len(scheduler.queued) > GROUP * scheduler.total_nthreads:
+                distributed.fill_in_turn(scheduler, self._with_less_than_half(), fill)
+            else:
+                fill()
+
+    def _with_less_than_half(self) -> list[Any]:
+        return [
+            worker
+            for worker in self._scheduler.idle_task_count
+            if 2 * len(worker.processing) <= GROUP * worker.nthreads
+        ]

@@ -6,7 +6,7 @@ asked for at run time: tests/unit/test_upstream.py finds them in distributed's s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from .parts import require
@@ -66,9 +66,24 @@ def replace_filling(scheduler: Any, fill: Callable[..., None]) -> Callable[..., 
     There is no public way to send several at a time, other than to send all at once.
     """
     require(SEEN, scheduler, "stimulus_queue_slots_maybe_opened", "WORKER_SATURATION")
+    require(SEEN, scheduler, "idle_task_count", "check_idle_saturated")
     usual: Callable[..., None] = scheduler.stimulus_queue_slots_maybe_opened
     scheduler.stimulus_queue_slots_maybe_opened = fill
     return usual
+
+
+def fill_in_turn(scheduler: Any, workers: Iterable[Any], fill: Callable[[], None]) -> None:
+    """Call the usual function for one worker after the other, the one with least to do first."""
+    free = scheduler.idle_task_count
+    workers = sorted(workers, key=lambda worker: len(worker.processing) / worker.nthreads)
+    try:
+        for worker in workers:
+            scheduler.idle_task_count = {worker}
+            fill()
+    finally:
+        scheduler.idle_task_count = free
+        for worker in workers:
+            scheduler.check_idle_saturated(worker)
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import dask
@@ -76,6 +77,24 @@ def test_small_ones_are_sent_in_groups(cluster: LocalCluster):
     sent = [had for had in plugin.had if had]
     assert max(sent) == GROUP
     assert len(sent) < COUNT / 4  # usually one filling for each that is done
+
+
+def test_tasks_that_follow_each_other_go_to_the_same_worker():
+    """A sum of four neighbours then has what it adds. dask alone deals them out in turn."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+    with LocalCluster(**options, dashboard_address=None) as cluster, Client(cluster) as client:
+        SmallTasks.watch(cluster.scheduler)
+        client.gather(client.map(small, range(COUNT), pure=False))
+        futures = client.map(small, range(4 * COUNT), pure=False)
+        client.gather(futures)
+        tasks = sorted(
+            (cluster.scheduler.tasks[future.key] for future in futures),
+            key=lambda task: task.priority,
+        )
+        places = [worker for task in tasks for worker in task.who_has]
+        changes = sum(one is not other for one, other in pairwise(places))
+        assert len(set(places)) == 2
+        assert changes < len(places) / 4
 
 
 @pytest.mark.parametrize("function", [large, long])
