@@ -107,7 +107,7 @@ def _tell(result: dict[str, Any]) -> None:
     say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
     if line := exchange_report.all_reduce_line(result):
         say(line)
-    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} have to cross; times are:")
+    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} go between workers; times are:")
 
 
 def heat_map(line: Mapping[str, Any]) -> str:

@@ -78,11 +78,12 @@ def _row(job: Job, now: float) -> tuple[str, ...]:
         "" if job.exit_code is None else str(job.exit_code),
         f"{len(job.workers)}/{job.size}",
         job.nodes,
-        "" if job.state in OVER else _age(now - (job.started or job.submitted)),
+        "" if job.state in OVER else age(now - (job.started or job.submitted)),
     )
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """Hours, minutes and seconds, such as ``1:00:00``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

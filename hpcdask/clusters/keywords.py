@@ -213,10 +213,11 @@ def check_interface(interface: str | None, what: str) -> None:
     try:
         get_ip_interface(interface)
     except ValueError:
-        import psutil
+        from hpcdask.comm.fabric import interfaces
 
+        has = ", ".join(one.name for one in interfaces(every=True))
         raise UsageError(
             f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
-            f"{', '.join(sorted(psutil.net_if_addrs()))}. Where only the nodes have {interface}, "
-            f'name this machine\'s: scheduler_options={{"interface": "…"}}'
+            f"{has}. If only the nodes have {interface}, name this machine's: "
+            f'scheduler_options={{"interface": "…"}}'
         ) from None

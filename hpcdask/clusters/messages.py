@@ -62,8 +62,15 @@ def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float)
     tail = "\n".join(folder.tail(job.id, 10))
     return JobsFailed(
         f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}"
-        + (f", its log ends:\n{tail}" if tail else ", its log is empty")
+        + (f", its log ends:\n{tail}" if tail else f", {NO_LOG}")
     )
+
+
+#: Of a job that wrote nothing.
+NO_LOG = (
+    "its log is empty: it may have ended before Python started. Check job_script_prologue and "
+    "python"
+)
 
 
 def words(error: BaseException) -> str:

@@ -37,9 +37,17 @@ LOOPBACK = "127.0.0.1"
 
 
 def read_scheduler_options(
-    given: dict[str, Any] | None, config_name: str, interface: str | None, *, local: bool
+    given: dict[str, Any] | None,
+    config_name: str,
+    interface: str | None,
+    *,
+    local: bool,
+    on_node: bool = False,
 ) -> dict[str, Any]:
-    """The keywords of the scheduler: as given, else those of the section, and where it listens."""
+    """The keywords of the scheduler: as given, else those of the section, and where it listens.
+
+    If it will run `on_node`, its interface cannot be looked for here.
+    """
     configured = dask.config.get(f"jobqueue.{config_name}.scheduler-options", None)
     chosen = dict(configured or {}) if given is None else dict(given)
     if "host" not in chosen:
@@ -47,7 +55,8 @@ def read_scheduler_options(
         if local and chosen["interface"] is None:
             chosen["host"] = LOOPBACK
         what = "interface" if chosen["interface"] == interface else "scheduler_options"
-        check_interface(chosen["interface"], what)
+        if not on_node:
+            check_interface(chosen["interface"], what)
     return chosen
 
 

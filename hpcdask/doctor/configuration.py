@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import dask.config
-import psutil
+from dask.utils import parse_bytes
 
+from hpcdask.comm.fabric import interfaces
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.jobs.folder import base_path
 from hpcdask.jobs.owner import check_owned
@@ -25,7 +26,7 @@ from hpcdask.node.scratch import base_folder
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.security.credentials import check_configuration
-from hpcdask.upstream.configuration import sources
+from hpcdask.upstream.configuration import sources, unreadable
 
 from .findings import Facts, Finding, Reporter
 
@@ -45,6 +46,8 @@ FOLDERS = {
 }
 #: Characters of a value that are shown; how alike two names are of which one may be misspelt.
 SHOWN, ALIKE = 100, 0.75
+#: Keys of dask-jobqueue that take lists.
+LISTS = ("job-script-prologue", "job-extra-directives", "worker-extra-args")
 SCHEDULER_INTERFACE = "scheduler-options.interface"
 #: Seconds for the command that lists a system's queues.
 COMMAND_DEADLINE_S = 8.0
@@ -69,7 +72,8 @@ def read() -> Facts:
     return {
         "values": rows,
         "open": opened,
-        "interfaces": sorted(psutil.net_if_addrs()),
+        "unreadable": unreadable(),
+        "interfaces": [one.name for one in interfaces(every=True)],
         "paths": list(map(str, dask.config.paths)),
         # of a job with many nodes, all would ask
         "queues": {one: _queues(one) for one in systems if one and job_id() is None},
@@ -152,6 +156,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     if known["open"]:
         what, _, advice = known["open"].partition(". ")
         yield say.error("files", what, advice)
+    for path in known.get("unreadable", ()):
+        yield say.warning("files", f"{path} cannot be read by you", f"Its owner: chmod a+r {path}")
     if not every:
         yield say.ok("files", f"nothing of hpcdask or jobqueue in {', '.join(known['paths'])}")
     yield from (_no_section(row) for row in every if not row["key"])
@@ -204,6 +210,18 @@ def _check_value(row: Facts) -> Iterator[Finding]:
     if key in ("cores", "processes") and not (value.isdecimal() or not value):
         example = f"Write it as in {key}: 16"
         yield say.warning(row["section"], f"{value!r} is not a whole number", example)
+    if key == "walltime" and value.isdecimal():
+        example = "Write it in quotes, as in walltime: '10:00:00'"
+        yield say.warning(row["section"], f"{value} is a number", example)
+    if key == "memory" and value:
+        try:
+            parse_bytes(value)
+        except ValueError:
+            example = "Write it as in memory: 64GiB"
+            yield say.warning(row["section"], f"{value!r} is no amount of memory", example)
+    if key in LISTS and value and not value.startswith("["):
+        example = f"Write it as in {key}: ['{value}']"
+        yield say.warning(row["section"], "is a text, not a list of lines", example)
 
 
 def _meant(name: str, known: Collection[str]) -> str:
@@ -231,7 +249,7 @@ def _check_folder(row: Facts, in_job: bool) -> Iterator[Finding]:
         advice = "It is a folder of the nodes: see srun hpcdask doctor there"
         yield say.note(row["section"], what, advice)
     else:
-        mends = f"To mend it: {advice}" if advice else "Name a folder in which every user may write"
+        mends = f"To fix it: {advice}" if advice else "Name a folder in which every user may write"
         yield say.warning(row["section"], what, mends)
 
 

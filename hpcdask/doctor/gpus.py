@@ -66,13 +66,13 @@ def _none_here(facts: Facts) -> Finding:
     if given := granted(queue.get("gpus", {})):
         return say.warning(
             "GPUs",
-            f"no driver in sight, but the job has GPUs ({given})",
+            f"the NVIDIA driver was not found, but the job has GPUs ({given})",
             "Pass them into the container: apptainer exec --nv, or docker run --gpus all. Outside "
             "of one, see nvidia-smi on this node, and whether the step has them "
             f"(srun {EACH_A_GPU})",
         )
     if queue.get("job"):
-        advice = f"{_how_to_get(facts)}, if it should compute on GPUs"
+        advice = f"{_how_to_get(facts)}. To compute on the CPU: hpcdask doctor --device cpu"
         return say.warning("GPUs", "no NVIDIA GPU here, inside a job", advice)
     hint = f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor"
     return say.ok("GPUs", "no NVIDIA GPU here", hint)

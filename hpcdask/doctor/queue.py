@@ -41,6 +41,9 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
     if shutil.which("srun"):
         known["srun"] = _output(["srun", "--version"]).strip()
         known["mpi"] = parse_plugins(_output(["srun", "--mpi=list"]))
+        if not known["job"] and known["srun"].startswith("slurm") and shutil.which("scontrol"):
+            # of a job with many nodes, all would ask
+            known["controller"] = " ".join(_output(["scontrol", "ping"]).split())
     return known
 
 
@@ -77,6 +80,12 @@ def check(facts: Facts) -> Iterator[Finding]:
         plugins = ", ".join(known["mpi"]) or "unknown"
         yield say.ok("srun", f"{known['srun']}, MPI plugins {plugins}")
         yield from _plugins(facts)
+        if (says := known.get("controller")) and " is UP" not in says:
+            yield say.warning(
+                "SLURM",
+                f"its controller does not answer, so nothing can be submitted from here: {says}",
+                "See scontrol ping, and munge -n | unmunge; tell the site's staff",
+            )
     elif "srun" in known:
         lines = known["srun"].splitlines() or ["prints nothing"]
         last = lines[-1].strip()[:120]  # which says what came of those before

@@ -59,7 +59,7 @@ class Report:
         if slow := _topics(one for one in found if one.value.startswith(SLOW)):
             return f"slow: Dask runs, but not at full speed ({slow})"
         if warnings := _topics(one for one in found if one.status == "warning"):
-            return f"warning: Dask runs, but see {warnings}"
+            return f"warning: Dask runs. Read the warnings above: {warnings}"
         if any(known_gpus(node.facts) for node, _ in self.nodes):
             return "ok: nothing keeps Dask from running at full speed on these GPUs"
         return "ok: Dask runs here, on the CPU"

@@ -15,10 +15,12 @@ from hpcdask.logs import complain, plural
 from hpcdask.queues.registry import queue_class
 from hpcdask.spec.tags import parse_tag
 
+from . import runs
 from .cancel import end_jobs, find_jobs, may_bring_more
-from .detached import holder
+from .detached import NOTEBOOK, holder
 from .discovery import ClusterRecord, choose, survey
 from .folder import BATCH, prune
+from .state import JobReport
 
 #: Columns of a table that goes to a file or pipe.
 WIDE = 200
@@ -62,7 +64,7 @@ def jobs(base: str | None, as_json: bool) -> None:
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool) -> None:
-    """Cancel jobs and remove keys that your clusters left behind.
+    """Cancel jobs and remove keys that your clusters and runs left behind.
 
     These are the clusters whose notebook has ended. A cluster whose notebook still runs is only
     ended if you name it. A notebook on another host, or in a container, cannot be seen from here:
@@ -84,11 +86,22 @@ def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool)
         click.confirm(question, abort=True)
     answered = [cluster for cluster in chosen if cluster.queue not in problems]
     complaints = [*problems.values(), *filter(None, asyncio.run(_end_all(answered)))]
-    if not chosen and not any(cluster.jobs and cluster.lives is None for cluster in found):
+    killed = asyncio.run(_clear_runs())
+    for name, why in killed.items():
+        click.echo(f"{name}: removed, with its keys; {why}")
+    unseen = any(cluster.jobs and cluster.lives is None for cluster in found)
+    if not chosen and not killed and not unseen:
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
     _end_with(complaints)
+
+
+async def _clear_runs() -> dict[str, str]:
+    """Scheduler files of runs that were killed, and why those ended."""
+    found = runs.listed()
+    whys = await asyncio.gather(*(run.clear() for run in found))
+    return {run.file: why for run, why in zip(found, whys, strict=True) if why}
 
 
 async def _end_all(clusters: list[ClusterRecord]) -> list[str | None]:
@@ -122,7 +135,7 @@ async def _end(cluster: ClusterRecord) -> str | None:
     if left:
         return f"{cluster.name}: these jobs do not end: {' '.join(left)}"
     if lives:
-        say(f"its jobs are gone, but {_where(cluster)} lives and may submit others")
+        say(f"its jobs are gone, but {_where(cluster)} still runs and may submit others")
         return None
     if cluster.folder:
         cluster.folder.mark_ended()
@@ -154,14 +167,15 @@ def _is_batch(name: str) -> bool:
 
 
 def _why_not(cluster: ClusterRecord) -> str:
-    count = f"{plural(len(cluster.jobs), 'job')} stay{'s' * (len(cluster.jobs) == 1)}"
+    count = plural(len(cluster.jobs), "job")
+    cancel = f"To cancel: hpcdask cleanup {cluster.name}"
     if _is_batch(cluster.name):
-        return f"{count}: by hpcdask submit. To cancel them: hpcdask cleanup {cluster.name}"
+        return f"kept {count} of hpcdask submit. {cancel}"
     if cluster.lives:
-        return f"{count}: {_where(cluster)} lives. To cancel them: hpcdask cleanup {cluster.name}"
+        return f"kept {count}, since {_where(cluster)} still runs. {cancel}"
     return (
-        f"{count}: whether {_where(cluster)} lives cannot be seen from here. To cancel them: "
-        f"hpcdask cleanup {cluster.name}{', or --all' * (cluster.folder is not None)}"
+        f"kept {count}, since {_where(cluster)} cannot be seen from here. "
+        f"{cancel}{', or --all' * (cluster.folder is not None)}"
     )
 
 
@@ -170,8 +184,12 @@ def _ask_there(cluster: ClusterRecord, command: str) -> str:
 
 
 def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
-    """One JSON object per job."""
+    """One JSON object per job, the scheduler's first."""
     owner = cluster.folder.owner if cluster.folder else None
+    reports = [(job, by_cluster, False) for job, by_cluster in cluster.reports()]
+    if cluster.scheduler is not None:
+        made = cluster.folder.created if cluster.folder else None
+        reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), False, True))
     return [
         {
             "cluster": cluster.name,
@@ -181,6 +199,7 @@ def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
             "reason": job.reason,
             "told_by": "cluster" if by_cluster else "queue",
             "workers": job.workers,
+            "scheduler": is_scheduler,
             "queue": cluster.queue,
             "since": job.since,
             "nodes": job.nodes,
@@ -191,7 +210,7 @@ def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
                 "pid": owner and owner.pid,
             },
         }
-        for job, by_cluster in cluster.reports()
+        for job, by_cluster, is_scheduler in reports
     ]
 
 
@@ -202,7 +221,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     grouped = any(row["group"] for row in rows)
-    for heading in ("cluster", *["group"] * grouped, "job", "state", "queue", "since", "held by"):
+    for heading in ("cluster", *["group"] * grouped, "job", "state", "queue", "since", "owner"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("job", "queue", "since"))
     for row in rows:
         batch = _is_batch(row["cluster"])
@@ -212,17 +231,17 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         cells = [row["cluster"], *[row["group"] or ""] * grouped, row["job"], state, row["queue"]]
         since = row["since"] and datetime.datetime.fromtimestamp(row["since"])
         cells.append(since.strftime("%Y-%m-%d %H:%M:%S") if since else "")
-        cells.append("nobody: by hpcdask submit" if batch else _holder(row))
+        cells.append("hpcdask submit" if batch else _owner(row))
         table.add_row(*map(Text, cells))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
-def _holder(row: dict[str, Any]) -> str:
-    words, known = (
-        {True: "lives", False: "is gone", None: "cannot be seen from here"},
-        row["notebook"],
-    )
+def _owner(row: dict[str, Any]) -> str:
+    if row["scheduler"]:
+        return "the cluster's scheduler"
     if row["held_by"] is None:
         return "its folder is not here"
-    how = words[known["lives"]]
-    return f"{row['held_by']} {how}: process {known['pid']} on {known['host']}"
+    known = row["notebook"]
+    how = {True: "", False: " is gone", None: " cannot be seen from here"}[known["lives"]]
+    what = "notebook, process" if row["held_by"] == NOTEBOOK else row["held_by"]
+    return f"{what} {known['pid']} on {known['host']}{how}"

@@ -148,8 +148,9 @@ def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
         record = ControlRecord.read(folder)
         if record is not None and record.name == name and folder.ended is None:
             raise UsageError(
-                f'you have a detached cluster {name} already: hpcdask.attach("{name}"), or end it '
-                f"with hpcdask down {name}, or choose another name"
+                f"you have a detached cluster {name} already, which is {record.state}: "
+                f'hpcdask.attach("{name}"), or end it with hpcdask down {name}, or choose another '
+                f"name"
             )
 
 

@@ -62,7 +62,7 @@ class RunNote:
         """Why it has ended; empty while it lives, as far as one sees from here."""
         lives = self.owner.lives()
         if lives is False:
-            return f"its rank 0, process {self.owner.pid} on {self.owner.host}, is gone"
+            return f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
         if lives or await self.answers():
             return ""
         if why := await asyncio.to_thread(self._file_tells):
@@ -93,13 +93,19 @@ class RunNote:
             return True
         return False
 
+    async def clear(self) -> str:
+        """Remove note, scheduler file and keys of one that has ended, and say why it has."""
+        if why := await self.why_gone():
+            private.remove(str(self.path))
+            await asyncio.to_thread(scheduler_file.remove, self.file, self.address)
+        return why
+
     async def row(self) -> dict[str, Any]:
-        """It as `hpcdask list` has it. The note of one that has ended is removed."""
-        why, workers = await self.why_gone(), None
+        """It as `hpcdask list` has it, which shows one that has ended once."""
+        why, workers = await self.clear(), None
         where = ", ".join(filter(None, [self.program, f"{self.file} on {self.owner.host}"]))
         if why:
-            private.remove(str(self.path))
-            state, why = "dead", f"ended without a word: {why}"
+            state, why = "dead", f"killed: {why}"
         elif await self.answers():
             state, why = "running", where
             with contextlib.suppress(HpcdaskError, KeyError):

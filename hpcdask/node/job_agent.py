@@ -168,7 +168,8 @@ class JobAgent:
             seen = f"only {plural(len(found.gpus), 'GPU')}" if found.gpus else "no GPU"
             raise DeviceError(
                 f"{plural(wanted, 'worker')} and {seen} here. {environment.how_to_request(job)}"
-                f"To compute on the CPU: --device cpu"
+                f"A cluster of jobs requests them with gpus_per_job or gpu_request. To compute on "
+                f'the CPU: device="cpu", or --device cpu'
             )
         if locks.shared_on_purpose():
             return list(found.gpus[:wanted])

@@ -78,7 +78,7 @@ def _origin(partition: str) -> str:
     for name, section in dask.config.get("jobqueue", {}).items():
         if section and section.get("queue") == partition:
             return f". {partition} is from {configuration.named(f'jobqueue.{name}.queue')}"
-    return f". {partition} is from the keyword queue or an option"
+    return f". {partition} is from queue=… or -q"
 
 
 def lasting(reason: str) -> str | None:

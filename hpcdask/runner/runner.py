@@ -140,7 +140,10 @@ class Runner:
         code = self._process.wait()
         if code >= 0:
             return code
-        complain(f"this rank was killed by {signal_name(-code)}. Did the node run out of memory?")
+        hint = "Did the node run out of memory?"
+        if -code == signal.SIGTERM:
+            hint = "Another rank failed (srun -K), or the job was cancelled: see the first error"
+        complain(f"this rank was killed by {signal_name(-code)}. {hint}")
         return 128 - code
 
     def close(self) -> Awaitable[None]:

@@ -127,8 +127,8 @@ def find(name: str | None, base: str | None = None) -> Target:
         if len(known) != 1:
             listed = f"There are: {there}" if there else "None is known here"
             raise UsageError(
-                f"name one of your runs or clusters: hpcdask stacks NAME. {listed}. A run on other "
-                f"nodes is named by its scheduler file, or looked at on the node of its rank 0"
+                f"name one of your runs or clusters: hpcdask stacks NAME. {listed}. For a run on "
+                f"other nodes, give its scheduler file, or call this on the node of its rank 0"
             )
         (name,) = known
     if name in runs:
@@ -143,8 +143,7 @@ def find(name: str | None, base: str | None = None) -> Target:
             f"it does now, call hpcdask stacks on its first node"
         )
     raise UsageError(
-        f"no cluster of yours that lives is called {name}, no run here has this process, and there "
-        f"is no such scheduler file. There are: {there or 'none'}"
+        f"no running cluster, run or scheduler file is called {name}. There are: {there or 'none'}"
     )
 
 

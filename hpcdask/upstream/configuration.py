@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hpcdask.errors import UsageError
@@ -29,9 +30,20 @@ def reading() -> Iterator[None]:
         lines = [line for line in text[found.end() :].splitlines() if not line.startswith("    ")]
         what = " ".join(" ".join(lines).split()).replace('in "<unicode string>", line', "in line")
         raise UsageError(
-            f"{found[1]} is not what Dask reads as configuration: {what.rstrip(':')}. Mend that "
+            f"{found[1]} is not what Dask reads as configuration: {what.rstrip(':')}. Correct that "
             "file, or move it away"
         ) from None
+
+
+def unreadable() -> list[str]:
+    """Files of the configuration that this user may not read; Dask leaves them out in silence."""
+    import dask.config
+
+    files = []
+    for path in map(Path, dask.config.paths):
+        with contextlib.suppress(OSError):
+            files += [path] if path.is_file() else sorted(path.glob("*.y*ml"))
+    return [str(path) for path in files if not os.access(path, os.R_OK)]
 
 
 def sources() -> Iterator[tuple[str, dict[str, Any]]]:

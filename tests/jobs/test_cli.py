@@ -103,7 +103,7 @@ def test_jobs_shows_where_each_job_belongs(user):
     assert known[living.ids()[0]]["notebook"]["lives"] is True
 
     lines = user.hpcdask("jobs").stdout.splitlines()
-    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "held", "by"]
+    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "owner"]
     (line,) = (line for line in lines if left.ids()[0] in line)
     words = (
         left.name,
@@ -113,7 +113,7 @@ def test_jobs_shows_where_each_job_belongs(user):
         f"process {left.owner.pid} on",
     )
     assert re.fullmatch(
-        r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +notebook is gone: {} .*".format(
+        r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +notebook, {} .* is gone".format(
             *map(re.escape, words)
         ),
         line.rstrip(),
@@ -135,7 +135,8 @@ def test_cleanup_ends_what_was_left_and_nothing_else(user):
         assert all(job_id in done.stdout for job_id in left.ids())
         assert f"{left.name}: 2 jobs cancelled and gone; no keys are left" in done.stdout
         assert (
-            f"{living.name}: 2 jobs stay: its notebook (process {living.owner.pid}" in done.stdout
+            f"{living.name}: kept 2 jobs, since its notebook (process {living.owner.pid}"
+            in done.stdout
         )
         assert len(processes(living)) >= 2
         assert living.keys.exists()
@@ -174,7 +175,7 @@ def test_cleanup_of_a_name(user):
 
     done = user.hpcdask("cleanup", living.name, "--yes")
     assert not processes(living)
-    assert "lives and may submit others" in done.stdout
+    assert "still runs and may submit others" in done.stdout
     assert living.keys.exists()  # the notebook's own
     assert ClusterFolder.open(living.path).ended is None
     assert len(processes(left)) >= 2
@@ -191,7 +192,7 @@ def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     elsewhere(folder, space="pid:[1]")
     assert user.jobs(folder)[folder.ids()[0]]["notebook"]["lives"] is None
     done = user.hpcdask("cleanup", "--yes")
-    assert "cannot be seen from here. To cancel them:" in done.stdout
+    assert "cannot be seen from here. To cancel:" in done.stdout
     assert "Nothing was left over" not in done.stdout
     assert len(processes(folder)) >= 2
     user.hpcdask("cleanup", "--all", "--yes")

@@ -110,7 +110,7 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         wait_for(lambda: len(one.plan) == 2, 30, "one to see it")
         one.wait_for_workers(2, timeout=180)
         wait_for(lambda: len(other.scheduler_info["workers"]) == 2, 30, "the other to see them")
-        assert "control process lives: process " in hpcdask_cli("jobs")
+        assert "control process " in hpcdask_cli("jobs")
         assert one.job_script() == other.job_script()
         assert list(other.job_logs()) == [job.id for job in one.jobs()]
         adaptive = one.adapt(minimum=0, maximum=1, interval="200ms")

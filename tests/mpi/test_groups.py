@@ -97,7 +97,7 @@ def listed() -> list[dict]:
     return [row for row in json.loads(text) if row["kind"] == "run"]
 
 
-@pytest.mark.parametrize("end", ["shutdown", "term", "kill"])
+@pytest.mark.parametrize("end", ["shutdown", "term", "kill", "cleanup"])
 def test_a_run_is_listed_while_it_is_there(
     site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -117,15 +117,28 @@ def test_a_run_is_listed_while_it_is_there(
         run.end()
         (row,) = listed()
         assert row["state"] == "dead"
-        assert row["why"].startswith("ended without a word: its rank 0, process ")
+        assert row["why"].startswith("killed: its rank 0 (process ")
     elif end == "term":
         psutil.Process(run.rank_pids()[0]).send_signal(signal.SIGTERM)
         run.end()
+    elif end == "cleanup":
+        for pid in run.rank_pids().values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).send_signal(signal.SIGKILL)
+        run.end()
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcdask.cli", "cleanup", "--yes"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.startswith(f"{file}: removed, with its keys; its rank 0 (process ")
     else:
         code = "import hpcdask; hpcdask.connect('mine.json').shutdown()"
         subprocess.run([sys.executable, "-c", code], cwd=site.folder, check=True)
         run.end()
     assert listed() == []
+    assert not list(site.folder.glob("mine.json*"))
     assert not list(Path(tmp_path, "runs").iterdir())
 
 

@@ -233,7 +233,7 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
 
         said = user.hpcdask("cleanup", "--yes")
         assert f"{name}: 3 jobs cancelled and gone" in said
-        assert f"{cluster.id}: 1 job stays" in said
+        assert f"{cluster.id}: kept 1 job" in said
         assert list(user.queued()) == [cluster.jobs()[0].id]
         assert user.site.state(others) == "RUNNING"
         assert not [path for path in user.key_files() if name in path.parts]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import dask
 import dask.array as da
 import psutil
 import pytest
@@ -45,7 +46,10 @@ def all_states(user: Login) -> dict[str, str]:
 
 
 def test_made_attached_scaled_and_shut_down(user: Login):
-    cluster = user.detached()
+    """Where the site's configuration names the interface of a login node, which nodes lack."""
+    options = {"interface": "lo", "scheduler-options": {"interface": "login0"}}
+    with dask.config.set({f"jobqueue.slurm.{key}": value for key, value in options.items()}):
+        cluster = user.detached()
     jobs = all_states(user)
     assert jobs == {f"hpcdask:scheduler-{cluster.id}": "RUNNING"}
     other = hpcdask.attach("mine")
@@ -66,6 +70,9 @@ def test_made_attached_scaled_and_shut_down(user: Login):
     listed = user.hpcdask("list")
     assert "mine" in listed
     assert "running" in listed
+    scheduler, *others = json.loads(user.hpcdask("jobs", "--json"))
+    assert (scheduler["scheduler"], scheduler["state"]) == (True, "running")
+    assert {job["id"] for job in others} == {job.id for job in other.jobs()}
     other.shutdown()
     assert user.gone()
     assert not all_states(user)
@@ -168,6 +175,9 @@ def test_down_while_its_scheduler_waits(user: Login):
     with pytest.raises(ClusterError, match=r"the scheduler's job \d+ is pending .*It goes on"):
         user.detached(scheduler_timeout="8s")
     assert len(all_states(user)) >= 1
+    (row,) = json.loads(user.hpcdask("list", "--json"))
+    assert row["why"].startswith(f"its scheduler's job {detached.scheduler_job(folder_of())} is pe")
+    assert "pending" in user.hpcdask("jobs")
     user.hpcdask("down", "mine")
     assert user.gone()
     with pytest.raises(ClusterError, match="hpcdask down"):

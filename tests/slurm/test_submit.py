@@ -161,8 +161,8 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     wait_for(lambda: "is pending (" in pending.stderr.readline(), 20, "the job that waits")
 
     listed = login.here("cleanup", "--yes").stdout
-    assert listed.count("1 job stays: by hpcdask submit") == 3  # though no notebook holds them
-    assert login.here("jobs").stdout.count("nobody: by hpcdask submit") == 3
+    assert listed.count("kept 1 job of hpcdask submit") == 3  # though no notebook holds them
+    assert login.here("jobs").stdout.count("hpcdask submit") == 3
 
     pending.terminate()  # first: it would start once the others leave it the nodes
     out, err = login.end(pending, 143)

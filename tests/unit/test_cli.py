@@ -62,7 +62,7 @@ def test_a_file_that_dask_cannot_read(tmp_path: Path, words: list[str], text: st
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith(f"hpcdask: error: {tmp_path}/site.yaml is not what Dask reads")
-    assert f"{what}. Mend that file" in done.stderr
+    assert f"{what}. Correct that file" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -118,7 +118,7 @@ def test_a_cluster_called_submit_is_a_cluster(
     done = CliRunner().invoke(cli.main, [command])
     assert done.exit_code == 0, done.output
     assert name in done.output
-    words = {"jobs": "nobody: by hpcdask submit", "cleanup": "stays: by hpcdask submit"}
+    words = {"jobs": "  hpcdask submit", "cleanup": "kept 1 job of hpcdask submit"}
     assert (words[command] in done.output) == batch
 
 

@@ -892,6 +892,22 @@ def test_a_job_of_slurm(monkeypatch, tmp_path):
     assert only(made, "srun and MPI").status == "note"
 
 
+@pytest.mark.parametrize(
+    ("words", "warned"), [("Slurmctld(primary) at here is UP", False), ("Munge failed", True)]
+)
+def test_a_controller_that_does_not_answer(monkeypatch, tmp_path, words, warned):
+    """Stand-ins for srun and scontrol."""
+    for name, says in {"srun": "slurm 22.05.8", "scontrol": words}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made = examine(nvlink_box() | {"queue": queue.read({})})
+    assert bad(made) == ["SLURM"] * warned
+    assert not warned or "Munge failed" in only(made, "SLURM").value
+    in_job = examine(nvlink_box() | {"queue": queue.read({"SLURM_JOB_ID": "7"})})
+    assert bad(in_job) == []
+
+
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}], ids=["login node", "job"])
 @pytest.mark.parametrize(
     ("script", "value"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -75,12 +76,23 @@ def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
         ("jobqueue: {queue: gpu}", "jobqueue.queue", r"is gpu, not .* as in jobqueue: {slurm: {"),
         ("jobqueue: [slurm]", "jobqueue", r"is \['slurm'\], not a section"),
         ("jobqueue: {pbs: {cores: many}}", "jobqueue.pbs", r"cores: 'many' is not a whole.*site"),
+        ("jobqueue: {pbs: {walltime: 10:00:00}}", "jobqueue.pbs", r"walltime: 36000 .* in quotes"),
+        ("jobqueue: {pbs: {memory: 2Gigs}}", "jobqueue.pbs", r"memory: '2Gigs' is no amount"),
+        ("jobqueue: {pbs: {job-script-prologue: a}}", "jobqueue.pbs", r"a text, not .*\['a'\]"),
     ],
 )
 def test_what_is_misspelt_is_a_warning(site, text, topic, words):
     ((found, status, said),) = bad(site(text))
     assert (found, status) == (topic, "warning")
     assert re.search(words, said), said
+
+
+def test_a_file_that_may_not_be_read_is_named(site, tmp_path, monkeypatch):
+    """Dask leaves it out in silence. The kernel's word on access, which is yes to root, is made."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != f"{tmp_path}/site.yaml")
+    ((topic, status, words),) = bad(site("jobqueue: {slurm: {queue: gpu}}"))
+    assert (topic, status) == ("files", "warning")
+    assert f"{tmp_path}/site.yaml cannot be read by you -> Its owner: chmod a+r" in words
 
 
 def test_every_key_of_its_own_is_known():
@@ -109,7 +121,7 @@ def test_folders_that_are_missing_or_not_ones_own(site, tmp_path):
     assert [status for _, status, _ in found] == ["warning"] * 4
     assert f"shared-directory: {tmp_path}/missing is missing" in said
     assert f"shared-temp-directory: others may write in {tmp_path}/open (" in said
-    assert f"To mend it: name one of yours, such as {tmp_path}/open/$USER" in said
+    assert f"To fix it: name one of yours, such as {tmp_path}/open/$USER" in said
     assert f"log-directory: {tmp_path}/file/logs is missing, and {tmp_path}/file cannot be" in said
     assert "local-directory: $NOT_SET is not set" in said
 

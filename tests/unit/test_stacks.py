@@ -414,7 +414,7 @@ def test_a_name_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "77").symlink_to(tmp_path / "ended")
     with pytest.raises(UsageError, match="None is known here"):
         find(None, str(tmp_path))
-    with pytest.raises(UsageError, match="no cluster of yours that lives is called abc"):
+    with pytest.raises(UsageError, match="no running cluster, run or scheduler file is called abc"):
         find("abc", str(tmp_path))
     with pytest.raises(UsageError, match="submit-train-0a1b2c is a job of hpcdask submit: its log"):
         find("submit-train-0a1b2c", str(tmp_path))

@@ -18,7 +18,7 @@ from tornado.ioloop import IOLoop
 from hpcdask.client.batching import prompt_clients
 from hpcdask.client.defaults import suiting_devices
 from hpcdask.clusters.cluster import JobCluster
-from hpcdask.clusters.display import JobTable, html, text
+from hpcdask.clusters.display import JobTable, age, html, text
 from hpcdask.clusters.keywords import seconds
 from hpcdask.clusters.scaling import wait_unless
 from hpcdask.errors import HpcdaskError, NoAnswer, UsageError
@@ -139,7 +139,7 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         self._follower = asyncio.create_task(self._follow())
         if record.idle_timeout_s is not None and self._making is None:
             say(
-                f"attached to {record.name}, which ends after {record.idle_timeout_s:g} s without "
+                f"attached to {record.name}. It ends after {age(record.idle_timeout_s)} h without "
                 f"clients, attached notebooks and Dask tasks"
             )
 

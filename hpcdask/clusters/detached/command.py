@@ -21,6 +21,7 @@ from hpcdask.jobs.detached import ENDED, ControlRecord
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.logs import say
+from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import SYSTEMS
 
 #: Seconds for which `list` shows a detached cluster that is over.
@@ -58,7 +59,7 @@ def _keywords(cls: type, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         option, joined, value = rest.pop(0).partition("=")
         name = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or name not in known or name in ("name", "detached"):
-            raise UsageError(f"hpcdask up: {option} is no keyword of {cls.__name__}")
+            raise UsageError(f"hpcdask up: {cls.__name__} has no keyword {option}")
         if not joined:
             if not rest:
                 raise UsageError(f"hpcdask up: {option} needs a value")
@@ -136,13 +137,18 @@ async def _row(cluster: ClusterRecord) -> dict[str, Any]:
     if record is None:
         words = {True: "running", False: "dead", None: "cannot be seen from here"}
         state = words[cluster.lives]
-        why = f"of the process {folder.owner.pid} on {folder.owner.host}"
+        gone = " is gone" if cluster.lives is False else ""
+        why = f"process {folder.owner.pid} on {folder.owner.host}{gone}"
         return _facts(folder, None, state, why, count)
     try:
         why = await detached.why_gone(folder) or ""
     except HpcdaskError as error:
         return _facts(folder, record, "unknown", str(error), count)
     state = "dead" if why and record.state not in (detached.ENDING, ENDED) else record.state
+    seen = cluster.scheduler
+    if not why and seen is not None and seen.state in WAITING:
+        reason = f" ({seen.reason})" if seen.reason else ""
+        why = f"its scheduler's job {seen.id} is {seen.state}{reason}"
     return _facts(folder, record, state, why or record.problem, count)
 
 
@@ -168,8 +174,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("name", "id", "kind", "state", "queue", "jobs", "since", ""):
-        table.add_column(heading, overflow="fold", no_wrap=heading not in ("", "name"))
+    for heading in ("name", "id", "kind", "state", "queue", "jobs", "since", "note"):
+        table.add_column(heading, overflow="fold", no_wrap=heading not in ("note", "name"))
     for row in rows:
         since = datetime.datetime.fromtimestamp(row["since"]).strftime("%Y-%m-%d %H:%M:%S")
         cells = [row["name"], row["id"], row["kind"], row["state"], row["queue"], str(row["jobs"])]
@@ -182,7 +188,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 @click.argument("name")
 @click.argument("workers", nargs=-1, required=True, metavar="N | GROUP=N …")
 def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
-    """Set how many workers a detached cluster has.
+    """Set how many workers a detached cluster has, and end adaptive scaling.
 
     With groups: hpcdask scale mine gpu=8 cpu=32
     """
@@ -190,8 +196,10 @@ def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
 
     wanted = dict(_wish(one) for one in workers)
     with attach(name, folder=base) as cluster:
+        if cluster.sync(cluster._ask, "stop_adapting"):
+            click.echo(f"{name}: adaptive scaling is off")
         cluster.scale(wanted.pop("", None), **wanted)
-        click.echo(f"{name}: {cluster.jobs().counts() or 'no jobs'}")
+        click.echo(f"{name}: jobs: {cluster.jobs().counts() or 'none'}")
 
 
 def _wish(text: str) -> tuple[str, int]:

@@ -119,8 +119,9 @@ class Control:
             self.ended.set_result(why)
 
     def _signalled(self, number: int) -> None:
-        name = signal.Signals(number).name
-        why = f"{name}, as a scheduler's job gets it that is cancelled or at its walltime"
+        why = signal.Signals(number).name
+        if detached.scheduler_job(self.folder) is not None:
+            why += ": its job was cancelled, or reached its walltime"
         self.end(why, SAVE_AT_SIGNAL_S)
 
     def _access(self) -> tuple[str, Security]:

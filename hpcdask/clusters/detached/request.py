@@ -154,7 +154,10 @@ def read_request(cls: type[JobCluster], keywords: dict[str, Any]) -> Making:
         raise UsageError("detached=True makes its own keys: leave security out")
     if scheduler_job is not None and local:
         raise UsageError("scheduler_job: this machine's jobs hang on it. Leave it out")
-    never_starts: type[JobCluster] = type(cls.__name__, (cls,), {"_start_now": lambda self: None})
+    if scheduler_job is not None and keywords.get("scheduler_options") is None:
+        keywords["scheduler_options"] = _options_on_node(cls, keywords)
+    parts = {"_start_now": lambda self: None, "_goes_to_node": scheduler_job is not None}
+    never_starts: type[JobCluster] = type(cls.__name__, (cls,), parts)
     preview = never_starts(**keywords, name=name)
     preview._exits.close()
     preview._instances.discard(preview)
@@ -171,6 +174,15 @@ def read_request(cls: type[JobCluster], keywords: dict[str, Any]) -> Making:
         dict(dask.config.config),
     )
     return Making(preview, request, scheduler, preview._base)
+
+
+def _options_on_node(cls: type[JobCluster], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The configured options of a scheduler, without the login node's interface."""
+    usual = import_job_class(cls.jobqueue).default_config_name()
+    config_name = keywords.get("config_name") or usual
+    with section(config_name, usual):
+        options = dask.config.get(f"jobqueue.{config_name}.scheduler-options", None) or {}
+    return {name: value for name, value in options.items() if name != "interface"}
 
 
 def _scheduler_job(

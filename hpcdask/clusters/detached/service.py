@@ -127,10 +127,12 @@ class Service:
         """See `JobCluster.adapt`."""
         self._adaptive = self.cluster.adapt(**bounds)
 
-    def on_stop_adapting(self) -> None:
-        """End adaptive scaling; the workers stay."""
-        if self._adaptive is not None:
-            self._adaptive.stop()
+    def on_stop_adapting(self) -> bool:
+        """End adaptive scaling; the workers stay. Whether there was any."""
+        adaptive, self._adaptive = self._adaptive, None
+        if adaptive is not None:
+            adaptive.stop()
+        return adaptive is not None
 
     def on_gpus(self) -> tuple[GpuState, ...]:
         """See `JobCluster.gpus`."""
