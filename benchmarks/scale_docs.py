@@ -44,7 +44,7 @@ class Row:
 LAUNCHES = (
     Row("dial_rank0_s", "rank 0: TLS handshake on the control line", MILLI, "ms"),
     Row("plan_rank0_s", "rank 0: report, plan, order", MILLI, "ms"),
-    Row("join_rank0_s", "rank 0: told of a registration", MILLI, "ms"),
+    Row("join_rank0_s", "rank 0: handling a registration", MILLI, "ms"),
     Row("end_rank0_s", "rank 0: the end", MILLI, "ms"),
     Row("plan_gpus_s", "the plan alone, with GPUs", MILLI, "ms"),
     Row("join_scheduler_s", "scheduler: registration", MILLI, "ms"),
@@ -55,17 +55,17 @@ LAUNCHES = (
     Row("scheduler_descriptors", "scheduler: descriptors", 1, ""),
     Row("beats_per_s", "heartbeats per second, all", 1, "", each=False),
     Row(
-        "beat_scheduler_share", "scheduler: share of a core by them, all", PERCENT, "%", each=False
+        "beat_scheduler_share", "scheduler: core share of heartbeats, all", PERCENT, "%", each=False
     ),
 )
 JOBS = (
     Row("submit_s", "submission", MICRO, "µs"),
-    Row("query_s", "question to the queue", MICRO, "µs"),
+    Row("query_s", "query of the queue", MICRO, "µs"),
     Row("reconcile_waiting_s", "one reconcile, jobs wait", MICRO, "µs"),
     Row("reconcile_running_s", "one reconcile, jobs run", MICRO, "µs"),
-    Row("survey_s", "survey, as of `hpcdask jobs`", MICRO, "µs"),
-    Row("join_steps_s", "all decisions while workers come", MILLI, "ms"),
-    Row("join_s", "all that while, with the scheduler", MILLI, "ms"),
+    Row("survey_s", "survey, as in `hpcdask jobs`", MICRO, "µs"),
+    Row("join_steps_s", "job control, while workers connect", MILLI, "ms"),
+    Row("join_s", "job control and scheduler, while workers connect", MILLI, "ms"),
     Row("closable_s", "choice of jobs to end", MICRO, "µs"),
     Row("shrink_s", "half of the jobs retire", MILLI, "ms"),
     Row("close_s", "close", MICRO, "µs"),

@@ -432,7 +432,10 @@ def test_the_citation_has_the_version():
 
 #: The file for all keys, and those of three kinds of site.
 SITE, *KINDS = [
-    text for language, text in BLOCK.findall(PAGES["docs/site-guide.md"]) if language == "yaml"
+    text
+    for page in ("docs/site-guide.md", "docs/sites.md")
+    for language, text in BLOCK.findall(PAGES[page])
+    if language == "yaml"
 ]
 
 
