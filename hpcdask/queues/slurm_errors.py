@@ -41,6 +41,7 @@ ADVICE = (
     (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
     (r"JobHeld", "Release them: scontrol release JOB"),
     (r"NotAvail|DRAINED", "Nodes: sinfo -R"),
+    (r"PartitionConfig|PartitionNodeLimit", 'What partitions have: sinfo -o "%P %D %c %m %G %l"'),
     (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),
     (r"time.?limit|--time", 'Time limits: sinfo -o "%P %l"'),
     (r"feature|constraint", 'Features: sinfo -o "%P %f"'),

@@ -207,7 +207,8 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
 
         assert not look("Resources", "Priority", "Dependency")
         assert not cluster.said
-        waits = "2 jobs wait, and may never start: PartitionConfig. Partitions: sinfo -s"
+        advice = 'What partitions have: sinfo -o "%P %D %c %m %G %l"'
+        waits = f"2 jobs wait, and may never start: PartitionConfig. {advice}"
         assert look("PartitionConfig", "PartitionConfig", "Priority") == waits
         assert cluster.said == [f"warning: {waits}"]
         assert look("PartitionConfig", "PartitionConfig", "PartitionConfig").startswith("3 jobs")
