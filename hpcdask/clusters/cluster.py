@@ -57,8 +57,6 @@ class JobCluster(JobLogs, Detachable):
     queue_name: ClassVar[str]
     jobqueue: ClassVar[tuple[str, str]]
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
-    #: Whether the scheduler will be started on a node, and not here.
-    _goes_to_node: ClassVar[bool] = False
     _making: asyncio.Future[ClusterFolder] | None = None
     _watchdog: Any = None
     _ending: asyncio.Future[None] | None = None
@@ -110,12 +108,10 @@ class JobCluster(JobLogs, Detachable):
             )
             self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
             self._read_folders(shared_temp_directory, job_keywords, config_name)
-            local = self.queue.is_local
-            chosen = read_scheduler_options(
-                scheduler_options, config_name, interface, local=local, on_node=self._goes_to_node
-            )
+            where = {"local": self.queue.is_local, "on_node": self._goes_to_node}
+            chosen = read_scheduler_options(scheduler_options, config_name, interface, **where)
         self._own_scheduler = ClusterScheduler(
-            scheduler_cls, chosen, security, local, self._say, self._port_range
+            scheduler_cls, chosen, security, where["local"], self._say, self._port_range
         )
         if any(group.n_workers for group in self.groups.values()):
             self.queue.check()

@@ -18,6 +18,8 @@ class Detachable(Scaling):
     _base: str | None
     _logs: str | None
     _folder: ClusterFolder | None = None
+    #: Whether the scheduler will be started on a node, and not here.
+    _goes_to_node: ClassVar[bool] = False
 
     def __new__(cls, n_workers: int = 0, *, detached: bool = False, **keywords: Any) -> Self:
         """A cluster of this process, or what is attached to a detached one."""

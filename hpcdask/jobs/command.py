@@ -64,11 +64,11 @@ def jobs(base: str | None, as_json: bool) -> None:
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def cleanup(base: str | None, clusters: tuple[str, ...], every: bool, yes: bool) -> None:
-    """Cancel jobs and remove keys that your clusters and runs left behind.
+    """Cancel jobs and remove keys that were left behind.
 
-    These are the clusters whose notebook has ended. A cluster whose notebook still runs is only
-    ended if you name it. A notebook on another host, or in a container, cannot be seen from here:
-    name its cluster, or use --all.
+    Runs that were killed leave keys, and clusters whose notebook has ended leave jobs, too. A
+    cluster whose notebook still runs is only ended if you name it. A notebook on another host, or
+    in a container, cannot be seen from here: name its cluster, or use --all.
 
     The exit code is 1 if jobs are left or a queueing system does not answer.
     """

@@ -34,7 +34,7 @@ PROGRAM = Path(__file__).parents[1] / "jobs" / "attached.py"
 #: A job that waits, for more GPUs than there are.
 WAITS = {"job_extra_directives": ["-l gpu=9"]}
 #: Why it ends when its job is warned: its shell sends SIGTERM as well.
-CANCELLED = "as a scheduler's job gets it that is cancelled"
+CANCELLED = "its job was cancelled, or reached its walltime"
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_made_attached_scaled_and_shut_down(user: Login):
     assert "running" in listed
     scheduler, *others = json.loads(user.hpcdask("jobs", "--json"))
     assert (scheduler["scheduler"], scheduler["state"]) == (True, "running")
-    assert {job["id"] for job in others} == {job.id for job in other.jobs()}
+    assert {row["job"] for row in others} == {job.id for job in other.jobs()}
     other.shutdown()
     assert user.gone()
     assert not all_states(user)

@@ -542,7 +542,7 @@ def test_a_partition_that_there_is_not_is_told_with_what_names_it(tmp_path, monk
     lines = ("invalid partition specified: gpus", "Batch job submission failed: Invalid partition")
     said = "invalid partition specified: gpus; Invalid partition. gpus is from "
     last = ". Script kept at /me/script.sh. Partitions: sinfo -s"
-    assert f"{said}the keyword queue or an option{last}" in str(refusal(*lines))
+    assert f"{said}queue=… or -q{last}" in str(refusal(*lines))
     file = tmp_path / "site.yaml"
     file.write_text("jobqueue: {slurm-gpu: {queue: gpus}}")
     monkeypatch.setattr(dask.config, "paths", [str(file)])

@@ -188,9 +188,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
 @click.argument("name")
 @click.argument("workers", nargs=-1, required=True, metavar="N | GROUP=N …")
 def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
-    """Set how many workers a detached cluster has, and end adaptive scaling.
+    """Set how many workers a detached cluster has.
 
-    With groups: hpcdask scale mine gpu=8 cpu=32
+    Adaptive scaling ends. With groups: hpcdask scale mine gpu=8 cpu=32
     """
     from .attached import attach
 
