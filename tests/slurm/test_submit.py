@@ -185,8 +185,8 @@ def test_a_job_that_no_partition_is_large_enough_for(login: Login):
     (login.folder / "train.py").write_text("")
     job = login.start("-N", "9", "--wait", *QUICK, "train.py")
     assert job.stderr is not None
-    told = "is pending (PartitionNodeLimit), and may never start. Partitions: sinfo -s\n"
-    wait_for(lambda: job.stderr.readline().endswith(told), 20, "a warning")
+    told = "is pending (PartitionNodeLimit), and may never start. What partitions have: sinfo -o "
+    wait_for(lambda: told in job.stderr.readline(), 20, "a warning")
     job.terminate()
     login.end(job, 143)
 
