@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.mpi
 def test_runs(tmp_path: Path):
-    assert chaos("runner", seed=29, out=tmp_path, episodes=3) == 0
+    assert chaos("runner", seed=29, out=tmp_path, episodes=2) == 0
 
 
 @pytest.mark.slurm

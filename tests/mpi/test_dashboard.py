@@ -11,7 +11,7 @@ import browser
 from launching import openmpi_launcher
 from running import Site
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.long]
 #: With HPCDASK_PICTURES set, the test takes it anew.
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "dashboard.png"
 #: The bars of the task stream.

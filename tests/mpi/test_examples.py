@@ -57,6 +57,7 @@ def test_a_wrong_result_is_a_failure(site: Site) -> None:
     assert "wrong: [(1, 70779), (2, 1), " in ended.err
 
 
+@pytest.mark.long
 def test_a_workload_is_a_program_too(site: Site) -> None:
     """It ended at once, with exit code 0 and no result."""
     argv = ["-m", "hpcdask.workloads.array", "--size", "8MB", "--repeats", "1"]
