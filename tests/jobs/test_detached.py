@@ -116,6 +116,10 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         adaptive = one.adapt(minimum=0, maximum=1, interval="200ms")
         wait_for(lambda: len(other.plan) <= 1, 60, "the other to see it")
         adaptive.stop()
+        one.adapt(minimum=0, maximum=0, interval="200ms")
+        assert hpcdask_cli("scale", "mine", "1").startswith("mine: adaptive scaling is off\n")
+        assert "adaptive" not in hpcdask_cli("scale", "mine", "1")
+        one.wait_for_workers(1, timeout=180)
         assert "mine" in repr(one)
         assert "Jobs:" in other._repr_html_()
         with pytest.raises(UsageError, match="maximum"):
