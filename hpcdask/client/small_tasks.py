@@ -4,8 +4,8 @@ The scheduler queues tasks that nothing has to be fetched for, and sends a worke
 it has finished one. For tasks of a millisecond, that costs more than they do: their messages, and
 the time in which the worker waits. What is long or holds memory is sent as ever.
 
-A worker gets tasks that follow each other. dask gives them to one worker after the other, so that
-a sum of neighbours has to fetch most of them.
+A worker gets several that follow each other. dask deals them out in turn, one to each worker, so
+that a sum of neighbours has to fetch most of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ class SmallTasks(SchedulerPlugin):
         if not scheduler.queued:
             return
         self._events += 1
-        if not small or scheduler.idle or 2 * self._events > GROUP * scheduler.total_nthreads:
+        if (
+            not small
+            or 2 * self._events > GROUP * scheduler.total_nthreads
+            or scheduler.idle
+            or not all(map(_unfinished, scheduler.idle_task_count))
+        ):
             self._events = 0
             fill = partial(self._fill, stimulus_id=stimulus_id)
             if small and len(scheduler.queued) > GROUP * scheduler.total_nthreads:
@@ -82,5 +87,10 @@ class SmallTasks(SchedulerPlugin):
         return [
             worker
             for worker in self._scheduler.idle_task_count
-            if 2 * len(worker.processing) <= GROUP * worker.nthreads
+            if 2 * _unfinished(worker) <= GROUP * worker.nthreads
         ]
+
+
+def _unfinished(worker: Any) -> int:
+    """Tasks a worker has, but for those that left its threads to wait for others."""
+    return len(worker.processing) - len(worker.long_running)

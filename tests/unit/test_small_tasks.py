@@ -9,7 +9,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, worker_client
 
 from hpcdask.client import small_tasks
 from hpcdask.client.small_tasks import GROUP, SmallTasks
@@ -95,6 +95,20 @@ def test_tasks_that_follow_each_other_go_to_the_same_worker():
         changes = sum(one is not other for one, other in pairwise(places))
         assert len(set(places)) == 2
         assert changes < len(places) / 4
+
+
+def parent(count: int) -> int:
+    with worker_client() as client:
+        return sum(client.gather(client.map(small, range(count), pure=False)))
+
+
+def test_tasks_that_wait_for_small_ones_do_not_keep_them_from_a_worker(cluster: LocalCluster):
+    """They count for the scheduler as unfinished, and would wait for ever."""
+    watched(cluster)
+    compute(cluster, small)
+    with Client(cluster) as client:
+        parents = client.map(parent, [50] * 45, pure=False)
+        assert client.gather(parents) == [sum(range(50))] * 45
 
 
 @pytest.mark.parametrize("function", [large, long])
