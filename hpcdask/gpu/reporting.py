@@ -1,6 +1,6 @@
 """How workers tell the scheduler of their GPUs, through distributed's worker metrics.
 
-A worker says which GPU it has once it is warm. From the first one on the scheduler has a
+A worker says which GPU it has as soon as it is connected. From the first one on the scheduler has a
 `hpcdask.gpu.monitor.GpuMonitor`, which has one worker of each node sample all GPUs there.
 """
 

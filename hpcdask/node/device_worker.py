@@ -109,11 +109,11 @@ class DeviceWorker(PeerWorker):
 
     async def _warm(self) -> None:
         """Exchange with peers first, which shows how fast they are, then load what tasks need."""
+        if self._reporter is not None:  # at once: GPU hours count from here
+            self._reporter.announce()
         await super()._warm()
         if self.on_device and self.status in WORKING:
             self._first_use.start()
-            if self._reporter is not None:
-                self._reporter.announce()
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""

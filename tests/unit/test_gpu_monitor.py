@@ -22,6 +22,7 @@ import hpcdask
 from hpcdask.bench import gpus
 from hpcdask.clusters import display
 from hpcdask.clusters.display import JobTable
+from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import reporting, samples
@@ -29,6 +30,7 @@ from hpcdask.gpu.monitor import GpuMonitor, Moment, assign
 from hpcdask.gpu.reporting import METRIC, GpuReporter, expect_gpus, monitor_of, usage_lines
 from hpcdask.gpu.table import GpuTable
 from hpcdask.node.channel import MessageStream
+from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.runner import protocol, scheduler_process
 from hpcdask.runner import scheduler as scheduler_main
 from hpcdask.runner.events import Events
@@ -120,6 +122,21 @@ def test_one_worker_of_a_node_samples_all_that_it_sees():
     confined = {("w0", "b"), ("w0", "c")}
     assert assign(uuids, hosts, confined) == {"w0": ["a"], "w1": ["b"], "w2": ["c"], "w3": ["d"]}
     assert assign({}, {}, ()) == {}
+
+
+def test_a_worker_tells_of_its_gpu_before_it_gets_warm(monkeypatch):
+    """GPU hours count from there, and warming may take long."""
+    told = []
+
+    async def warm(_worker: PeerWorker) -> None:
+        told.append("warm")
+
+    monkeypatch.setattr(PeerWorker, "_warm", warm)
+    worker = object.__new__(DeviceWorker)
+    worker.on_device = False  # nothing to load
+    worker._reporter = SimpleNamespace(announce=lambda: told.append("GPU"))
+    asyncio.run(worker._warm())
+    assert told == ["GPU", "warm"]
 
 
 def test_from_nvml_to_the_table(nvml):
