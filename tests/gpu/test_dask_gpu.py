@@ -1,6 +1,9 @@
 """dask's own tests of CuPy arrays, computed on a cluster; what fails without one does not count.
 
 All of them take longer than ten minutes, so a drawn part runs, for `SECONDS` (in the environment).
+
+Their arrays have names of their own here. Many tests call theirs "A", and on any cluster one can
+get what is left of the "A" of another.
 """
 
 from __future__ import annotations
@@ -19,9 +22,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 #: `assert_eq` computes with the synchronous scheduler, unless it is told another one.
 PROGRAM = """
-import functools, json, random, sys, time
+import functools, itertools, json, random, sys, time
+import dask.array as da
 import dask.array.utils as utils
 import pytest
+
+def from_array(x, *args, real=da.from_array, count=itertools.count(), **kwargs):
+    if isinstance(kwargs.get("name"), str):
+        kwargs["name"] += f"-{next(count)}"
+    return real(x, *args, **kwargs)
+
+da.from_array = from_array
 
 class Failures:
     def __init__(self, seconds):
