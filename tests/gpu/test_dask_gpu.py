@@ -1,6 +1,6 @@
 """dask's own tests of CuPy arrays, computed on a cluster; what fails without one does not count.
 
-All of them take longer than ten minutes, so a drawn part runs, for `SECONDS` (in the environment).
+All of them take longer than ten minutes, so as many as `TESTS` in the environment are drawn.
 
 Their arrays have names of their own here. Many tests call theirs "A", and on any cluster one can
 get what is left of the "A" of another.
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 #: `assert_eq` computes with the synchronous scheduler, unless it is told another one.
 PROGRAM = """
-import functools, itertools, json, random, sys, time
+import functools, itertools, json, random, sys
 import dask.array as da
 import dask.array.utils as utils
 import pytest
@@ -35,21 +35,19 @@ def from_array(x, *args, real=da.from_array, count=itertools.count(), **kwargs):
 da.from_array = from_array
 
 class Failures:
-    def __init__(self, seconds):
-        self.failed, self.passed, self.end = [], 0, time.monotonic() + seconds
+    def __init__(self, count):
+        self.failed, self.passed, self.count = [], 0, count
     def pytest_collection_modifyitems(self, items):
         random.Random(1).shuffle(items)
+        items[:] = items[: self.count]
         self.path = {item.nodeid: f"{item.path}::{item.nodeid.split('::', 1)[1]}" for item in items}
-    def pytest_runtest_teardown(self, item):
-        if time.monotonic() > self.end:
-            item.session.shouldstop = "the time is over"
     def pytest_runtest_logreport(self, report):
         self.passed += report.passed and report.when == "call"
         if report.failed:
             self.failed.append(self.path[report.nodeid])
 
-def run(tests, seconds):
-    seen = Failures(seconds)
+def run(tests, count=None):
+    seen = Failures(count)
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", "/dev/null"]
     options += ["--durations=10"]
     pytest.main([*options, *tests], plugins=[seen])
@@ -58,12 +56,11 @@ def run(tests, seconds):
 from distributed import Client
 with Client() as client:
     utils.assert_eq = functools.partial(utils.assert_eq, scheduler=client)
-    seen = run(sys.argv[3:], float(sys.argv[2]))
-    workers = len(client.nthreads())
+    seen = run(sys.argv[3:], int(sys.argv[2]))
 utils.assert_eq = utils.assert_eq.func
 for name in [name for name in sys.modules if ".test_cupy_" in name]:
     del sys.modules[name]
-alone = run(seen.failed, 60).failed if seen.failed else []
+alone = run(seen.failed).failed if seen.failed else []
 with open(sys.argv[1], "w") as file:
     json.dump({"passed": seen.passed, "failed": sorted({*seen.failed} - {*alone})}, file)
 """
@@ -74,11 +71,11 @@ def test_dask_s_tests_of_cupy_pass_on_a_cluster(gpus: list[Gpu], tmp_path: Path)
     assert tests
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    seconds = os.environ.get("SECONDS", "60")
-    arguments = [str(tmp_path / "seen.json"), seconds, *tests]
-    done = launch(1, str(program), *arguments, timeout=float(seconds) + 180)
+    count = os.environ.get("TESTS", "60")
+    arguments = [str(tmp_path / "seen.json"), count, *tests]
+    done = launch(1, str(program), *arguments, timeout=300)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["failed"] == [], done.stdout
-    assert seen["passed"] > 20, done.stdout
+    assert seen["passed"] > int(count) / 2, done.stdout  # some are skipped
