@@ -18,7 +18,7 @@ from hpcdask.errors import QueueError, Refused, UsageError
 
 from .commands import NOTHING, Commands
 from .helpers import AGAIN, parse_clock, words
-from .job_state import QueueStatus
+from .job_state import WAITING, QueueStatus
 from .script import first_number, option_values, quoted_header, render
 
 #: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
@@ -312,6 +312,13 @@ class Queue(Commands, ABC):
     def lasting(cls, reason: str) -> str | None:
         """What to do about jobs that wait for this reason; None where that ends by itself."""
         return cls.advice if re.search(r"\bheld\b|never run", reason, re.I) else None
+
+    @classmethod
+    def judge(cls, seen: QueueStatus, words: str) -> str:
+        """Add to words about a job that it may never start, and what to do, where that is so."""
+        if seen.state not in WAITING or (advice := cls.lasting(seen.reason)) is None:
+            return words
+        return ". ".join(filter(None, [f"{words}, and may never start", advice]))
 
     # Running commands
 

@@ -112,9 +112,7 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
             words = f"{error}; asking again"
         if seen:
             shown = time.monotonic()
-            words = _state(job_id, seen)
-            if seen.state in WAITING and (advice := queue.lasting(seen.reason)) is not None:
-                words = ". ".join(filter(None, [f"{words}, and may never start", advice]))
+            words = queue.judge(seen, _state(job_id, seen))
         elif time.monotonic() > shown + MISSING_S:
             raise QueueError(
                 f"{queue.title} does not show job {job_id} any more, and how it ended is not "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -69,3 +70,19 @@ def test_a_runner_lets_its_rank_write_profiles(
             runner._line, runner._process = line, process
             runner.close()
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(signal.SIGTERM, "srun -K"), (signal.SIGKILL, "memory")]
+)
+def test_a_runner_whose_rank_was_killed_says_what_that_may_mean(
+    number: signal.Signals, hint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(device="cpu")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(number)
+        runner._process = process
+        assert runner._wait() == 128 + number
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"this rank was killed by {number.name}." in line
+    assert hint in line

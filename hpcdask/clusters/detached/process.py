@@ -20,7 +20,7 @@ from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
-from hpcdask.queues.job_state import OVER, WAITING
+from hpcdask.queues.job_state import OVER
 from hpcdask.queues.registry import queue_class
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.security.private import write_private
@@ -207,8 +207,5 @@ async def _waiting(folder: ClusterFolder) -> str:
         seen = (await queue.query([job_id])).get(job_id)
         if seen is not None and seen.state not in OVER:
             reason = f" ({seen.reason})" if seen.reason else ""
-            words = f"the scheduler's job {job_id} is {seen.state}{reason}"
-            if seen.state in WAITING and (advice := queue.lasting(seen.reason)) is not None:
-                words = ". ".join(filter(None, [f"{words}, and may never start", advice]))
-            return words
+            return queue.judge(seen, f"the scheduler's job {job_id} is {seen.state}{reason}")
     return ""
