@@ -50,7 +50,8 @@ class Options(argparse.Namespace):
     ) -> None:
         """Time `run` several times, with what `prepare` makes, and print a line for each.
 
-        After `--seconds` no further one starts. `nbytes` is the size of the data.
+        After `--seconds` no further one starts, but for the second. `nbytes` is the size of the
+        data.
         """
         start = time.perf_counter()
         for number in range(self.runs):
@@ -60,7 +61,7 @@ class Options(argparse.Namespace):
             seconds = time.perf_counter() - began
             report(seconds, check(result), run=number, nbytes=nbytes)
             given = result = None
-            if time.perf_counter() - start > self.seconds:
+            if number and time.perf_counter() - start > self.seconds:
                 break
 
 
@@ -71,7 +72,7 @@ def parse(**defaults: int | str | None) -> Options:
     parser.add_argument("--sizes", choices=["gpu", "cpu"], help="the default is as the device")
     parser.add_argument("--workers", type=int, default=1, help="wait for so many")
     parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=40, help="start no run after these")
+    parser.add_argument("--seconds", type=float, default=40, help="start no third run after these")
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", default=value, type=int if isinstance(value, int) else str)
     options = parser.parse_args(namespace=Options())

@@ -30,7 +30,7 @@ from hpcdask.process import mark, marks
 from hpcdask.security import ports
 from hpcdask.upstream.distributed_p2p import ArrayRechunkSpec
 
-from . import forkserver
+from . import early_imports, forkserver
 from .observe import make_observable
 from .profiling import task_range
 
@@ -89,7 +89,13 @@ class DeviceWorker(PeerWorker):
         if bind_gpu is not None:
             self._reporter = GpuReporter(self, bind_gpu)
         self.handlers[LOOK] = self._tell_work
+        self.stream_handlers[early_imports.IMPORT] = self._import
         send_at_once(self.batched_stream)
+
+    def _import(self, module: str) -> None:
+        """Load what the program imports; on a GPU this waits for the first exchange."""
+        if not self.on_device:
+            early_imports.load(module)
 
     def _tell_work(self) -> dict[str, Any]:
         """What it runs, and since when, for who looks at the cluster from outside."""

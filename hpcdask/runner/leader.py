@@ -272,7 +272,7 @@ class Leader:
 
     async def _watch(self) -> int:
         """From ready to the end of the program, or of the cluster."""
-        self.program.start(self.address, self.wanted.on_device)
+        self.program.start(self.address, self.wanted.on_device, self.scheduler.import_module)
         lost = False
         while True:
             event = await self.events.get()

@@ -104,6 +104,13 @@ class StartScheduler(Message):
 
 
 @dataclass(frozen=True)
+class ImportModule(Message):
+    """The program imports this: so should the scheduler and the workers."""
+
+    module: str
+
+
+@dataclass(frozen=True)
 class TellGpuUsage(Message):
     """Say what the GPUs did: the run ends."""
 

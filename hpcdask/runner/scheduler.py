@@ -18,6 +18,7 @@ from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
 from hpcdask.logs import set_log_level
+from hpcdask.node import early_imports
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.node.observe import make_observable
@@ -119,8 +120,11 @@ async def _main(sock: socket.socket) -> None:
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
     while (received := await channel.receive()) is not None:
-        set_log_level("CRITICAL")
         order = protocol.read(received)
+        if isinstance(order, protocol.ImportModule):
+            early_imports.load_everywhere(scheduler, order.module)
+            continue
+        set_log_level("CRITICAL")
         if isinstance(order, protocol.TellGpuUsage):
             await refresh(scheduler)
             channel.send(**protocol.GpuUsageTold(usage_lines(scheduler)).to_json())

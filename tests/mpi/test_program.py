@@ -259,6 +259,33 @@ print(MPI.Is_initialized(), *Client().run(initialized).values())
 """
 
 
+IMPORTS_ARRAYS = """
+import sys, time
+from distributed import Client
+client = Client()
+def loaded():
+    import sys
+    return "dask.array" in sys.modules
+def everywhere():
+    return [client.run_on_scheduler(loaded), *client.run(loaded).values()]
+assert not any(everywhere())
+import dask.array
+deadline = time.monotonic() + 60
+while not all(everywhere()) and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(len(everywhere()), all(everywhere()), dask.array.ones(4).sum().compute())
+"""
+
+
+@under("openmpi", "alone")
+def test_what_computes_arrays_loads_them_while_the_program_does(site: Site):
+    """The first graph waited for that."""
+    (site.folder / "imports.py").write_text(IMPORTS_ARRAYS)
+    ended = site.run("imports.py", find=False)
+    assert ended.code == 0, str(ended)
+    assert ended.out.splitlines()[-1].endswith("True 4.0"), str(ended)
+
+
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_importing_mpi4py_does_not_wait_for_the_other_ranks(site: Site):
     (site.folder / "imports.py").write_text(MPI_PROGRAM)
