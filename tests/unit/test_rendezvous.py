@@ -68,6 +68,7 @@ MESSAGES = [
     protocol.WorkerWarm({"name": "n1-0", "links": []}),
     protocol.SchedulerClosed(),
     protocol.TakenIn(),
+    protocol.ImportModule("dask.array"),
     protocol.TellGpuUsage(),
     protocol.GpuUsageTold(["GPUs: 8 x H200"]),
 ]
