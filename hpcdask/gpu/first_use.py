@@ -1,14 +1,14 @@
-"""What a worker's first Dask task would wait for, loaded while the program still starts.
+"""What a worker's first Dask task would wait for, used once while the program still starts.
 
-In a fresh process on an H100, dask.array takes 1.4 s to import, and the first use of twenty usual
-operations of CuPy 0.9 s with a filled kernel cache and 4 s with an empty one. A thread does both
-once, and ends with the first Dask task: what is left then is left to the Dask tasks.
+On an H100, the first use of twenty usual operations of CuPy takes 0.9 s with a filled kernel cache
+and 4 s with an empty one. A thread uses them once, and ends with the first Dask task: what is left
+then is left to the Dask tasks. Before that, `hpcdask.node.early_imports` loads `MODULES`, which
+take 1.4 s to import.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator
 
@@ -16,10 +16,15 @@ from hpcdask.upstream.cupy import import_cupy
 
 #: What a Dask task with arrays imports; the second comes with numba.
 MODULES = ("dask.array", "distributed.protocol.cupy")
+#: What the scheduler has a worker do.
+IMPORT = "hpcdask-import"
 
 
 class FirstUse:
-    """A thread that uses libraries and kernels of the device once, until it is stopped."""
+    """A thread that uses libraries and kernels of the device once, until it is stopped.
+
+    It imports nothing that a Dask task could be unpickled from at the same time.
+    """
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -52,11 +57,8 @@ def _steps() -> Iterator[None]:
 
     Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
     """
-    cupy = import_cupy()  # first: the modules import it, too
+    cupy = import_cupy()
     yield
-    for module in MODULES:
-        importlib.import_module(module)
-        yield
     random = cupy.random.RandomState(1)
     for dtype in ("f8", "f4"):
         x = random.random_sample((64, 64), dtype)

@@ -22,7 +22,7 @@ from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, make_context
-from hpcdask.gpu.first_use import FirstUse
+from hpcdask.gpu.first_use import IMPORT, FirstUse
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.logs import say, set_log_level, sign_lines
@@ -89,13 +89,16 @@ class DeviceWorker(PeerWorker):
         if bind_gpu is not None:
             self._reporter = GpuReporter(self, bind_gpu)
         self.handlers[LOOK] = self._tell_work
-        self.stream_handlers[early_imports.IMPORT] = self._import
+        self.stream_handlers[IMPORT] = self._import
+        if bind_gpu is None:  # on a GPU, it waits for the first exchange
+            self.startup_information[IMPORT] = lambda worker: True
         send_at_once(self.batched_stream)
 
-    def _import(self, module: str) -> None:
-        """Load what the program imports; on a GPU this waits for the first exchange."""
-        if not self.on_device:
-            early_imports.load(module)
+    async def _import(self, modules: Sequence[str]) -> None:
+        """Import what Dask tasks will need. Those that come wait until this returns."""
+        await early_imports.load(*modules)
+        if self.on_device:
+            self._first_use.start()
 
     def _tell_work(self) -> dict[str, Any]:
         """What it runs, and since when, for who looks at the cluster from outside."""
@@ -114,12 +117,12 @@ class DeviceWorker(PeerWorker):
         }
 
     async def _warm(self) -> None:
-        """Exchange with peers first, which shows how fast they are, then load what tasks need."""
+        """Exchange with peers first, which shows how fast they are, then import."""
         if self._reporter is not None:  # at once: GPU hours count from here
             self._reporter.announce()
         await super()._warm()
-        if self.on_device and self.status in WORKING:
-            self._first_use.start()
+        if self._reporter is not None and self.status in WORKING:
+            self._reporter.announce(warm=True)
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""

@@ -12,19 +12,18 @@ import importlib
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+from hpcdask.gpu.first_use import IMPORT
+from hpcdask.upstream import distributed
 from hpcdask.upstream.cupy import import_cupy
 
 MODULES = frozenset({"dask.array", "dask.dataframe"})
 #: Where the program tells its rank, in the rank's folder, and by what kind of socket.
 SOCKET, KIND = "imports", (socket.AF_UNIX, socket.SOCK_DGRAM)
-#: What the scheduler has its workers do.
-IMPORT = "hpcdask-import"
 
 
 class _Watch(MetaPathFinder):
@@ -40,7 +39,8 @@ class _Watch(MetaPathFinder):
         """See `MetaPathFinder`."""
         if name in MODULES and name not in self._told:
             self._told.add(name)
-            with contextlib.suppress(OSError), socket.socket(*KIND) as sock:
+            # whatever happens here, the program's import goes on
+            with contextlib.suppress(Exception), socket.socket(*KIND) as sock:
                 sock.setblocking(False)
                 sock.sendto(name.encode(), os.path.join(self._folder, SOCKET))
 
@@ -73,21 +73,41 @@ def listen(folder: str, call: Callable[[str], None]) -> None:
         asyncio.get_running_loop().add_reader(sock, heard)
 
 
-def load_everywhere(scheduler: Any, module: str) -> None:
-    """Load it here and in the workers."""
-    load(module)
-    for address in scheduler.workers:
-        scheduler.worker_send(address, {"op": IMPORT, "module": module})
+class EarlyImports:
+    """The scheduler's side: it imports, and has its workers on the CPU do so.
+
+    Threads that import a package and one of its modules at the same time can both fail: they take
+    what they wait for as imported. So neither graphs nor Dask tasks are unpickled meanwhile.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._importing = asyncio.Lock()
+        distributed.before_graphs(scheduler, self._wait)
+
+    async def _wait(self) -> None:
+        async with self._importing:
+            pass
+
+    async def load(self, module: str) -> None:
+        """Load one of `MODULES` here and in the workers."""
+        if module not in MODULES:
+            return
+        for address, worker in self._scheduler.workers.items():
+            if IMPORT in worker.extra:
+                self._scheduler.worker_send(address, {"op": IMPORT, "modules": [module]})
+        async with self._importing:
+            await load(module)
 
 
-def load(module: str) -> None:
-    """Load it in a thread; what fails here will say so when it is needed."""
+async def load(*modules: str) -> None:
+    """Load them in a thread; what fails here will say so when it is needed."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
             import_cupy()  # first, as everywhere
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
+        for module in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
 
-    if module in MODULES:
-        threading.Thread(target=run, name="early-import", daemon=True).start()
+    await asyncio.to_thread(run)

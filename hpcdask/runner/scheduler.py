@@ -18,8 +18,8 @@ from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
 from hpcdask.logs import set_log_level
-from hpcdask.node import early_imports
 from hpcdask.node.channel import MessageStream
+from hpcdask.node.early_imports import EarlyImports
 from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.node.observe import make_observable
 from hpcdask.security import listening, webserver
@@ -119,10 +119,12 @@ async def _main(sock: socket.socket) -> None:
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
+    imports = EarlyImports(scheduler)
+    loads: list[asyncio.Task[None]] = []  # the loop forgets tasks that nobody has
     while (received := await channel.receive()) is not None:
         order = protocol.read(received)
         if isinstance(order, protocol.ImportModule):
-            early_imports.load_everywhere(scheduler, order.module)
+            loads.append(asyncio.create_task(imports.load(order.module)))
             continue
         set_log_level("CRITICAL")
         if isinstance(order, protocol.TellGpuUsage):

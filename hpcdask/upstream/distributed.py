@@ -6,10 +6,10 @@ asked for at run time: tests/unit/test_upstream.py finds them in distributed's s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from .parts import require
+from .parts import refuse, require
 
 Result = TypeVar("Result")
 
@@ -84,6 +84,20 @@ def fill_in_turn(scheduler: Any, workers: Iterable[Any], fill: Callable[[], None
         scheduler.idle_task_count = free
         for worker in workers:
             scheduler.check_idle_saturated(worker)
+
+
+def before_graphs(scheduler: Any, wait: Callable[[], Awaitable[None]]) -> None:
+    """Have graphs wait for this before they are unpickled, and what their clients send later."""
+    handlers = scheduler.stream_handlers
+    if "update-graph" not in handlers:
+        refuse(SEEN, "Scheduler.stream_handlers: update-graph")
+    known = handlers["update-graph"]
+
+    async def update_graph(**message: Any) -> None:
+        await wait()
+        await known(**message)
+
+    handlers["update-graph"] = update_graph
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:

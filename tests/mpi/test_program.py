@@ -286,6 +286,31 @@ def test_what_computes_arrays_loads_them_while_the_program_does(site: Site):
     assert ended.out.splitlines()[-1].endswith("True 4.0"), str(ended)
 
 
+COMPUTES_MEANWHILE = """
+import sys, time
+watch = next(one for one in sys.meta_path if type(one).__module__ == "hpcdask.node.early_imports")
+sys.meta_path.remove(watch)
+import dask.array
+from distributed import Client
+client = Client()
+assert not client.run_on_scheduler(lambda: "dask.array" in sys.modules)
+watch.find_spec("dask.array", None)
+time.sleep(float(sys.argv[1]))
+print((dask.array.ones(10, chunks=5) + 1).sum().compute())
+"""
+
+
+@under("alone")
+@pytest.mark.parametrize("seconds", ["0", "0.1", "0.3"])
+def test_a_graph_that_comes_while_they_load(site: Site, seconds: str):
+    """Scheduler and workers unpickled it, and imported parts of a package that was not whole."""
+    (site.folder / "imports.py").write_text(COMPUTES_MEANWHILE)
+    ended = site.run("imports.py", seconds, find=False)
+    assert ended.code == 0, str(ended)
+    assert ended.out == "20.0\n"
+    assert not ended.foreign_lines, str(ended)
+
+
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_importing_mpi4py_does_not_wait_for_the_other_ranks(site: Site):
     (site.folder / "imports.py").write_text(MPI_PROGRAM)

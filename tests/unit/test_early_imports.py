@@ -7,10 +7,14 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hpcdask.errors import HpcdaskError
+from hpcdask.gpu.first_use import IMPORT
 from hpcdask.node import early_imports
+from launching import until
 
 MODULE, OTHER = "seldom_used", "hardly_used"
 
@@ -60,14 +64,57 @@ def test_a_folder_whose_path_is_too_long_for_a_socket(module: Path) -> None:
 
 def test_what_is_loaded_is_there_in_the_end() -> None:
     code = """
-import sys, threading
+import asyncio, sys
+from hpcdask.gpu.first_use import IMPORT
 from hpcdask.node import early_imports
-early_imports.load("dask.array")
-early_imports.load("antigravity")
-for thread in threading.enumerate():
-    if thread.name == "early-import":
-        thread.join(60)
-print("dask.array" in sys.modules, "antigravity" in sys.modules)
+asyncio.run(early_imports.load("no_such_module", "dask.array"))
+print("dask.array" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True False\n", done.stderr
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_graphs_wait_and_only_workers_that_can_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is unpickled meanwhile imports modules of a package that is not whole yet."""
+
+    async def run() -> None:
+        graphs: asyncio.Queue[int] = asyncio.Queue()
+        sent, whole = [], asyncio.Event()
+
+        async def load(module: str) -> None:
+            assert module == MODULE
+            await whole.wait()
+
+        async def update_graph(number: int) -> None:
+            graphs.put_nowait(number)
+
+        monkeypatch.setattr(early_imports, "load", load)
+        monkeypatch.setattr(early_imports, "MODULES", {MODULE})
+        able = SimpleNamespace(extra={IMPORT: True})
+        scheduler = SimpleNamespace(
+            workers={"a": able, "b": SimpleNamespace(extra={})},
+            worker_send=lambda *message: sent.append(message),
+            stream_handlers={"update-graph": update_graph},
+        )
+        imports = early_imports.EarlyImports(scheduler)
+        handler = scheduler.stream_handlers["update-graph"]
+        await handler(number=1)
+        assert graphs.get_nowait() == 1
+        loading = asyncio.create_task(imports.load(MODULE))
+        await until(lambda: sent, 30, "the worker is told")
+        assert sent == [("a", {"op": IMPORT, "modules": [MODULE]})]
+        graph = asyncio.create_task(handler(number=2))
+        _, pending = await asyncio.wait([graph, loading], timeout=0.2)
+        assert pending == {graph, loading}
+        assert graphs.empty()
+        whole.set()
+        async with asyncio.timeout(30):
+            await asyncio.gather(graph, loading)
+        assert graphs.get_nowait() == 2
+
+    asyncio.run(run())
+
+
+def test_a_distributed_without_that_message_is_refused() -> None:
+    with pytest.raises(HpcdaskError, match="update-graph"):
+        early_imports.EarlyImports(SimpleNamespace(stream_handlers={}))

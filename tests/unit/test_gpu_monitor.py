@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from distributed import Client, Scheduler, Worker
+from distributed.core import Status
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest, HTTPResponse
 
 import browser
@@ -26,9 +27,11 @@ from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import reporting, samples
+from hpcdask.gpu.first_use import IMPORT
 from hpcdask.gpu.monitor import GpuMonitor, Moment, assign
 from hpcdask.gpu.reporting import METRIC, GpuReporter, expect_gpus, monitor_of, usage_lines
 from hpcdask.gpu.table import GpuTable
+from hpcdask.node import early_imports
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.runner import protocol, scheduler_process
@@ -133,10 +136,40 @@ def test_a_worker_tells_of_its_gpu_before_it_gets_warm(monkeypatch):
 
     monkeypatch.setattr(PeerWorker, "_warm", warm)
     worker = object.__new__(DeviceWorker)
-    worker.on_device = False  # nothing to load
-    worker._reporter = SimpleNamespace(announce=lambda: told.append("GPU"))
+    worker._status = Status.running
+    worker._reporter = SimpleNamespace(announce=lambda warm=False: told.append(warm))
     asyncio.run(worker._warm())
-    assert told == ["GPU", "warm"]
+    assert told == [False, "warm", True]
+
+
+def test_a_worker_that_is_warm_is_told_to_import(nvml):
+    """Its scheduler has to tell it: what comes after that message waits."""
+
+    async def run() -> None:
+        async with cluster("GPU-a") as (scheduler, workers):
+            told: list[list[str]] = []
+            workers[0].stream_handlers[IMPORT] = lambda modules: told.append(list(modules))
+            event = {"worker": workers[0].address, "uuid": "GPU-a", "warm": True}
+            workers[0].log_event(reporting.TOPIC, event)
+            await until(lambda: told, 30, "the order")
+            assert told == [["dask.array", "distributed.protocol.cupy"]]
+            assert list(monitor_of(scheduler)._uuids) == [workers[0].address]
+
+    asyncio.run(run())
+
+
+def test_a_gpu_worker_imports_before_it_uses_the_device(monkeypatch):
+    did = []
+
+    async def load(*modules: str) -> None:
+        did.append(modules)
+
+    monkeypatch.setattr(early_imports, "load", load)
+    worker = object.__new__(DeviceWorker)
+    worker.on_device = True
+    worker._first_use = SimpleNamespace(start=lambda: did.append("start"))
+    asyncio.run(worker._import(["a", "b"]))
+    assert did == [("a", "b"), "start"]
 
 
 def test_from_nvml_to_the_table(nvml):
