@@ -23,7 +23,7 @@ IMPORT = "hpcdask-import"
 class FirstUse:
     """A thread that uses libraries and kernels of the device once, until it is stopped.
 
-    It imports nothing that a Dask task could be unpickled from at the same time.
+    What Dask tasks are unpickled from was imported before: in two threads at once, both can fail.
     """
 
     def __init__(self) -> None:
