@@ -95,7 +95,12 @@ class DeviceWorker(PeerWorker):
         send_at_once(self.batched_stream)
 
     async def _import(self, modules: Sequence[str]) -> None:
-        """Import what Dask tasks will need. Those that come wait until this returns."""
+        """Import what Dask tasks will need. Those that come wait until this returns.
+
+        If some run already, they import for themselves: see `EarlyImports`.
+        """
+        if self.state.all_running_tasks:
+            return
         await early_imports.load(*modules)
         if self.on_device:
             self._first_use.start()

@@ -65,7 +65,6 @@ def test_a_folder_whose_path_is_too_long_for_a_socket(module: Path) -> None:
 def test_what_is_loaded_is_there_in_the_end() -> None:
     code = """
 import asyncio, sys
-from hpcdask.gpu.first_use import IMPORT
 from hpcdask.node import early_imports
 asyncio.run(early_imports.load("no_such_module", "dask.array"))
 print("dask.array" in sys.modules)

@@ -167,7 +167,11 @@ def test_a_gpu_worker_imports_before_it_uses_the_device(monkeypatch):
     monkeypatch.setattr(early_imports, "load", load)
     worker = object.__new__(DeviceWorker)
     worker.on_device = True
+    worker.state = SimpleNamespace(all_running_tasks={"one"})
     worker._first_use = SimpleNamespace(start=lambda: did.append("start"))
+    asyncio.run(worker._import(["a", "b"]))
+    assert not did, "a Dask task may be importing"
+    worker.state.all_running_tasks.clear()
     asyncio.run(worker._import(["a", "b"]))
     assert did == [("a", "b"), "start"]
 
