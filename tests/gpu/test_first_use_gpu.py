@@ -64,6 +64,25 @@ while not any(client.run(ends).values()):
 print("stopped")
 """
 
+MEANWHILE = """
+import importlib, time
+from distributed import Client
+class Part:
+    def __reduce__(self):
+        return importlib.import_module, ("dask.array.linalg",)
+client = Client()
+client.run_on_scheduler(importlib.import_module, "dask.array.linalg")
+def state(dask_worker):
+    import sys
+    if dask_worker._first_use._thread.ident is not None:
+        return "over"
+    return "importing" if "dask.array" in sys.modules else "not yet"
+while (states := set(client.run(state).values())) == {"not yet"}:
+    time.sleep(0.001)
+print(*states & {"importing"})
+print(*client.gather(client.map(getattr, [Part()] * 4, ["__name__"] * 4, pure=False)))
+"""
+
 
 def test_memory_is_given_back(gpus: list[Gpu]):
     done = subprocess.run(
@@ -88,3 +107,13 @@ def test_workers_load_until_a_dask_task_comes(
     done = launch(1, str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout == said
+
+
+def test_a_dask_task_that_comes_while_a_worker_imports(gpus: list[Gpu], tmp_path: Path):
+    """Its parts were unpickled from a package that was not whole, and the worker ended."""
+    script = tmp_path / "program.py"
+    script.write_text(MEANWHILE)
+    done = launch(1, str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "importing\n" + " ".join(["dask.array.linalg"] * 4) + "\n"
+    assert "Traceback" not in done.stderr, done.stderr
