@@ -30,9 +30,9 @@ use.start()
 use._thread.join(200)
 cupy.get_default_memory_pool().free_all_blocks()
 held = before - free()
-for steps, _ in enumerate(_steps()):
+for _ in _steps():
     pass  # would raise what the thread keeps for itself
-print(json.dumps({"over": use.is_over, "held": held, "steps": steps}))
+print(json.dumps({"over": use.is_over, "held": held}))
 """
 
 WAITS = """
@@ -65,22 +65,19 @@ print("stopped")
 """
 
 MEANWHILE = """
-import importlib, time
+import time
+import dask.array
 from distributed import Client
-class Part:
-    def __reduce__(self):
-        return importlib.import_module, ("dask.array.linalg",)
 client = Client()
-client.run_on_scheduler(importlib.import_module, "dask.array.linalg")
+client.restart()  # the new worker begins to import now
 def state(dask_worker):
     import sys
     if dask_worker._first_use._thread.ident is not None:
-        return "over"
+        return "too late"
     return "importing" if "dask.array" in sys.modules else "not yet"
 while (states := set(client.run(state).values())) == {"not yet"}:
     time.sleep(0.001)
-print(*states & {"importing"})
-print(*client.gather(client.map(getattr, [Part()] * 4, ["__name__"] * 4, pure=False)))
+print(*states, dask.array.linalg.norm(dask.array.ones(16, chunks=4)).compute())
 """
 
 
@@ -92,7 +89,6 @@ def test_memory_is_given_back(gpus: list[Gpu]):
     found = json.loads(done.stdout)
     print(found)
     assert found["over"]
-    assert found["steps"] > 20
     assert found["held"] < MOST_NBYTES
 
 
@@ -110,10 +106,10 @@ def test_workers_load_until_a_dask_task_comes(
 
 
 def test_a_dask_task_that_comes_while_a_worker_imports(gpus: list[Gpu], tmp_path: Path):
-    """Its parts were unpickled from a package that was not whole, and the worker ended."""
+    """It was unpickled from a package that was not whole yet, and the worker ended."""
     script = tmp_path / "program.py"
     script.write_text(MEANWHILE)
     done = launch(1, str(script))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "importing\n" + " ".join(["dask.array.linalg"] * 4) + "\n"
+    assert done.stdout == "importing 4.0\n"
     assert "Traceback" not in done.stderr, done.stderr
