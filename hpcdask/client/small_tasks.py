@@ -10,7 +10,6 @@ that a sum of neighbours has to fetch most of them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import dask.config
@@ -37,7 +36,6 @@ class SmallTasks(SchedulerPlugin):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
-        self._usual = scheduler.WORKER_SATURATION
         self._large: set[str] = set()
         self._events = 0
         self._fill = distributed.replace_filling(scheduler, self._maybe_fill)
@@ -54,43 +52,34 @@ class SmallTasks(SchedulerPlugin):
             self._large.add(self._scheduler.tasks[key].prefix.name)
 
     def _are_small(self) -> bool:
-        scheduler = self._scheduler
-        prefix = scheduler.queued.peek().prefix
-        short = 0 <= prefix.duration_average <= SHORT_S
-        return short and prefix.name not in self._large and scheduler.total_nthreads <= MOST_THREADS
+        """Whether the next one is. What may have killed its worker goes without neighbours."""
+        task = self._scheduler.queued.peek()
+        short = 0 <= task.prefix.duration_average <= SHORT_S
+        return short and task.prefix.name not in self._large and not task.suspicious
 
     def _maybe_fill(self, *, stimulus_id: str) -> None:
         scheduler = self._scheduler
-        small = bool(scheduler.queued) and self._are_small()
-        size = GROUP if small else self._usual
-        if size != scheduler.WORKER_SATURATION:
-            scheduler.WORKER_SATURATION = size
-            for worker in list(scheduler.running):
-                scheduler.check_idle_saturated(worker)
         if not scheduler.queued:
             return
-        self._events += 1
-        if (
-            not small
-            or 2 * self._events > GROUP * scheduler.total_nthreads
-            or scheduler.idle
-            or not all(map(_unfinished, scheduler.idle_task_count))
-        ):
+        most = GROUP * scheduler.total_nthreads
+        if scheduler.total_nthreads <= MOST_THREADS and self._are_small():
+            self._events += 1
+            if 2 * self._events <= most and not scheduler.idle_task_count:
+                return
             self._events = 0
-            fill = partial(self._fill, stimulus_id=stimulus_id)
-            if small and len(scheduler.queued) > GROUP * scheduler.total_nthreads:
-                distributed.fill_in_turn(scheduler, self._with_less_than_half(), fill)
-            else:
-                fill()
+            each = self._workers(in_turn=len(scheduler.queued) > most)
+            distributed.send_queued(scheduler, each, GROUP, self._are_small, stimulus_id)
+        self._fill(stimulus_id=stimulus_id)
 
-    def _with_less_than_half(self) -> list[Any]:
-        return [
-            worker
-            for worker in self._scheduler.idle_task_count
-            if 2 * _unfinished(worker) <= GROUP * worker.nthreads
-        ]
+    def _workers(self, *, in_turn: bool) -> list[list[Any]]:
+        """Those to fill one by one, the one with least to do first; or all together."""
+        workers = sorted(self._scheduler.running, key=_load)
+        if in_turn:
+            return [[worker] for worker in workers if _load(worker) <= GROUP / 2]
+        return [[worker for worker in workers if _load(worker) < GROUP]]
 
 
-def _unfinished(worker: Any) -> int:
-    """Tasks a worker has, but for those that left its threads to wait for others."""
-    return len(worker.processing) - len(worker.long_running)
+def _load(worker: Any) -> float:
+    """Tasks for each of its threads, but for those that left them to wait for others."""
+    load: float = (len(worker.processing) - len(worker.long_running)) / worker.nthreads
+    return load

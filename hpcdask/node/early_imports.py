@@ -24,6 +24,9 @@ from hpcdask.upstream.cupy import import_cupy
 MODULES = frozenset({"dask.array", "dask.dataframe"})
 #: Where the program tells its rank, in the rank's folder, and by what kind of socket.
 SOCKET, KIND = "imports", (socket.AF_UNIX, socket.SOCK_DGRAM)
+#: Seconds that graphs and Dask tasks wait. What hangs then holds up the event loop, as without
+#: this, and distributed notices that.
+DEADLINE_S = 120.0
 
 
 class _Watch(MetaPathFinder):
@@ -110,4 +113,6 @@ async def load(*modules: str) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
 
-    await asyncio.to_thread(run)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(run)

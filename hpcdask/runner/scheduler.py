@@ -99,6 +99,7 @@ async def _main(sock: socket.socket) -> None:
         SmallTasks.watch(scheduler)
         cull_by_layer()
         expect_gpus(scheduler)
+        imports = EarlyImports(scheduler)
         await scheduler
         listening.guard(scheduler)
     except Exception as error:
@@ -110,7 +111,7 @@ async def _main(sock: socket.socket) -> None:
         return
     server: Any = scheduler.http_server
     send(protocol.SchedulerStarted(scheduler.address, server.address, server.port))
-    told = asyncio.create_task(_obey(scheduler, channel))
+    told = asyncio.create_task(_obey(scheduler, channel, imports))
     await scheduler.finished()
     told.cancel()
     send(protocol.GpuUsageTold(usage_lines(scheduler)))
@@ -118,8 +119,7 @@ async def _main(sock: socket.socket) -> None:
     await channel.flush()
 
 
-async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
-    imports = EarlyImports(scheduler)
+async def _obey(scheduler: Scheduler, channel: MessageStream, imports: EarlyImports) -> None:
     loads: list[asyncio.Task[None]] = []  # the loop forgets tasks that nobody has
     while (received := await channel.receive()) is not None:
         order = protocol.read(received)

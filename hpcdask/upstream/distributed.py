@@ -6,7 +6,7 @@ asked for at run time: tests/unit/test_upstream.py finds them in distributed's s
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from .parts import refuse, require
@@ -66,23 +66,35 @@ def replace_filling(scheduler: Any, fill: Callable[..., None]) -> Callable[..., 
     There is no public way to send several at a time, other than to send all at once.
     """
     require(SEEN, scheduler, "stimulus_queue_slots_maybe_opened", "WORKER_SATURATION")
-    require(SEEN, scheduler, "idle_task_count", "check_idle_saturated")
+    require(SEEN, scheduler, "idle_task_count", "check_idle_saturated", "transitions")
     usual: Callable[..., None] = scheduler.stimulus_queue_slots_maybe_opened
     scheduler.stimulus_queue_slots_maybe_opened = fill
     return usual
 
 
-def fill_in_turn(scheduler: Any, workers: Iterable[Any], fill: Callable[[], None]) -> None:
-    """Call the usual function for one worker after the other, the one with least to do first."""
-    free = scheduler.idle_task_count
-    workers = sorted(workers, key=lambda worker: len(worker.processing) / worker.nthreads)
+def send_queued(
+    scheduler: Any,
+    groups: Iterable[Collection[Any]],
+    saturation: float,
+    are_meant: Callable[[], bool],
+    stimulus_id: str,
+) -> None:
+    """Fill one group of workers after the other, as long as the next queued tasks are meant.
+
+    The saturation is so high only meanwhile: what becomes ready by itself is sent as ever.
+    """
+    usual, free = scheduler.WORKER_SATURATION, scheduler.idle_task_count
+    scheduler.WORKER_SATURATION = saturation
+    filled: list[Any] = []
     try:
-        for worker in workers:
-            scheduler.idle_task_count = {worker}
-            fill()
+        for workers in groups:
+            filled += workers
+            scheduler.idle_task_count = set(workers)
+            while scheduler.idle_task_count and scheduler.queued and are_meant():
+                scheduler.transitions({scheduler.queued.peek().key: "processing"}, stimulus_id)
     finally:
-        scheduler.idle_task_count = free
-        for worker in workers:
+        scheduler.WORKER_SATURATION, scheduler.idle_task_count = usual, free
+        for worker in filled:
             scheduler.check_idle_saturated(worker)
 
 

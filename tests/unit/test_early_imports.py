@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,20 @@ print("dask.array" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_an_import_that_hangs_holds_nothing_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """distributed sees a hanging event loop, but not a thread."""
+    over = threading.Event()
+    monkeypatch.setattr(early_imports.importlib, "import_module", lambda name: over.wait(60))
+    monkeypatch.setattr(early_imports, "DEADLINE_S", 0.1)
+
+    async def run() -> None:
+        await early_imports.load(MODULE)
+        assert not over.is_set()
+        over.set()
+
+    asyncio.run(run())
 
 
 def test_graphs_wait_and_only_workers_that_can_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, worker_client
+from distributed import Client, LocalCluster, Nanny, get_client, wait, worker_client
 
 from hpcdask.client import small_tasks
 from hpcdask.client.small_tasks import GROUP, SmallTasks
 from launching import wait_for
 
 COUNT = 400
+#: How many tasks dask gives a worker of one thread: 1.1, rounded up.
+USUAL = 2
 
 
 class Watched(SmallTasks):
-    """Notes how many tasks the worker has after each filling."""
+    """Notes how many tasks of each kind the worker has whenever it may get more."""
 
     def __init__(self, scheduler: Any) -> None:
+        self.had: list[Counter[str]] = []
+        self.fillings = 0
         super().__init__(scheduler)
-        self.had: list[int] = []
-        fill = self._fill
 
-        def note(*, stimulus_id: str) -> None:
-            fill(stimulus_id=stimulus_id)
-            (worker,) = scheduler.workers.values()
-            self.had.append(len(worker.processing))
+    def _maybe_fill(self, *, stimulus_id: str) -> None:
+        (worker,) = self._scheduler.workers.values()
+        before = len(worker.processing)
+        super()._maybe_fill(stimulus_id=stimulus_id)
+        self.fillings += len(worker.processing) > before
+        self.had.append(Counter(task.prefix.name for task in worker.processing))
 
-        self._fill = note
+    def most(self, kind: Callable[..., Any]) -> int:
+        return max(had[kind.__name__] for had in self.had)
 
 
 @pytest.fixture
@@ -71,12 +78,10 @@ def long(number: int) -> int:
 def test_small_ones_are_sent_in_groups(cluster: LocalCluster):
     plugin = watched(cluster)
     assert compute(cluster, small) == list(range(COUNT))
-    assert max(plugin.had) == GROUP
-    plugin.had.clear()
+    assert plugin.most(small) == GROUP
+    plugin.fillings = 0
     assert compute(cluster, small) == list(range(COUNT))
-    sent = [had for had in plugin.had if had]
-    assert max(sent) == GROUP
-    assert len(sent) < COUNT / 4  # usually one filling for each that is done
+    assert plugin.fillings < COUNT / 4  # usually one filling for each that is done
 
 
 def test_tasks_that_follow_each_other_go_to_the_same_worker():
@@ -111,13 +116,33 @@ def test_tasks_that_wait_for_small_ones_do_not_keep_them_from_a_worker(cluster: 
         assert client.gather(parents) == [sum(range(50))] * 45
 
 
+def child(count: int) -> int:
+    client = get_client()
+    return sum(client.gather(client.map(small, range(count), pure=False)))
+
+
+def grandparent(count: int) -> int:
+    with worker_client() as client:
+        return client.submit(child, count).result()
+
+
+def test_a_free_thread_gets_small_tasks_for_which_another_one_waits():
+    """Those that left their threads kept the worker from being idle, and it got no more."""
+    options = {"n_workers": 1, "threads_per_worker": 2, "processes": False}
+    with LocalCluster(**options, dashboard_address=None) as cluster, Client(cluster) as client:
+        SmallTasks.watch(cluster.scheduler)
+        client.gather(client.map(small, range(COUNT), pure=False))
+        future = client.submit(grandparent, COUNT)
+        assert future.result(timeout=60) == sum(range(COUNT))
+
+
 @pytest.mark.parametrize("function", [large, long])
 def test_others_are_sent_as_ever(cluster: LocalCluster, function: Callable[[int], Any]):
     plugin = watched(cluster)
     assert len(compute(cluster, function, 40)) == 40
     plugin.had.clear()
     assert len(compute(cluster, function, 40)) == 40
-    assert max(plugin.had) == 2  # of 1.1 for a thread, rounded up
+    assert plugin.most(function) == USUAL
 
 
 def test_each_kind_counts_by_itself(cluster: LocalCluster):
@@ -126,10 +151,55 @@ def test_each_kind_counts_by_itself(cluster: LocalCluster):
     compute(cluster, large, 40)
     plugin.had.clear()
     compute(cluster, large, 40)
-    assert max(plugin.had) == 2
+    assert plugin.most(large) == USUAL
     plugin.had.clear()
     compute(cluster, small)
-    assert max(plugin.had) == GROUP
+    assert plugin.most(small) == GROUP
+
+
+def test_others_that_come_meanwhile_are_sent_as_ever(cluster: LocalCluster):
+    plugin = watched(cluster)
+    compute(cluster, large, 40)
+    compute(cluster, small)
+    plugin.had.clear()
+    with Client(cluster) as client:
+        first = client.map(small, range(10 * COUNT), pure=False)
+        wait_for(lambda: plugin.had, 20)
+        wait([*first, *client.map(large, range(40), pure=False)])
+    assert plugin.most(small) == GROUP
+    assert plugin.most(large) <= USUAL
+
+
+def test_others_behind_small_ones_of_the_same_graph_are_sent_as_ever(cluster: LocalCluster):
+    plugin = watched(cluster)
+    compute(cluster, large, 40)
+    compute(cluster, small)
+    plugin.had.clear()
+    with Client(cluster):
+        pairs = [
+            dask.delayed(len)([dask.delayed(small)(number), dask.delayed(large)(number)])
+            for number in range(COUNT)
+        ]
+        assert dask.compute(pairs, optimize_graph=False) == ([2] * COUNT,)
+    assert plugin.most(large) <= USUAL
+
+
+def ends_its_worker(number: int) -> int:
+    if number == COUNT // 2:
+        os._exit(1)
+    return number
+
+
+def test_a_task_that_kills_its_worker_fails_without_its_group():
+    options = {"n_workers": 1, "threads_per_worker": 1, "worker_class": Nanny}
+    with LocalCluster(**options, dashboard_address=None) as cluster, Client(cluster) as client:
+        SmallTasks.watch(cluster.scheduler)
+        client.gather(client.map(ends_its_worker, range(-COUNT, 0), pure=False))
+        futures = client.map(ends_its_worker, range(COUNT), pure=False)
+        wait(futures, timeout=120)
+        failed = [number for number, future in enumerate(futures) if future.status == "error"]
+    assert COUNT // 2 in failed
+    assert len(failed) <= USUAL
 
 
 def test_a_worker_that_closes_with_its_group_loses_none(cluster: LocalCluster):
