@@ -284,7 +284,8 @@ def test_the_rank_hears_what_the_gpus_did(nvml, monkeypatch):
         async with cluster("GPU-a") as (scheduler, _), held_by_the_rank(theirs) as held:
             await sampled(scheduler, 1)
             channel = await MessageStream.over(ours)
-            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel))
+            imports = early_imports.EarlyImports(scheduler)
+            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel, imports))
             lines = await held.gpu_usage()
             assert lines[0].startswith("GPUs: 1 x NVIDIA H100, ")
             channel.send(**protocol.GpuUsageTold([]).to_json())  # what it says at its own end
