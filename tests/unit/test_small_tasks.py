@@ -163,7 +163,7 @@ def test_others_that_come_meanwhile_are_sent_as_ever(cluster: LocalCluster):
     compute(cluster, small)
     plugin.had.clear()
     with Client(cluster) as client:
-        first = client.map(small, range(10 * COUNT), pure=False)
+        first = client.map(small, range(3 * COUNT), pure=False)
         wait_for(lambda: plugin.had, 20)
         wait([*first, *client.map(large, range(40), pure=False)])
     assert plugin.most(small) == GROUP
@@ -178,9 +178,9 @@ def test_others_behind_small_ones_of_the_same_graph_are_sent_as_ever(cluster: Lo
     with Client(cluster):
         pairs = [
             dask.delayed(len)([dask.delayed(small)(number), dask.delayed(large)(number)])
-            for number in range(COUNT)
+            for number in range(2 * GROUP)
         ]
-        assert dask.compute(pairs, optimize_graph=False) == ([2] * COUNT,)
+        assert dask.compute(pairs, optimize_graph=False) == ([2] * 2 * GROUP,)
     assert plugin.most(large) <= USUAL
 
 
