@@ -31,11 +31,14 @@ class Watched(SmallTasks):
         super().__init__(scheduler)
 
     def _maybe_fill(self, *, stimulus_id: str) -> None:
-        (worker,) = self._scheduler.workers.values()
-        before = len(worker.processing)
+        before = self._sent()
         super()._maybe_fill(stimulus_id=stimulus_id)
-        self.fillings += len(worker.processing) > before
-        self.had.append(Counter(task.prefix.name for task in worker.processing))
+        self.had.append(self._sent())
+        self.fillings += self.had[-1].total() > before.total()
+
+    def _sent(self) -> Counter[str]:
+        workers = self._scheduler.workers.values()
+        return Counter(task.prefix.name for worker in workers for task in worker.processing)
 
     def most(self, kind: Callable[..., Any]) -> int:
         return max(had[kind.__name__] for had in self.had)
