@@ -106,7 +106,7 @@ def test_workers_load_until_a_dask_task_comes(
 
 
 def test_a_dask_task_that_comes_while_a_worker_imports(gpus: list[Gpu], tmp_path: Path):
-    """It was unpickled from a package that was not whole yet, and the worker ended."""
+    """It waits for the import. On CPU workers where it did not, unpickling it could fail."""
     script = tmp_path / "program.py"
     script.write_text(MEANWHILE)
     done = launch(1, str(script))
