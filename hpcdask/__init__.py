@@ -11,7 +11,7 @@ from typing import Any
 from .queues.registry import SYSTEMS as _SYSTEMS
 
 __version__ = "0.1.0"
-__all__ = ["Runner", "attach", "connect", "gang", "gpus", "initialize", "load", "save"]
+__all__ = ["Runner", "attach", "connect", "gang", "gpus", "initialize"]
 __all__ += sorted(system.cluster for system in _SYSTEMS.values())
 _HOMES = {
     "Runner": "runner.runner",
@@ -20,8 +20,6 @@ _HOMES = {
     "connect": "client.connect",
     "gang": "client.gang",
     "gpus": "gpu.table",
-    "load": "client.saving",
-    "save": "client.saving",
 }
 
 

@@ -5,7 +5,6 @@ import collections.abc
 import datetime
 import distributed.scheduler
 import distributed.security
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,8 +31,6 @@ __all__ = [
     "gang",
     "gpus",
     "initialize",
-    "load",
-    "save",
 ]
 
 class FluxCUDACluster(JobCluster):
@@ -508,12 +505,3 @@ def initialize(
     worker_class: Literal['distributed.Worker', 'distributed.Nanny'] | None = None,
     comm: None = None, dashboard: bool | None = None,
 ) -> bool: ...
-
-def load(
-    folder: str | os.PathLike[str], *, device: Literal['cuda', 'cpu'] | None = None,
-) -> Any: ...
-
-def save(
-    collection: Any, folder: str | os.PathLike[str], *, overwrite: bool = False,
-    compress: bool = False,
-) -> None: ...

@@ -13,11 +13,6 @@ from dask._task_spec import TaskRef as TaskRef
 from dask._task_spec import convert_legacy_graph as convert_legacy_graph
 
 
-def meta_of(collection: Any) -> Any:
-    """What the chunks of an array or the partitions of a DataFrame are, without elements."""
-    return collection._meta
-
-
 def cull_by_layer() -> None:
     """Have each layer of a graph look at those of the wanted keys that it has.
 

@@ -30,7 +30,6 @@ SLEEP = {
     "jobs/test_cluster.py:endless": "a Dask task",
     "jobs/test_groups.py:slow": "a Dask task",
     "jobs/test_gang.py:run": "wherever it is just then",
-    "jobs/test_saves_before_end.py:slow": "a Dask task",
     "jobs/test_worker.py:test_the_second_signal_ends_at_once": "longer than what counts once",
     "mpi/programs/embedded.py:interrupt": "longer than what counts once",
     "mpi/programs/embedded.py:work": "until it is interrupted",

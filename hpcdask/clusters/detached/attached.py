@@ -43,7 +43,6 @@ from .process import (
     unless_ended,
 )
 from .request import Making, read_request
-from .saving import SavesBeforeEnd
 from .service import LOOK_TIMEOUT_S, Look, call
 
 #: Seconds between two looks at a detached cluster.
@@ -69,7 +68,7 @@ def _asked(name: str, shown: Callable[[Any], Any] = lambda answer: answer) -> An
     return method
 
 
-class AttachedCluster(SavesBeforeEnd, Cluster):
+class AttachedCluster(Cluster):
     """A detached cluster, which lives on without this object.
 
     It has the methods of a cluster of jobs. What they do is done by the cluster's own process, so
@@ -326,18 +325,13 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         return self._seen.dashboard
 
     def __repr__(self) -> str:
-        status = text(
-            self._seen.table(),
-            self.failure,
-            self._seen.dashboard,
-            self._seen.tunnel,
-            self._seen.saves,
-        )
+        seen = self._seen
+        status = text(seen.table(), self.failure, seen.dashboard, seen.tunnel)
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         seen = self._seen
-        status = html(seen.table(), GpuTable(), self.failure, seen.tunnel, seen.saves)
+        status = html(seen.table(), GpuTable(), self.failure, seen.tunnel)
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 

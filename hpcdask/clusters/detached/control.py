@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 #: Seconds before the walltime at which the cluster ends, and at which all are warned; at most a
 #: tenth and a fourth of it.
 END_BEFORE_S, WARN_BEFORE_S = 120.0, 900.0
-#: Seconds in which collections are saved at the end: of a cluster that nobody uses, that somebody
-#: shuts down, and by SIGTERM, as SLURM waits 30 s for the end.
-SAVE_IDLE_S, SAVE_S, SAVE_AT_SIGNAL_S = 900.0, 180.0, 20.0
 #: Seconds in which clients hear that their Dask tasks have failed, before the connection ends.
 TELL_S = 1.0
 #: Seconds between two looks at the time, and at who uses the cluster.
@@ -74,7 +71,6 @@ class Control:
         self.ended: asyncio.Future[str]
         self._began = float(os.environ.pop(BEGAN, time.time()))
         self._warned = False
-        self._save_s = SAVE_S
 
     async def run(self) -> None:
         """From the start to the end of all jobs. Raises HpcdaskError if some are left."""
@@ -101,10 +97,6 @@ class Control:
             self._publish(state=ENDING, why=why)
         except OSError as error:  # a full disk does not keep it from its end
             complain(f"that the cluster ends cannot be noted: {error}")
-        if saves := await self.service.saver.finish(self._save_s):
-            why = f"{why}. Before its end: {saves}"
-            with contextlib.suppress(OSError):
-                self._publish(why=why)
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
         if self.service.fail_all(ended):
             await asyncio.sleep(TELL_S)
@@ -112,17 +104,16 @@ class Control:
         detached.mark_ended(self.folder, why)
         await self.relay.close()
 
-    def end(self, why: str, save_s: float = SAVE_S) -> None:
-        """Begin to end; the first reason counts. It may save for so many seconds."""
+    def end(self, why: str) -> None:
+        """Begin to end; the first reason counts."""
         if not self.ended.done():
-            self._save_s = save_s
             self.ended.set_result(why)
 
     def _signalled(self, number: int) -> None:
         why = signal.Signals(number).name
         if detached.scheduler_job(self.folder) is not None:
             why += ": its job was cancelled, or reached its walltime"
-        self.end(why, SAVE_AT_SIGNAL_S)
+        self.end(why)
 
     def _access(self) -> tuple[str, Security]:
         assert self.cluster.scheduler is not None
@@ -156,11 +147,11 @@ class Control:
             return self.end("its scheduler was shut down, such as by Client.shutdown")
         idle_s, limit_s = self.service.idle_s(), self.request.idle_timeout_s
         if limit_s is not None and idle_s > limit_s:
-            return self.end(f"nobody used it for {limit_s:g} s (idle_timeout)", SAVE_IDLE_S)
+            return self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
         if (ends := self._ends()) is not None:
             left, limit = ends - time.time(), self.request.walltime_s or 0.0
             if left < min(END_BEFORE_S, limit / 10):
-                return self.end("the walltime of its scheduler's job is reached", left / 2)
+                return self.end("the walltime of its scheduler's job is reached")
             if left < min(WARN_BEFORE_S, limit / 4) and not self._warned:
                 self._warned = True
                 self.service.warn(
@@ -168,8 +159,6 @@ class Control:
                     f"{time.strftime('%H:%M:%S', time.localtime(ends))}, by the walltime of its "
                     f"scheduler's job: what is persisted in it will be lost"
                 )
-            if self._warned:
-                self.service.saver.start()
         return None
 
 

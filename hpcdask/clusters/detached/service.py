@@ -23,7 +23,6 @@ from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.upstream import distributed as upstream
 
 from .relay import Relay
-from .saving import Saver
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -56,7 +55,6 @@ class Look:
     identity: dict[str, Any]
     dashboard: str
     tunnel: str
-    saves: str = ""
     problem: str = ""
     lacks_agent: bool = False
 
@@ -78,7 +76,6 @@ class Service:
     def __post_init__(self) -> None:
         assert self.cluster.scheduler is not None
         self.scheduler: Scheduler = self.cluster.scheduler
-        self.saver = Saver(self.cluster)
         self.scheduler.handlers[OPERATION] = self.answer
 
     async def answer(self, call: str, arguments: bytes) -> dict[str, Any]:
@@ -110,7 +107,6 @@ class Service:
             self.scheduler.identity(),
             self.cluster.dashboard_link,
             self.cluster._own_scheduler.tunnel(),
-            self.saver.summary(),
             self.relay.problem or self.cluster.jobs().problem,
             self.relay.lacks_agent,
         )
@@ -137,14 +133,6 @@ class Service:
     def on_gpus(self) -> tuple[GpuState, ...]:
         """See `JobCluster.gpus`."""
         return tuple(self.cluster.gpus())
-
-    def on_check_saves(self, folder: str, kinds: dict[str, str]) -> None:
-        """Raise UsageError if the cluster cannot save there."""
-        self.saver.check(folder, kinds)
-
-    async def on_save_before_end(self, folder: str, names: list[str]) -> None:
-        """See `AttachedCluster.save_before_end`."""
-        await self.saver.replace(folder, names)
 
     def on_shutdown(self, why: str) -> None:
         """Begin to end the cluster."""
