@@ -73,7 +73,7 @@ class FluxCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class HTCondorCUDACluster(JobCluster):
@@ -118,7 +118,7 @@ class HTCondorCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class LSFCUDACluster(JobCluster):
@@ -163,7 +163,7 @@ class LSFCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class LocalCUDAJobCluster(JobCluster):
@@ -206,7 +206,7 @@ class LocalCUDAJobCluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class MoabCUDACluster(JobCluster):
@@ -250,7 +250,7 @@ class MoabCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class OARCUDACluster(JobCluster):
@@ -294,7 +294,7 @@ class OARCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class PBSCUDACluster(JobCluster):
@@ -338,7 +338,7 @@ class PBSCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class Runner(_Runner):
@@ -359,7 +359,7 @@ class Runner(_Runner):
         preload_nanny: str | collections.abc.Iterable[str] | None = ...,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool = False, death_timeout: str | float | None = 60.0,
-        profile: Literal['none', 'nsys', 'py-spy'] = 'none', profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] = 'none', profile_folder: str | None = None,
         layout: Literal['shared', 'dedicated'] = 'shared', scheduler_file: str | None = None,
         dashboard_address: str | None = None, tls: bool = True,
         groups: str | collections.abc.Mapping[str, int] | tuple[str, ...] | None = ...,
@@ -408,7 +408,7 @@ class SGECUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 class SLURMCUDACluster(JobCluster):
@@ -453,7 +453,7 @@ class SLURMCUDACluster(JobCluster):
         preload_nanny: str | collections.abc.Iterable[str] | None = None,
         lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
         lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+        profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     ) -> None: ...
 
 def attach(
@@ -495,7 +495,7 @@ def initialize(
     preload_nanny: str | collections.abc.Iterable[str] | None = None,
     lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
     lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-    profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
+    profile: Literal['none', 'py-spy'] | None = None, profile_folder: str | None = None,
     layout: Literal['shared', 'dedicated'] | None = None, scheduler_file: str | None = None,
     dashboard_address: str | None = None, tls: bool | None = None,
     groups: str | collections.abc.Mapping[str, int] | tuple[str, ...] | None = None,

@@ -79,7 +79,7 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from .node import forking, forkserver, profiling
+    from .node import forking, forkserver
     from .node.job_agent import JobAgent
     from .node.preflight import check_parts
     from .node.scratch import new_scratch
@@ -88,7 +88,6 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     process.mark("distributed imported")
     ports.use(asked.spec.port_range)
     reexec.adopt_configured_pre_spawn(janitor)
-    profiling.run_under_nsys(asked.spec, f"job-{asked.job}-{os.uname().nodename}", janitor)
     reexec.add_working_folder()
     check_parts(asked.spec)
     scratch = new_scratch(asked.spec, janitor)

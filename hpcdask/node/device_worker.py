@@ -32,7 +32,6 @@ from hpcdask.upstream.distributed_p2p import ArrayRechunkSpec
 
 from . import early_imports, forkserver
 from .observe import make_observable
-from .profiling import task_range
 
 #: What a worker and its nanny are asked by who looks at them.
 LOOK = "hpcdask_look"
@@ -133,8 +132,7 @@ class DeviceWorker(PeerWorker):
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         self._first_use.stop()
         pace(self.batched_stream, ready=len(self.state.ready))
-        with task_range(args[0]):
-            event = await super().execute(*args, **kwargs)
+        event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)
         if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
             if self._context_lost:  # it failed for the fault of another, and is run again elsewhere

@@ -95,7 +95,7 @@ class WorkerGroup:
         for nanny in self.nannies[:1]:
             nanny.parts = self.parts
         for nanny in self.nannies:
-            nanny.profile = self._spec if self._spec.profile == "py-spy" else None
+            nanny.profile = self._spec if self._spec.profile != "none" else None
         if len(placements) == 1:
             self.nannies[0].prestarted = self.probe
         elif self.probe is not None and self.probe.uuid is not None:

@@ -12,7 +12,6 @@ A rank consists of
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import traceback
 from collections.abc import Awaitable
@@ -104,7 +103,7 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
 
-    from hpcdask.node import forking, profiling
+    from hpcdask.node import forking
     from hpcdask.node.forkserver import start_forkserver
     from hpcdask.security import ports
 
@@ -117,7 +116,6 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     if rank is not None and spec.profile_ranks and not has_rank(spec.profile_ranks, rank.index):
         spec = dataclasses.replace(spec, profile="none")
         request = dataclasses.replace(request, spec=spec)
-    profiling.run_under_nsys(spec, f"rank-{rank.index if rank else os.getpid()}", janitor)
     if light is not None and not light_ranks.may_be(spec):
         light.close()
         light = None

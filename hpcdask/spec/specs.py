@@ -38,7 +38,7 @@ from .signatures import Keyword, describe
 Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
 Layout = Literal["shared", "dedicated"]
-Profile = Literal["none", "nsys", "py-spy"]
+Profile = Literal["none", "py-spy"]
 
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
@@ -201,9 +201,8 @@ class WorkerSpec:
 
     profile: Profile = _profile(
         "none",
-        "Profile the workers: py-spy (Python; a flame graph for each worker) or nsys (CUDA and "
-        "Dask tasks; a report for each rank).",
-        _choice("none", "nsys", "py-spy"),
+        "Profile the workers: py-spy writes a flame graph of each.",
+        _choice("none", "py-spy"),
     )
     profile_folder: str | None = _profile(
         None,

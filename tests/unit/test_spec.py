@@ -251,7 +251,7 @@ FIELDS = {
     "lifetime_stagger": SECONDS,
     "lifetime_restart": st.booleans(),
     "death_timeout": st.floats(0.001, 1e7),
-    "profile": st.sampled_from(["none", "nsys", "py-spy"]),
+    "profile": st.sampled_from(["none", "py-spy"]),
     "profile_folder": st.none() | WORDS,
 }
 RUN_FIELDS = {
