@@ -27,6 +27,7 @@ from hpcdask.submit import follow
 
 ASKED = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--cpus-per-gpu", "8")
 MORE = ("--mem", "64GiB", "-q", "gpu", "-A", "my account", "--prologue", "module load mpi")
+DRY_RUN = ("submit", "--dry-run", "--system")
 PROGRAM = ("my train.py", "--epochs", "10", "it's")
 MPIRUN = """\
 # each MPI has its own option for the ranks per node
@@ -67,7 +68,7 @@ def script(system: str, *words: str) -> str:
     """The script, without what differs from run to run."""
     umask = os.umask(0o022)
     try:
-        text = hpcdask("script", system, *words).stdout
+        text = hpcdask(*DRY_RUN, system, *words).stdout
     finally:
         os.umask(umask)
     subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
@@ -328,7 +329,7 @@ def test_everything_from_the_program_on_is_the_program_s():
     ],
 )
 def test_what_cannot_be(words: tuple[str, ...], expected: str, folder: Path):
-    assert expected in refused("script", *words)
+    assert expected in refused(*DRY_RUN, *words)
     assert sorted(path.name for path in folder.iterdir()) == ["my train.py", "train.py"]
 
 
@@ -353,7 +354,7 @@ def test_no_queue_and_inside_a_container(
         monkeypatch.setenv(sign, "image.sif")
     for words in (("submit", "train.py"), ("submit", "--system", "slurm", "train.py")):
         err = refused(*words)
-        assert "hpcdask script" in err
+        assert "hpcdask submit --dry-run --system" in err
         if sign:
             assert "inside a container, which does not have the queue's commands" in err
             assert "submit from the host, or bind" in err
@@ -557,20 +558,20 @@ def test_without_gpus_the_workers_compute_on_the_cpu():
 def test_other_words_for_the_same():
     assert "\n#SBATCH -p fast\n" in script("slurm", "--partition", "fast", "train.py")
     assert "--mem: 'lots' is not an amount of memory" in (
-        said := refused("script", "slurm", "--mem", "lots", "train.py")
+        said := refused(*DRY_RUN, "slurm", "--mem", "lots", "train.py")
     )
     assert "0 for all of the node's (SLURM)" in said
     assert "auto" not in said
-    assert "--mem: 'auto' is not" in refused("script", "slurm", "--mem", "auto", "train.py")
+    assert "--mem: 'auto' is not" in refused(*DRY_RUN, "slurm", "--mem", "auto", "train.py")
 
 
 def test_a_program_among_the_runner_s_options():
-    assert "has more than options" in refused("script", "slurm", "--run", "train.py", "train.py")
+    assert "has more than options" in refused(*DRY_RUN, "slurm", "--run", "train.py", "train.py")
 
 
 def test_a_configured_walltime_that_yaml_has_counted():
     with dask.config.set({"jobqueue.slurm.walltime": 7200}):
-        assert "walltime=7200 is a number" in refused("script", "slurm", "train.py")
+        assert "walltime=7200 is a number" in refused(*DRY_RUN, "slurm", "train.py")
         assert "#SBATCH -t 1:00:00" in script("slurm", "-t", "1:00:00", "train.py")
 
 
@@ -580,12 +581,12 @@ def test_no_name_brings_a_line_into_a_script(system: str, end: str, folder: Path
     bad = f"a{end}touch owned"
     (folder / f"{bad}.py").touch()
     if system != "htcondor":
-        refused("script", system, "-q", bad, "train.py")
-        refused("script", system, "-A", bad, "train.py")
+        refused(*DRY_RUN, system, "-q", bad, "train.py")
+        refused(*DRY_RUN, system, "-A", bad, "train.py")
     for words in ([f"{bad}.py"], ["train.py", bad], ["-m", bad]):
-        assert "line end" in refused("script", system, *words)
+        assert "line end" in refused(*DRY_RUN, system, *words)
     (folder / bad).mkdir()
     (folder / bad / "train.py").touch()
     monkeypatch.chdir(folder / bad)
     monkeypatch.setenv("PWD", str(folder / bad))
-    assert "the current folder" in refused("script", system, "train.py")
+    assert "the current folder" in refused(*DRY_RUN, system, "train.py")

@@ -1,7 +1,4 @@
-"""What is released: the source distribution builds the wheel, and each holds what it should.
-
-That the wheel installs into an empty environment and runs there, test_bundle.py shows.
-"""
+"""What is released: the source distribution builds the wheel, and each holds what it should."""
 
 from __future__ import annotations
 
