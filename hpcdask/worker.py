@@ -75,7 +75,6 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
 
 def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     """Fork what the workers are forked from, before the first thread."""
-    process.mark("options read")
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
@@ -94,7 +93,6 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     forkserver.prepare_forks()
     set_log_level()
     forkserver.start_forkserver(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
-    process.mark("processes forked")
     return JobAgent(asked, scratch, probe)
 
 

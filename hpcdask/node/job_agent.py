@@ -20,7 +20,6 @@ from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, plural, say
-from hpcdask.process import mark
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
@@ -93,10 +92,8 @@ class JobAgent:
         try:
             placements = await self._alive(asyncio.to_thread(self._place))
             self.line = await self._alive(self._connect(self.spec.death_timeout))
-            mark("scheduler answers")
             self.gone = asyncio.ensure_future(self._scheduler_gone())
             await self._alive(self._start(placements))
-            mark("workers run")
             code = await self._watch()
         except _Signalled:
             code = await self._end_by_signal()

@@ -98,7 +98,6 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 
 
 def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
-    process.mark("options read")
     janitor, probe, light = prepared
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
@@ -134,7 +133,6 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     scheduler_child = forker.fork(scheduler.main) if leads else None
     start_forkserver(spec, scratch, forker, peers=has_peers(rank))
 
-    process.mark("processes forked")
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)

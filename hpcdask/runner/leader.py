@@ -21,7 +21,7 @@ from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement, owned_cores
 from hpcdask.node.profiling import WRITE_DEADLINE_S
-from hpcdask.process import TERM_DEADLINE_S, mark
+from hpcdask.process import TERM_DEADLINE_S
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials
 
@@ -100,7 +100,6 @@ class Leader:
         )
         if self.spec.tls:
             self.agent.credentials = create_credentials()
-            mark("credentials made")
         else:
             say(
                 "warning: --no-tls: any user who reaches a port of this run runs code as you, also "
@@ -132,7 +131,6 @@ class Leader:
         if self.spec.interface != AUTO:
             self._start_scheduler(self.spec.interface)
         seen = await self._meet()
-        mark("ranks met")
         fabrics = {index: report.fabric for index, report in self.arrivals.reports.items()}
         plan = make_plan(self.spec, self.rank, seen, fabrics)
         if self.spec.interface == AUTO:
@@ -141,7 +139,6 @@ class Leader:
         self._widen_scheduler(seen)
         self.events.start(self.scheduler.listen())
         started = (await self._next("the scheduler to start", {"scheduler"})).value
-        mark("scheduler listens")
         if isinstance(started, protocol.SchedulerFailed):
             raise ClusterError(started.error)
         self.address, self.dashboard_host = started.address, started.dashboard_host

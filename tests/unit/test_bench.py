@@ -406,7 +406,7 @@ def test_imports_of_the_bench_are_not_the_launcher_s(monkeypatch, ahead, launche
 
 
 def test_phases_of_a_worker_that_was_started_again():
-    life = [(1.0, "options read"), (2.0, "distributed imported"), (9.0, "worker forked")]
+    life = [(1.0, "GPUs found"), (2.0, "distributed imported"), (9.0, "worker forked")]
     marks = [*life, (9.5, "registered"), (9.75, "warm")]
     found = startup.phases(marks)
     assert found == {
