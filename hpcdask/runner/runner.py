@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from distributed import Security, default_client
 from distributed.core import Status
@@ -29,6 +29,7 @@ from hpcdask.logs import complain
 from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import signal_name
 from hpcdask.spec.argv import to_argv
+from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
 from hpcdask.spec.signatures import Keyword, describe, optional, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
@@ -70,7 +71,7 @@ class Runner:
         ranks when the cluster has ended.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[RunKeywords]) -> None:
         unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
         if unknown:
             raise UsageError(
@@ -227,7 +228,10 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def initialize(
-    *, exit: bool = True, worker_options: dict[str, Any] | None = None, **options: Any
+    *,
+    exit: bool = True,
+    worker_options: dict[str, Any] | None = None,
+    **options: Unpack[InitializeKeywords],
 ) -> bool:
     """Turn the ranks into a Dask cluster, in the place of ``dask_mpi.initialize()``.
 
@@ -250,12 +254,12 @@ def initialize(
     bool
         Whether this rank goes on as the client.
     """
-    options = {name: value for name, value in options.items() if value is not None}
-    options.pop("dashboard", None)
+    given: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
+    given.pop("dashboard", None)
     for name, _, instead, _ in _DASK_MPI_ONLY:
-        if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
+        if given.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
             raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
-    runner = Runner(**options, **(worker_options or {}))
+    runner = Runner(**given, **(worker_options or {}))
     if runner.start():
         return True
     if exit:
