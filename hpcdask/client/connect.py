@@ -79,9 +79,25 @@ extensions, direct_to_workers, connection_limit
     SchedulerFileError
         The file is missing, foreign or stale (its cluster does not answer).
     """
+    return _connect(
+        os.path.expanduser(path or os.environ.get(VARIABLE, "")),
+        timeout=timeout,
+        set_as_default=set_as_default,
+        asynchronous=asynchronous,
+        name=name,
+        loop=loop,
+        heartbeat_interval=heartbeat_interval,
+        serializers=serializers,
+        deserializers=deserializers,
+        extensions=dict(extensions or {}),
+        direct_to_workers=direct_to_workers,
+        connection_limit=connection_limit,
+    )
+
+
+def _connect(path: str, **options: Any) -> Client:
     from distributed import Client
 
-    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
     content = read(path)
@@ -98,21 +114,7 @@ extensions, direct_to_workers, connection_limit
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
         with dask.config.set(prompt_clients()):
-            return Client(
-                content["address"],
-                security=access,
-                timeout=timeout,
-                set_as_default=set_as_default,
-                asynchronous=asynchronous,
-                name=name,
-                loop=loop,
-                heartbeat_interval=heartbeat_interval,
-                serializers=serializers,
-                deserializers=deserializers,
-                extensions=dict(extensions or {}),
-                direct_to_workers=direct_to_workers,
-                connection_limit=connection_limit,
-            )
+            return Client(content["address"], security=access, **options)
     except OSError as error:
         raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
 
