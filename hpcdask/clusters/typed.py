@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from distributed import Scheduler, Security
 
-from hpcdask.spec.keywords import WorkerKeywords
+from hpcdask.spec.keywords import Protocol, WorkerKeywords
 
 from .cluster import JobCluster
 
@@ -29,7 +29,7 @@ class ClusterKeywords(WorkerKeywords, total=False):
     shared_temp_directory: str | None
     scheduler_options: dict[str, Any] | None
     scheduler_cls: type[Scheduler]
-    protocol: Literal["auto", "tcp", "ucx", "tls", "tls://", "tcp://", "ucx://"] | None
+    protocol: Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None
     config_name: str | None
     silence_logs: int | str | bool
     detached: bool

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Iterator
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack, get_type_hints
 
 from distributed import Security, default_client
 from distributed.core import Status
@@ -30,7 +30,7 @@ from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import signal_name
 from hpcdask.spec.argv import to_argv
 from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
-from hpcdask.spec.signatures import Keyword, describe, optional, spell_out
+from hpcdask.spec.signatures import Keyword, describe, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
 from .program import hear_start
@@ -256,7 +256,7 @@ def initialize(
     """
     given: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     given.pop("dashboard", None)
-    for name, _, instead, _ in _DASK_MPI_ONLY:
+    for name, instead in _INSTEAD.items():
         if given.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
             raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
     runner = Runner(**given, **(worker_options or {}))
@@ -267,14 +267,13 @@ def initialize(
     return False
 
 
-_WORKER = Literal["distributed.Worker", "distributed.Nanny"]
-_DASK_MPI_ONLY = [
-    Keyword("nanny", Literal[True], "workers always have a nanny"),
-    Keyword("worker_class", _WORKER, "device chooses between GPU and CPU workers"),
-    Keyword("comm", type(None), "it uses the launcher's ranks"),
-]
-_DASHBOARD = Keyword("dashboard", bool, "it costs nothing until somebody looks at it")
-_ALL = map(optional, [*_FIELDS, *_DASK_MPI_ONLY, _DASHBOARD])
+#: Keywords of dask-mpi that choose nothing here, and the reason.
+_INSTEAD = {
+    "nanny": "workers always have a nanny",
+    "worker_class": "device chooses between GPU and CPU workers",
+    "comm": "it uses the launcher's ranks",
+}
+_ALL = [Keyword(name, one, "") for name, one in get_type_hints(InitializeKeywords).items()]
 initialize.__signature__ = spell_out(initialize, _ALL)  # type: ignore[attr-defined]
 
 

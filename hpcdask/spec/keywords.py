@@ -1,4 +1,4 @@
-"""Keywords of workers and runs, for type checkers; the values are those of `hpcdask.spec.specs`.
+"""Types of the keywords of workers and runs; `hpcdask.spec.specs` has their texts and defaults.
 
 None stands for a value that nobody gave.
 """
@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypedDict
 
+Device = Literal["auto", "cuda", "cpu"]
+Protocol = Literal["auto", "tcp", "ucx"]
+Layout = Literal["shared", "dedicated"]
+Profile = Literal["none", "py-spy"]
+
 
 class WorkerKeywords(TypedDict, total=False):
     """Fields of `WorkerSpec` but ``protocol``, of which clusters take more."""
 
-    device: Literal["auto", "cuda", "cpu"] | None
+    device: Device | None
     interface: str | None
     port_range: str | None
     nthreads: int | None
@@ -34,15 +39,15 @@ class WorkerKeywords(TypedDict, total=False):
     lifetime_stagger: str | float | None
     lifetime_restart: bool | None
     death_timeout: str | float | None
-    profile: Literal["none", "py-spy"] | None
+    profile: Profile | None
     profile_folder: str | None
 
 
 class RunKeywords(WorkerKeywords, total=False):
     """Fields of `RunSpec`."""
 
-    protocol: Literal["auto", "tcp", "ucx"] | None
-    layout: Literal["shared", "dedicated"] | None
+    protocol: Protocol | None
+    layout: Layout | None
     scheduler_file: str | None
     dashboard_address: str | None
     tls: bool | None

@@ -8,15 +8,15 @@ exists in one place.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from hpcdask.errors import UsageError
 
 from .argv import make_command, option_name, options, read, to_argv
+from .keywords import Device, Layout, Profile, Protocol, RunKeywords
 from .parsing import (
     _choice,
     _count,
@@ -34,11 +34,6 @@ from .parsing import (
     parse_seconds,
 )
 from .signatures import Keyword, describe
-
-Device = Literal["auto", "cuda", "cpu"]
-Protocol = Literal["auto", "tcp", "ucx"]
-Layout = Literal["shared", "dedicated"]
-Profile = Literal["none", "py-spy"]
 
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
@@ -60,15 +55,12 @@ def _documented(cls: Any) -> Any:
 
 
 def keywords_of(spec: type) -> list[Keyword]:
-    """The fields of a spec as keywords, which take what the fields' parsers do."""
-    fields = get_type_hints(spec)
-    found = []
-    for item in dataclasses.fields(spec):
-        parse = item.metadata["parse"]
-        accepted = get_type_hints(parse)[next(iter(inspect.signature(parse).parameters))]
-        takes = fields[item.name] if accepted is Any else accepted
-        found.append(Keyword(item.name, takes, item.metadata["help"], item.default))
-    return found
+    """Return the fields of a spec as keywords."""
+    types = get_type_hints(RunKeywords)
+    return [
+        Keyword(item.name, types[item.name], item.metadata["help"], item.default)
+        for item in dataclasses.fields(spec)
+    ]
 
 
 @_documented
