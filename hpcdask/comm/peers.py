@@ -32,7 +32,6 @@ from hpcdask.security import listening, webserver
 from hpcdask.upstream import distributed as upstream
 from hpcdask.upstream.cupy import import_cupy
 
-from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
 from .warmup import TOPIC, LinkTest, choose_peers, evaluate
 
@@ -219,8 +218,7 @@ class PeerWorker(Worker):
         from . import ucx
 
         ucx.register()
-        host = await asyncio.to_thread(ucx_config.host, get_address_host(self.address))
-        await super().listen(f"ucx://{unparse_host_port(host)}:0")
+        await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
 

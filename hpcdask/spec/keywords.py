@@ -23,9 +23,6 @@ class WorkerKeywords(TypedDict, total=False):
     nthreads: int | None
     memory_limit: str | float | None
     enable_nvlink: bool | None
-    enable_infiniband: bool | None
-    enable_rdmacm: bool | None
-    enable_tcp_over_ucx: bool | None
     rmm_pool_size: str | int | float | None
     rmm_async: bool | None
     rmm_allocator_external_lib_list: str | Iterable[str] | None

@@ -117,16 +117,11 @@ class WorkerSpec:
         _parse_memory_limit,
     )
     enable_nvlink: bool | None = _network(
-        None, "Let ucx use NVLink, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_infiniband: bool | None = _network(
-        None, "Let ucx use InfiniBand, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_rdmacm: bool | None = _network(
-        None, "Let ucx connect by RDMA, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_tcp_over_ucx: bool | None = _network(
-        None, "Let ucx use tcp beside the others, or not. Default: yes.", _switch, flag=True
+        None,
+        "Choose ucx as if NVLink joined the GPUs of each node, or keep ucx from NVLink. Default: "
+        "as NVML says.",
+        _switch,
+        flag=True,
     )
     rmm_pool_size: int | float | None = _memory(
         None,

@@ -519,12 +519,6 @@ def test_interface_auto(mpirun, script):
         assert_refused(result, "--interface auto", "no kind of network interface in common")
 
 
-def test_switches_that_contradict_each_other(alone, script):
-    """`tests/unit/test_transport.py` has them all."""
-    result = alone.run(1, *CPU, "--enable-rdmacm", "--disable-infiniband", script)
-    assert_refused(result, "--disable-infiniband", "leave one out")
-
-
 @needs("cuda")
 def test_ucx_that_cannot_work_on_these_gpus(alone, script):
     env = {**pythonpath(FAKES), **gpus(2)}

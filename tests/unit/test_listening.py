@@ -15,7 +15,6 @@ import pytest
 from distributed import Nanny, Scheduler, rpc
 
 from hpcdask.comm import peers
-from hpcdask.comm.ucx_listener import SilentConnections
 from hpcdask.node import channel
 from hpcdask.runner import control
 from hpcdask.security import listening
@@ -225,30 +224,6 @@ def test_without_descriptors_it_waits(monkeypatch, lines):
             await until(lambda: accepted)
             acceptor.stop()
             accepted[0].close()
-
-    asyncio.run(run())
-
-
-def test_the_door_is_shut_while_a_crowd_uses_up_the_descriptors():
-    """Of a port of UCX; here nobody but `SilentConnections` knows of the connections."""
-
-    async def run() -> None:
-        with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as port:
-            at = port.getsockname()
-            untold = SilentConnections(at[1], 1000.0)
-            untold.limit = 5
-            stack.callback(untold.stop)
-            silent = [stack.enter_context(socket.create_connection(at)) for _ in range(10)]
-            for _ in silent:
-                stack.enter_context(port.accept()[0])
-            late = stack.enter_context(socket.socket())
-            late.settimeout(0.2)
-            untold._look(10**9, scarce=True)
-            assert closed(silent) == 10
-            with pytest.raises(TimeoutError):
-                late.connect(at)
-            untold._look(10**9, scarce=True)  # nobody waits any more
-            socket.create_connection(at, timeout=60).close()
 
     asyncio.run(run())
 

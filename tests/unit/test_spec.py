@@ -16,12 +16,7 @@ from hpcdask.spec.argv import option_name
 from hpcdask.spec.parsing import parse_device_memory, parse_memory, parse_resources, parse_seconds
 from hpcdask.spec.specs import RunSpec, WorkerSpec
 
-SWITCHES = (
-    "enable_nvlink",
-    "enable_infiniband",
-    "enable_rdmacm",
-    "enable_tcp_over_ucx",
-)
+SWITCHES = ("enable_nvlink",)
 
 # --- forms ----------------------------------------------------------------------------------------
 
