@@ -441,7 +441,7 @@ def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
 def page(paths: Sequence[Path]) -> str:
     """The text of docs/benchmarks.md: from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
-    # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
+    # by name without its end, so that `h200-x2-later` comes after `h200-x2` in any locale
     ordered = sorted(paths, key=lambda path: path.stem)
     contents = [json.loads(path.read_text()) for path in ordered]
     measured: dict[str, str] = {}
