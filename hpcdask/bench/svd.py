@@ -14,7 +14,7 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.workload import Timed, Workload, compute, run
 from hpcdask.errors import UsageError
-from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
+from hpcdask.workloads import Check, Device, Form, client_cupy, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
 
 # Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
@@ -23,6 +23,7 @@ USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
 #: https://blog.dask.org/2020/05/13/large-svds
 PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
 # Of the blog's matrix of 10_000_000 x 20 float64.
+EXACT_COLUMNS = 20
 EXACT_CHUNKS = (625_000, -1)
 # Relative to the largest singular value, for float64.
 EXACT_TOLERANCE = 1e-10
@@ -148,11 +149,18 @@ def run_svd_exact(
 
     It is checked with the Gram matrix, which workers compute with dask's own products.
     """
-    device, shape = cluster.device, svd_workload.exact_shape_for(nbytes)
+    shape = nbytes // (8 * EXACT_COLUMNS), EXACT_COLUMNS
+    if shape[0] < EXACT_COLUMNS:
+        raise UsageError(
+            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
+            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
+        )
     _check_room(nbytes, 1, cluster)
-    rows = da.core.normalize_chunks(EXACT_CHUNKS, shape)[0]
+    library = client_cupy() if cluster.device == "cuda" else np
+    rs = da.random.RandomState(0, RandomState=library.random.RandomState)
+    x = rs.random_sample(shape, chunks=EXACT_CHUNKS)
+    rows = x.chunks[0]
     case = Case("svd", "stock", shape, "float64", len(rows), (max(rows), shape[1]), "exact")
-    x = planted.uniform(shape, rows=rows, device=device)
 
     def finish(x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         s, v = (to_host(result) for result in timed.results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -76,23 +76,6 @@ def _block(
     for group in range(rank):
         out[bounds[group] : bounds[group + 1]] = lines[group]
     return out
-
-
-def uniform(shape: tuple[int, int], *, rows: tuple[int, ...], device: Device = "cuda") -> da.Array:
-    """Make a float64 matrix of numbers between 0 and 1, the same on any cluster, in row chunks.
-
-    On ``"cuda"`` the graph says that chunks are CuPy arrays, which takes a GPU on the client.
-    """
-    meta = (client_cupy() if device == "cuda" else np).empty((0, 0))
-    chunks = rows, (shape[1],)
-    x = da.map_blocks(_uniform_block, device=device, chunks=chunks, dtype="float64", meta=meta)
-    return cast("da.Array", x)
-
-
-def _uniform_block(*, device: Device, block_info: Any) -> Any:
-    location = block_info[None]["array-location"]
-    shape = tuple(stop - start for start, stop in location)
-    return array_module(device).random.default_rng(location[0][0]).random(shape)
 
 
 def check(

@@ -16,9 +16,8 @@ G and Z, come from one reading of A and one Dask task per chunk. So A may be a s
 eps (σ₁/σₖ)²: in float64, singular values down to 1e-6 σ₁ are resolved.
 
 T comes from the eigenvectors of G scaled to unit diagonal rather than from a Cholesky factor,
-because they tell how well G is conditioned, and leave what can be resolved.
-
-Z is also what a power iteration needs next: Ω ← orth(Z), one more pass for each.
+because they tell how well G is conditioned, and leave what can be resolved. Z is also what a power
+iteration needs next: Ω ← orth(Z), one more pass for each.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import dask.array as da
@@ -52,17 +51,16 @@ from hpcdask.workloads import (
 
 ASPECT = 500  # rows per column of the reference matrix
 ALIGNED_COLUMNS = 32
-EXACT_COLUMNS = 20
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 #: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Of the floats that a tile of rows becomes: bounds the scratch memory, and keeps a CPU in its cache
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 30, "cpu": 1 << 22}
-# Each tile updates n x l sums, which takes as long as reading about l rows.
-MIN_TILE_ROWS = 64
-# Partial sums are (n + l) x l float64, 3.2 MB at the reference size.
-SPLIT_EVERY = 8
+MIN_TILE_ROWS = 64  # each tile updates n x l sums, which takes as long as reading about l rows
+SPLIT_EVERY = 8  # of partial sums, (n + l) x l float64: 3.2 MB at the reference size
+# Chunks of packed rows do not fit those of a basis; NumPy's meta also where chunks are on GPUs
+FREE_FORM: dict[str, Any] = {"align_arrays": False, "dtype": np.float64, "meta": np.empty((0, 0))}
 
 Floats = NDArray[np.floating[Any]]
 Prepare = Callable[[Any], Any]
@@ -78,17 +76,6 @@ def shape_for(nbytes: int) -> tuple[int, int]:
         raise WorkloadError(f"size {nbytes} B is too small: the least is {ASPECT} B, one column")
     n = n // ALIGNED_COLUMNS * ALIGNED_COLUMNS or n
     return nbytes // n // ASPECT * ASPECT, n
-
-
-def exact_shape_for(nbytes: int) -> tuple[int, int]:
-    """Return the shape of a tall float64 matrix of 20 columns within ``nbytes`` bytes."""
-    m = nbytes // (8 * EXACT_COLUMNS)
-    if m < EXACT_COLUMNS:
-        raise WorkloadError(
-            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
-            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
-        )
-    return m, EXACT_COLUMNS
 
 
 def chunk_rows(
@@ -152,8 +139,8 @@ def svd_rows(
         ``x`` is uint8, (m, ceil(n / 4)): so many columns of `hpcdask.workloads.packing.pack`.
     dtype
         In which chunks are multiplied; sums are float64. float32 resolves only σₖ > 0.02 σ₁, less
-        with more than 60 columns of the range finder. On GPUs it is about as fast as float64, but
-        for packed values, which it multiplies twice as fast, as float16.
+        with more than 60 columns of the range finder. On an H200 it takes two thirds of the time,
+        and of packed values, which tensor cores multiply as float16, a third.
     seed, device
         Of the range finder; what the chunks of ``x`` are on.
 
@@ -170,9 +157,17 @@ def svd_rows(
         Wrong arguments, before anything is computed; NaN, infinity, masks or overflow, later.
     """
     check_device(device)
-    n = _check_matrix(x) if packed_columns is None else _check_packed(x, packed_columns)
-    m, work = x.shape[0], np.dtype(dtype)
-    _check_numbers((m, n), (k, oversample, n_power_iter, seed), work)
+    n, m, work = _check_matrix(x, packed_columns), x.shape[0], np.dtype(dtype)
+    numbers = {"k": k, "oversample": oversample, "n_power_iter": n_power_iter, "seed": seed}
+    for name, value in numbers.items():
+        check_whole(name, value)
+    if not 1 <= k <= min(m, n):
+        raise WorkloadError(
+            f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
+            f"so k is 1 to {min(m, n)}"
+        )
+    if work.name not in ("float32", "float64"):
+        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
     how: dict[str, Any] = {"rows": rows, "width": _width(k + oversample, m, n), "seed": seed}
     basis: tuple[Any, ...] = ()
@@ -183,20 +178,12 @@ def svd_rows(
     return u, found[-1], found[n:-1].T
 
 
-# Chunks of packed rows do not fit those of a basis; NumPy's meta also where chunks are on GPUs
-FREE_FORM: dict[str, Any] = {"align_arrays": False, "dtype": np.float64, "meta": np.empty((0, 0))}
-
-
 def _sums(x: da.Array, basis: tuple[Any, ...], how: dict[str, Any]) -> da.Array:
     """Add up what `_products` makes of each chunk, in a tree: Z above G, as one block."""
     n, width = how["rows"].n, how["width"]
     # All indices are in the result, or dask would not fuse this with what makes x
-    products = da.blockwise(
-        _products, "inl", x, "in", *basis,
-        new_axes={} if basis else {"l": width},
-        adjust_chunks={"i": 1, "n": n + width},
-        **how, **FREE_FORM,
-    )  # fmt: skip
+    sizes = {"new_axes": {} if basis else {"l": width}, "adjust_chunks": {"i": 1, "n": n + width}}
+    products = da.blockwise(_products, "inl", x, "in", *basis, **sizes, **how, **FREE_FORM)
     return cast("da.Array", products.sum(axis=0, split_every=SPLIT_EVERY))
 
 
@@ -205,9 +192,8 @@ def _small(
 ) -> da.Array:
     """Return what a function makes of arrays of one block, as one block of this shape."""
     pairs = [part for block in blocks for part in (block, "ab")]
-    size = {"a": shape[0], "b": shape[1]}
-    made = da.blockwise(function, "ab", *pairs, adjust_chunks=size, **how, **FREE_FORM)
-    return cast("da.Array", made)
+    how |= FREE_FORM | {"adjust_chunks": {"a": shape[0], "b": shape[1]}}
+    return cast("da.Array", da.blockwise(function, "ab", *pairs, **how))
 
 
 def _width(wanted: int, m: int, n: int) -> int:
@@ -219,23 +205,7 @@ def _width(wanted: int, m: int, n: int) -> int:
     return min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def _check_numbers(shape: tuple[int, int], whole: tuple[int, ...], work: np.dtype[Any]) -> None:
-    for name, value in zip(("k", "oversample", "n_power_iter", "seed"), whole, strict=True):
-        check_whole(name, value)
-    k, side = whole[0], min(shape)
-    if not 1 <= k <= side:
-        raise WorkloadError(
-            f"k={k} is out of range: a {shape[0]} x {shape[1]} matrix has {side} singular values, "
-            f"so k is 1 to {side}"
-        )
-    if work not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
-
-
-def _check_matrix(x: da.Array) -> int:
+def _check_matrix(x: da.Array, packed_columns: int | None) -> int:
     check_dask(x)
     if x.ndim != 2:
         raise WorkloadError(f"x has {x.ndim} dimensions; an SVD wants a matrix")
@@ -249,18 +219,16 @@ def _check_matrix(x: da.Array) -> int:
             f"the columns of x are split into {x.numblocks[1]} chunks; they have to be of full "
             "width: x = x.rechunk({1: -1})"
         )
-    return cast("int", x.shape[1])
-
-
-def _check_packed(x: da.Array, n: int) -> int:
-    _check_matrix(x)
-    check_whole("packed_columns", n)
-    if x.dtype != np.uint8 or n < 1 or x.shape[1] != packing.n_bytes(n):
+    if packed_columns is None:
+        return cast("int", x.shape[1])
+    check_whole("packed_columns", packed_columns)
+    n_bytes = packing.n_bytes(packed_columns)
+    if x.dtype != np.uint8 or packed_columns < 1 or x.shape[1] != n_bytes:
         raise WorkloadError(
-            f"{n} packed columns are {packing.n_bytes(n)} columns of uint8; x is {x.shape[1]} of "
+            f"{packed_columns} packed columns are {n_bytes} columns of uint8; x is {x.shape[1]} of "
             f"{x.dtype}"
         )
-    return n
+    return packed_columns
 
 
 # --- the chunks -----------------------------------------------------------------------------------
@@ -277,8 +245,8 @@ class Rows:
     n: int
     work: str
     device: Device
-    prepare: Prepare | None = None
-    packed: bool = False
+    prepare: Prepare | None
+    packed: bool
 
     @property
     def as_float16(self) -> bool:
@@ -292,6 +260,8 @@ class Rows:
         step = max(MIN_TILE_ROWS, TILE_NBYTES[self.device] // (self.n * np.dtype(dtype).itemsize))
         # Made once: workers give freed memory back, and fresh pages cost more than the products.
         as_it_is = block.dtype == dtype and not self.packed and self.prepare is None
+        words = self.device == "cuda" and block.dtype == np.uint8 and self.n % 4 == 0
+        words = words and block.data.ptr % 4 == 0
         room = xp.empty((0 if as_it_is else min(step, block.shape[0]), self.n), dtype)
         for start in range(0, block.shape[0], step):
             tile = block[start : start + step]
@@ -302,28 +272,21 @@ class Rows:
                 floats[...] = self._prepared(tile)
             elif self.packed:
                 packing.unpack(tile, self.n, out=floats)
-            elif self._words(block):
+            elif words:
                 packing.spread(xp.ascontiguousarray(tile).view(np.uint32), 8, floats)
             elif not as_it_is:
                 floats[...] = tile
             yield tile if as_it_is else floats
-
-    def _words(self, block: Any) -> bool:
-        """Return whether a GPU can read the rows of bytes as words."""
-        return self.device == "cuda" and block.dtype == np.uint8 and self.n % 4 == 0
 
     def _prepared(self, tile: Any) -> Any:
         shape = tile.shape
         if isinstance(tile, np.ndarray):  # else it could rewrite the chunk; CuPy cannot say so
             tile.flags.writeable = False
         tile = cast("Prepare", self.prepare)(tile)
-        found, dtype = getattr(tile, "shape", None), getattr(tile, "dtype", None)
-        if found != shape or dtype is None or dtype.kind not in "buif":
-            what = type(tile).__name__ if found is None else f"{dtype} of shape {found}"
-            raise WorkloadError(
-                f"prepare returned {what} for rows of shape {shape}: real numbers of that shape "
-                "are accepted"
-            )
+        dtype = getattr(tile, "dtype", None)
+        if dtype is None or tile.shape != shape or dtype.kind not in "buif":
+            found = type(tile).__name__ if dtype is None else f"{dtype} of shape {tile.shape}"
+            raise WorkloadError(f"prepare returned {found}: it has to be real, of shape {shape}")
         check_unmasked(tile)
         return tile
 
@@ -352,8 +315,8 @@ def _products(
     sums: NDArray[np.float64] = xp.concatenate([zt.T, gram])[None]
     if not bool(xp.isfinite(sums).all()):
         raise WorkloadError(
-            f"x has values that are not finite, or its products overflow in {rows.work}: replace "
-            "them, or scale x; da.isfinite(x).all().compute() tells which"
+            f"x has values that are not finite, or its products overflow in {rows.work}: "
+            "da.isfinite(x).all().compute() tells which; replace them, or scale x"
         )
     return sums
 
@@ -363,9 +326,8 @@ def _check_chunk(block: Any, device: Device) -> None:
     library = array_module(device)
     if not isinstance(block, library.ndarray):
         raise WorkloadError(
-            f'a chunk is {type(block).__name__}; device="{device}" is for arrays of '
-            f"{library.__name__}: device=... of the other library, or "
-            f"x = x.map_blocks({library.__name__}.asarray)"
+            f'a chunk is {type(block).__name__}, and device="{device}" is for arrays of '
+            f"{library.__name__}: another device, or x = x.map_blocks({library.__name__}.asarray)"
         )
 
 
@@ -378,8 +340,7 @@ def _basis(basis: Any, rows: Rows, width: int, seed: int) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
-    # Drawn on the host from the seed: the same on every worker, and nothing to send with the
-    # graph.
+    # Drawn on the host: the same on every worker, and nothing to send with the graph
     omega = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, width)))[0]
     return array_module(device).asarray(omega, work)
 
@@ -414,8 +375,7 @@ def _solve(
     n, sums = rows.n, to_host(sums)
     whiten = _whiten(sums[n:], rows.work)
     turn, s, v = np.linalg.svd((sums[:n] @ whiten).T, full_matrices=False)
-    host = Rows(n, rows.work, "cpu")
-    right = _basis(basis, host, width, seed) @ (whiten @ turn)
+    right = _basis(basis, replace(rows, device="cpu"), width, seed) @ (whiten @ turn)
     sign = np.where(v.sum(axis=1) < 0, -1.0, 1.0)
     out = np.zeros((2 * n + 1, k))
     rank = min(k, len(s))

@@ -87,7 +87,6 @@ def test_the_reference_sizes_give_every_worker_the_same_number_of_chunks():
     shape = svd_workload.shape_for(1600 * 10**6)
     assert len(svd_workload.chunk_rows(shape, device="cuda", n_slots=8)) == 8
     assert len(svd_workload.chunk_rows(shape, device="cpu", n_slots=8)) == 32
-    assert svd_workload.exact_shape_for(1600 * 10**6) == (10_000_000, 20)
 
 
 # --- array ----------------------------------------------------------------------------------------
@@ -357,7 +356,6 @@ def test_rows_are_prepared_tile_by_tile(monkeypatch):
     [
         (lambda tile: tile[::2], r"(float64|uint8) of shape \(10, 4\)"),
         (lambda tile: tile.mean(1, keepdims=True), r"float64 of shape \(20, 1\)"),
-        (lambda tile: tile[:, :2], r"(float64|uint8) of shape \(20, 2\)"),
         (lambda tile: tile * (1 + 1j), r"complex128 of shape \(20, 4\)"),
         (lambda tile: tile.astype(str), r"<U\d+ of shape \(20, 4\)"),
         (lambda tile: None, "NoneType"),
@@ -367,7 +365,7 @@ def test_rows_are_prepared_tile_by_tile(monkeypatch):
 def test_what_prepare_returns_is_checked(prepare, what, dtype):
     """Rows were left out, repeated or made real, without a word."""
     x = da.from_array(np.arange(80).reshape(20, 4).astype(dtype), chunks=(20, -1))
-    with pytest.raises(WorkloadError, match=f"prepare returned {what} for rows of shape"):
+    with pytest.raises(WorkloadError, match=f"prepare returned {what}: it has to be real"):
         svd_workload.svd_rows(x, 2, prepare=prepare, device="cpu")[1].compute()
 
 
