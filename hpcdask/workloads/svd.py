@@ -123,9 +123,8 @@ def svd_rows(
     Parameters
     ----------
     x
-        Shape (m, n), real, chunks ``(rows, n)`` of CuPy (``device="cuda"``) or NumPy arrays. It is
-        read once for ``s`` and ``v``, and once more for each power iteration: persist it then,
-        unless it is cheap to make again. Tall is fast; wide works.
+        Shape (m, n), real, chunks ``(rows, n)`` of CuPy (``device="cuda"``) or NumPy arrays. Each
+        power iteration reads it once more: persist it then, unless it is cheap to make again.
     k, oversample
         Number of singular triplets, at most ``min(m, n)``, and additional columns of the range
         finder, for values that decrease slowly. Beyond half of the columns, all are used.
@@ -147,9 +146,8 @@ def svd_rows(
     Returns
     -------
     u, s, v : dask.array.Array
-        Shapes (m, k), (k,), (k, n), float64, NumPy. No row of ``v`` has a negative sum. They are
-        zero past the resolved rank. One Dask task per chunk and pass; ``u`` reads ``x`` another
-        time.
+        Shapes (m, k), (k,), (k, n), float64, NumPy; zero past the resolved rank. No row of ``v``
+        has a negative sum. One Dask task per chunk and pass; ``u`` reads ``x`` another time.
 
     Raises
     ------
@@ -158,16 +156,7 @@ def svd_rows(
     """
     check_device(device)
     n, m, work = _check_matrix(x, packed_columns), x.shape[0], np.dtype(dtype)
-    numbers = {"k": k, "oversample": oversample, "n_power_iter": n_power_iter, "seed": seed}
-    for name, value in numbers.items():
-        check_whole(name, value)
-    if not 1 <= k <= min(m, n):
-        raise WorkloadError(
-            f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values, "
-            f"so k is 1 to {min(m, n)}"
-        )
-    if work.name not in ("float32", "float64"):
-        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
+    _check_numbers(m, n, work, k=k, oversample=oversample, n_power_iter=n_power_iter, seed=seed)
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
     how: dict[str, Any] = {"rows": rows, "width": _width(k + oversample, m, n), "seed": seed}
     basis: tuple[Any, ...] = ()
@@ -203,6 +192,17 @@ def _width(wanted: int, m: int, n: int) -> int:
     """
     side = min(m, n)
     return min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
+
+
+def _check_numbers(m: int, n: int, work: np.dtype[Any], **numbers: int) -> None:
+    if work.name not in ("float32", "float64"):
+        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
+    for name, value in numbers.items():
+        check_whole(name, value)
+    if not 1 <= numbers["k"] <= min(m, n):
+        raise WorkloadError(
+            f"k={numbers['k']} is out of range: a {m} x {n} matrix has {min(m, n)} singular values"
+        )
 
 
 def _check_matrix(x: da.Array, packed_columns: int | None) -> int:

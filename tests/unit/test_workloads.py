@@ -410,7 +410,7 @@ def test_svd_of_any_type_and_chunks_equals_numpy(sizes, n, dtype, work, order, s
 @pytest.mark.parametrize(
     ("x", "k", "options", "match"),
     [
-        (da.zeros((9, 4), chunks=(3, 4)), 5, {}, r"k=5 is out of range.*k is 1 to 4"),
+        (da.zeros((9, 4), chunks=(3, 4)), 5, {}, "k=5 is out of range: a 9 x 4 matrix has 4 sing"),
         (da.zeros((9, 4), chunks=(3, 4)), 0, {}, "k=0 is out of range"),
         (da.zeros((9, 4), chunks=(3, 2)), 2, {}, r"x = x\.rechunk\(\{1: -1\}\)"),
         (da.zeros(9, chunks=3), 1, {}, "wants a matrix"),
