@@ -53,7 +53,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the tolerance; false for NaN."""
+        """Return whether the difference is within the tolerance; false for NaN."""
         return bool(abs(self.value - self.expected) <= self.tolerance)
 
     def as_dict(self) -> dict[str, Any]:

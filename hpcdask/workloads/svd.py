@@ -118,7 +118,7 @@ def svd_rows(
     seed: int = 0,
     device: Device = "cuda",
 ) -> tuple[da.Array, da.Array, da.Array]:
-    """Truncated SVD of a matrix cut into row chunks of full width.
+    """Compute a truncated SVD of a matrix cut into row chunks of full width.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def _check_matrix(x: da.Array, packed_columns: int | None) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """How the chunks of ``n`` columns on a device become floats.
+    """Conversion of the chunks of ``n`` columns on a device to floats.
 
     They are multiplied in the float type ``work``; ``prepare`` is applied to each tile of rows;
     ``packed`` chunks are 2-bit values, four in a byte.
@@ -250,7 +250,7 @@ class Rows:
 
     @property
     def as_float16(self) -> bool:
-        """Whether tiles are multiplied by tensor cores, which hold such small integers exactly."""
+        """Return whether tensor cores multiply tiles: float16 holds packed values exactly."""
         on_gpu = self.device == "cuda" and self.prepare is None
         return on_gpu and self.packed and self.work == "float32"
 
