@@ -7,9 +7,7 @@ from typing import Any
 import dask.highlevelgraph
 from dask._expr import FinalizeCompute as FinalizeCompute
 from dask._task_spec import Alias as Alias
-from dask._task_spec import List as List
 from dask._task_spec import Task as Task
-from dask._task_spec import TaskRef as TaskRef
 from dask._task_spec import convert_legacy_graph as convert_legacy_graph
 
 

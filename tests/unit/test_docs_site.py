@@ -188,7 +188,6 @@ FUNCTIONS = [
     hpcdask.gang,
     hpcdask.initialize,
     svd.svd_rows,
-    svd.svd_exact,
     packing.pack_array,
     stores.open_rows,
     genotypes.population_structure,

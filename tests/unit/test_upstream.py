@@ -39,7 +39,6 @@ from hpcdask.upstream import (
     distributed,
     distributed_p2p,
     tornado,
-    zarr,
 )
 from hpcdask.upstream import multiprocessing as mp
 from launching import needs
@@ -234,9 +233,6 @@ def test_what_is_set_on_live_servers_is_there():
         lambda there: distributed_p2p.fail(there, ValueError()),
         lambda there: dask_cuda.device_limit(SimpleNamespace(device_buffer=there)),
         lambda there: dask_cuda.on_device(SimpleNamespace(device_buffer=there)),
-        lambda there: zarr.chunk_key(there, (0,)),
-        zarr.is_plain,
-        zarr.first_index_type,
     ],
 )
 def test_what_moved_is_named(use):
@@ -385,18 +381,6 @@ def test_the_store_counts_what_is_on_the_device(tmp_path):
     assert dask_cuda.device_limit(store) == 1000
     assert dask_cuda.on_device(store).total_weight == 0
     assert dask_cuda.device_limit({}) is dask_cuda.on_device({}) is None
-
-
-@needs("zarr")
-@pytest.mark.parametrize(("index", "kind"), [("start", "<u8"), ("end", "")])
-def test_shards_say_where_their_index_is(tmp_path, index, kind):
-    import zarr as package
-
-    shards = {"shape": (4, 4), "index_location": index}
-    array = package.create_array(tmp_path, shape=(4, 4), chunks=(2, 2), shards=shards, dtype="u1")
-    assert zarr.first_index_type(array) == kind
-    assert zarr.chunk_key(array, (0, 0)) == "c/0/0"
-    assert not zarr.is_plain(array)
 
 
 UCX = """
