@@ -15,7 +15,7 @@ from typing import Literal
 
 from hpcdask.jobs.state import OVER, WAITING, JobState
 
-from .job import Job, Policy, is_paused
+from .job import Job, Policy
 from .observe import is_overdue
 from .walltime import expires, retire_at
 
@@ -123,21 +123,17 @@ def plan(
     present = [job for job in jobs.values() if not job.cancelled]
     hopeless = [job for job in present if _is_hopeless(job, now, policy)]
     given_up = {job.id for job in hopeless}
-    alive = [job for job in present if job.state not in OVER and job.id not in given_up]
-    staying = [job for job in alive if not job.leaving]
     expiring: list[Job] = []
     counting: list[Job] = []
-    for job in staying:
-        (expiring if expires(job, now, policy) else counting).append(job)
+    for job in present:
+        if job.state not in OVER and job.id not in given_up and not job.leaving:
+            (expiring if expires(job, now, policy) else counting).append(job)
     running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
     failure = _failure(history, wanted, now, policy) if missing > 0 else None
     fewer = _fewer(-missing, counting, closable)
-    handover = _hand_over(
-        expiring, wanted - running, len(alive) - len(staying), wanted > 0, now, policy
-    )
-    ending = fewer + handover
+    ending = fewer + _hand_over(expiring, wanted - running, now, policy)
     return Actions(
         submit=0 if failure else max(0, missing),
         cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
@@ -159,7 +155,7 @@ def _age(job: Job) -> tuple[float, list[int], str]:
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
     """The jobs to end when there are too many: waiting, then starting, then idle ones.
 
-    Suspended ones go first. What is lost or unknown is left until it is clear what it is.
+    What is lost or unknown is left until it is clear what it is.
     """
     if surplus <= 0:
         return []
@@ -170,25 +166,17 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
     return [
         *sorted(waiting, key=_age, reverse=True),
-        *sorted(starting, key=lambda job: (is_paused(job), _age(job)), reverse=True),
-        *sorted(running, key=is_paused, reverse=True),
+        *sorted(starting, key=_age, reverse=True),
+        *running,
     ][:surplus]
 
 
-def _hand_over(
-    expiring: Sequence[Job], needed: int, leaving: int, gently: bool, now: float, policy: Policy
-) -> list[Job]:
-    """The jobs to end before their walltime: those whose time has come, and replaced ones.
-
-    Replacements may come all at once; `gently`, a quarter at a time leaves for them.
-    """
+def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:
+    """Return the jobs to end before their walltime: those that are due, and replaced ones."""
     times = {job.id: retire_at(job, policy) or math.inf for job in expiring}
     due = [job for job in expiring if times[job.id] <= now and job.workers]
     others = [job for job in expiring if times[job.id] > now or not job.workers]
     most = len(others) - max(0, needed)
-    if gently:
-        at_once = math.ceil((len(expiring) + leaving) / 4)
-        most = min(most, at_once - leaving - len(due))
     able = [job for job in others if job.workers or job.state is JobState.STARTING]
     able.sort(key=lambda job: (times[job.id], job.id))
     return due + able[: max(0, most)]

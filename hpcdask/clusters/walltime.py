@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
-
 from hpcdask.jobs.state import WAITING
 
 from .job import Job, Policy
-
-#: Fraction of the golden ratio: its multiples, modulo 1, spread evenly however many are taken.
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def ends_at(job: Job, policy: Policy) -> float | None:
@@ -37,26 +31,12 @@ def margin_s(job: Job, policy: Policy) -> float:
 
 
 def retire_at(job: Job, policy: Policy) -> float | None:
-    """Unix time at which the job's workers retire even if no replacement has come.
-
-    Jobs that start together must not retire together: each does it up to half a margin early, as
-    the numbers in its id say, whatever becomes of the others.
-    """
+    """Return the unix time at which the job's workers retire even without a replacement."""
     end = ends_at(job, policy)
-    return None if end is None else end - margin_s(job, policy) * (1 + _share(job.id) / 2)
-
-
-def _share(job_id: str) -> float:
-    """A number in [0, 1) that is different, and evenly spread, for jobs with successive ids."""
-    return sum(map(int, re.findall(r"\d+", job_id))) * GOLDEN % 1
+    return None if end is None else end - margin_s(job, policy)
 
 
 def expires(job: Job, now: float, policy: Policy) -> bool:
-    """Whether its replacement is due: one more margin before it retires."""
+    """Return whether the job's replacement is due: one more margin before the job retires."""
     end = None if job.expiring else ends_at(job, policy)
-    if end is None:
-        return job.expiring
-    left, margin = end - now, margin_s(job, policy)
-    if left > 2.5 * margin:  # no stagger is longer, and few jobs get past this line
-        return False
-    return left <= margin * (2 + _share(job.id) / 2)
+    return job.expiring if end is None else end - now <= 2 * margin_s(job, policy)

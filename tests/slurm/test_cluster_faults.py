@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import dask.config
 import psutil
 import pytest
 from distributed import Client, Future
@@ -364,7 +363,6 @@ def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.Cap
         return client.map(lambda number: time.sleep(2) or number, range(count), pure=False)
 
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         user.make(n_workers=2, **roomy) as two,
         user.make(n_workers=1, **tight) as one,
         two.get_client() as of_two,
