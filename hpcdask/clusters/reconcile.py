@@ -8,7 +8,6 @@ and adds the new ones before it plans again.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -148,14 +147,11 @@ def _is_hopeless(job: Job, now: float, policy: Policy) -> bool:
     return is_overdue(job, now, policy)
 
 
-def _age(job: Job) -> tuple[float, list[int], str]:
-    return job.submitted, [int(number) for number in re.findall(r"\d+", job.id)], job.id
-
-
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
-    """The jobs to end when there are too many: waiting, then starting, then idle ones.
+    """Return the jobs to end when there are too many: waiting, then starting, then idle ones.
 
-    What is lost or unknown is left until it is clear what it is.
+    The last to be submitted goes first. Lost and unknown jobs are left until it is clear what they
+    are.
     """
     if surplus <= 0:
         return []
@@ -164,11 +160,7 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     starting = [job for job in idle if job.state is JobState.STARTING]
     by_id = {job.id: job for job in counting if job.workers}
     running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
-    return [
-        *sorted(waiting, key=_age, reverse=True),
-        *sorted(starting, key=_age, reverse=True),
-        *running,
-    ][:surplus]
+    return [*reversed(waiting), *reversed(starting), *running][:surplus]
 
 
 def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:

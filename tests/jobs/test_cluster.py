@@ -29,8 +29,8 @@ from distributed.core import Status
 
 import hpcdask
 from clock import PATIENCE, stretched
-from hpcdask.clusters import retire, scaling, scheduler, submitter, termination
-from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, QueueError, Refused, UsageError
+from hpcdask.clusters import scaling, scheduler, submitter
+from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, Refused, UsageError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import moab
@@ -298,29 +298,6 @@ def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
     assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
 
 
-def test_a_handover_that_fails_is_tried_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    real, tried = retire.retire, []
-
-    async def failing(scheduler, names, *, deadline_s):
-        tried.append(names)
-        if len(tried) <= 2:
-            raise RuntimeError("dictionary changed size")
-        return await real(scheduler, names, deadline_s=deadline_s)
-
-    with make(folder) as cluster, cluster.get_client() as client:
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=180)
-        monkeypatch.setattr(retire, "retire", failing)
-        cluster.scale(1)
-        wait_for(
-            lambda: sorted(states(cluster)) == [JobState.COMPLETED, JobState.RUNNING], 30, "one"
-        )
-        assert len(tried) == 3
-    assert capsys.readouterr().err.count("dictionary changed size") == 1
-
-
 class Slow(LocalQueue):
     """Takes one job a command, when it is let, and starts none of them."""
 
@@ -446,30 +423,6 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
 
 
-def test_jobs_that_outlive_their_scheduler_are_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    async def cancel(self, ids) -> None:
-        raise QueueError("scancel failed")
-
-    monkeypatch.setattr(LocalQueue, "cancel", cancel)
-    monkeypatch.setattr(termination, "CLOSE_S", 0.2)
-    monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: Slow())
-    with make(folder) as cluster:
-        cluster.scale(1)
-        (job,) = cluster.jobs()
-        Client(cluster.scheduler_address, security=cluster.security).shutdown()
-        wait_for(lambda: cluster.status == Status.closed, 30, "the cluster to close")
-        cluster._watchdog.dismiss()  # it would cancel the job at the end of this process
-        said: list[str] = []
-
-        def told() -> bool:
-            said.append(capsys.readouterr().err)
-            return f"after they were cancelled (scancel failed): {job.id}. See" in "".join(said)
-
-        wait_for(told, 10, "the line that names the job")
-
-
 class Busy(LocalQueue):
     """Takes one job, and then no more until it is let."""
 
@@ -522,30 +475,6 @@ def test_one_idle_sample_cancels_nothing(folder: Path):
         assert not any(job.cancelled or job.leaving for job in cluster.jobs())
 
 
-class OneByOne(LocalQueue):
-    """Takes one job a command, when it is let, and starts none of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.commands = 0
-        self._let = asyncio.Semaphore(0)
-
-    def let(self, jobs: int) -> None:
-        for _ in range(jobs):
-            self._let.release()
-
-    async def limit(self) -> int:
-        return 1
-
-    async def submit(self, script: str, count: int) -> list[str]:
-        await self._let.acquire()
-        self.commands += 1
-        return await super().submit(script, count)
-
-    def _start(self, entry) -> str:
-        return "Resources"
-
-
 def test_adapt_stops_a_submission_under_way(folder: Path):
     """It waited for the last of the jobs before it looked again."""
     target = 30
@@ -557,24 +486,21 @@ def test_adapt_stops_a_submission_under_way(folder: Path):
     async def work() -> None:
         nonlocal target
         cluster = make(folder, asynchronous=True)
-        queue = cluster.queue = OneByOne()
+        queue = cluster.queue = Slow(let=0)
         async with cluster:
             adaptive = cluster.adapt(minimum=0, maximum=30, interval=0, Adaptive=Sampled)
             try:
                 await asyncio.wait_for(adaptive.adapt(), 20)
-                queue.let(3)
-                await asyncio.to_thread(wait_for, lambda: queue.commands == 3, 20, "three jobs")
+                for _ in range(3):
+                    queue.let.release()
+                await until(lambda: queue.commands == 3, 20, "three jobs")
                 target = 0
                 for _ in range(adaptive.wait_count):
                     await adaptive.adapt()
             finally:
-                queue.let(30)
-            await asyncio.to_thread(
-                wait_for,
-                lambda: cluster.controller.groups[""].submission is None,
-                20,
-                "the submission to end",
-            )
+                queue.let_all()
+            submits = cluster.controller.groups[""]
+            await until(lambda: submits.submission is None, 20, "the submission to end")
             assert queue.commands <= 4  # one was under way
 
     asyncio.run(work())
@@ -882,7 +808,6 @@ def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
             "gpus_per_job=2 and the directive '--gres=gpu:1' both request GPUs",
         ),
         ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
-        ({"gpus_per_job": True}, "gpus_per_job=True is not a number of GPUs"),
         ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
         ({"gpus_per_job": 3, "nodes_per_job": 2}, "cannot be shared evenly"),
         ({"colour": "red"}, "unknown keyword colour"),
@@ -893,26 +818,17 @@ def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
         ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
         ({"cores": 0}, "cores=0"),
         ({"poll_interval": -1}, "poll_interval: -1 is not a time. Accepted: 90s"),
-        ({"poll_interval": "nan"}, "poll_interval: 'nan' is not a time. Accepted: 90s"),
-        ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time. Accepted: 90s"),
-        ({"start_timeout": -1}, "start_timeout: -1 is not a time. Accepted: 90s"),
+        ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time"),
+        ({"start_timeout": "nan"}, "start_timeout: 'nan' is not a time"),
         ({"memory": 0}, "memory: 0 is not an amount of memory for a job. Accepted: .*bytes$"),
-        ({"memory": "0"}, "memory: '0' is not an amount of memory for a job"),
         ({"memory": "auto"}, "memory: 'auto' is not an amount of memory for a job"),
         (
             {"job_extra_directives": "--qos=x"},
             re.escape("job_extra_directives='--qos=x' is a text: give a list, ['--qos=x']"),
         ),
-        (
-            {"job_script_prologue": "module load x"},
-            re.escape("job_script_prologue='module load x' is a text: give a list"),
-        ),
-        ({"worker_extra_args": "--nthreads 3"}, "worker_extra_args='--nthreads 3' is a text"),
-        ({"job_directives_skip": "-n"}, "job_directives_skip='-n' is a text"),
         ({"n_workers": -1}, "n_workers=-1 is not a number of workers: 0, 1, 2, …"),
         ({"n_workers": "2"}, "n_workers='2' is not a number of workers"),
         ({"nodes_per_job": "2"}, "nodes_per_job='2' is not a number of nodes: 1, 2, 3, …"),
-        ({"nodes_per_job": 0}, "nodes_per_job=0 is not a number of nodes"),
     ],
 )
 def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from operator import add
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -316,12 +315,6 @@ async def test_what_a_removed_worker_still_asks_is_ignored() -> None:
         await retire.force_out(s.scheduler, ["b"], reason="test")
         handler(worker=address, **question)
         assert len(sent) == 2
-
-
-def test_another_distributed_may_have_no_such_request() -> None:
-    scheduler = SimpleNamespace(stream_handlers={}, stream_comms={})
-    retire.ignore_removed(scheduler)
-    assert not scheduler.stream_handlers
 
 
 @in_loop

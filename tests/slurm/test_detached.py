@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 import hpcdask
-from detached_cases import many_come_and_go
 from hpcdask.errors import ClusterError
 from hpcdask.jobs import detached
 from hpcdask.jobs.folder import ClusterFolder
@@ -106,14 +105,6 @@ def on_another_host(command: list[str | Path]) -> str:
     return done.stdout
 
 
-def test_nobody_uses_it(user: Login):
-    user.detached(n_workers=1, idle_timeout="2s").close()
-    wait_for(lambda: folder_of().ended, 60, "its end")
-    wait_for(user.gone, 30, "its jobs to be gone")
-    with pytest.raises(ClusterError, match="nobody used it for 2 s"):
-        hpcdask.attach("mine")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
 def test_the_schedulers_job_dies(user: Login, how: str):
@@ -182,11 +173,6 @@ def test_down_while_its_scheduler_waits(user: Login):
     assert user.gone()
     with pytest.raises(ClusterError, match="hpcdask down"):
         hpcdask.attach("mine")
-
-
-@pytest.mark.long
-def test_many_come_and_go(user: Login):
-    many_come_and_go(user)
 
 
 def test_all_listen_in_a_range_of_ports(user: Login):

@@ -179,21 +179,3 @@ def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monke
 
     monkeypatch.setattr(termination, "CLOSE_S", 0.1)
     asyncio.run(run())
-
-
-def test_at_the_end_of_python_nobody_is_told_that_states_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    async def refuse(*arguments: object) -> None:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    async def publish() -> list[str]:
-        cluster = Cluster(tmp_path, Door(ValueError()))
-        cluster.state.jobs["1"] = Job("1", 1, 0.0, JobState.RUNNING)
-        monkeypatch.setattr(publishing.asyncio, "to_thread", refuse)
-        publisher = publishing.JobPublisher([cluster.state], cluster.controller.folder)
-        publisher.publish()
-        await publisher._task
-        return cluster.said
-
-    assert asyncio.run(publish()) == []

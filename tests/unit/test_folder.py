@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -100,18 +99,6 @@ def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     assert prune() == ["ab-1"]
     assert not made.path.exists()
     assert not list(usual.iterdir())
-
-
-def test_links_that_have_led_nowhere_for_long_go(tmp_path):
-    """Sites remove old files from shared file systems."""
-    for name, days in (("old", 31), ("young", 29)):
-        made = ClusterFolder.create(name, "slurm", tmp_path)
-        shutil.rmtree(made.path)
-        then = time.time() - days * 86400
-        os.utime(base_path() / name, (then, then), follow_symlinks=False)
-    assert list_clusters() == []
-    assert prune() == []
-    assert [path.name for path in base_path().iterdir()] == ["young"]
 
 
 def test_a_home_that_takes_no_link_is_no_obstacle(tmp_path):
