@@ -1,4 +1,4 @@
-"""What to submit, cancel, retire or give up, from what is wanted and seen: pure decisions.
+"""Pure decisions: what to submit, cancel, retire or give up, from what is wanted and seen.
 
 `record` counts in a `History` what `observe` says about failures; `plan` compares all jobs with the
 number that is wanted. The caller carries out the `Actions`, marks the jobs (`cancelled`, `leaving`)
@@ -21,7 +21,7 @@ from .walltime import expires, retire_at
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered of jobs that went wrong; `failed` and `died` are the last of each."""
+    """Record of jobs that went wrong; `failed` and `died` are the last of each kind."""
 
     failed_starts: int = 0  # in a row; an arrival makes it 0
     failed: Job | None = None
@@ -31,7 +31,7 @@ class History:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why no more jobs are submitted; `job` is the last of `count` that went wrong.
+    """Reason to submit no more jobs; `job` is the last of `count` that went wrong.
 
     "start": in a row, they failed to start. "budget": all that died within the policy's window.
     """
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do now: how many jobs to submit, which to cancel, and which to let hand over and end.
+    """Next steps: how many jobs to submit, which to cancel, and which to let hand over and end.
 
     `failure` is why nothing is submitted although jobs are missing.
     """
@@ -58,10 +58,11 @@ class Actions:
 
 
 def record(history: History, before: Job, after: Job, now: float, policy: Policy) -> History:
-    """The history after a job went from `before` to `after`.
+    """Return the history after a job went from `before` to `after`.
 
-    Who ends, or is given up, before all workers were connected has failed to start, unless somebody
-    cancelled or preempted it. Ends that neither we nor the walltime brought about are deaths.
+    A job that ends, or is given up, before all its workers were connected has failed to start,
+    unless somebody cancelled or preempted it. Ends that neither the cluster nor the walltime
+    brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
         history = replace(history, failed_starts=0, failed=None)
@@ -81,7 +82,7 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
 
 
 def _served(job: Job, now: float, policy: Policy) -> bool:
-    """Whether a job ended in good order, as with a lifetime of its workers, and not at once."""
+    """Return whether a job ended in good order, as with `--lifetime`, and not at once."""
     if job.state is not JobState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
         return False
     left = now if job.incomplete_since is None else job.incomplete_since
@@ -114,7 +115,7 @@ def plan(
     now: float,
     policy: Policy,
 ) -> Actions:
-    """What to submit, cancel and retire, so that `wanted` jobs run; each job is named once at most.
+    """Return what to do so that `wanted` jobs run; each job is named once at most.
 
     Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, only
     `closable` ones are given up before their walltime, in this order.

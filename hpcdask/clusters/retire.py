@@ -1,4 +1,4 @@
-"""What is asked of the scheduler when workers come to their end.
+"""Requests to the scheduler when workers come to their end.
 
 Plain functions on a `distributed.Scheduler` in the same event loop. They stand on what its own
 `retire_workers` and timeouts use; the comments name what of it is not documented, and
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from dask.typing import Key
 from distributed import Scheduler, Status
@@ -24,9 +23,6 @@ from distributed.scheduler import TaskState, WorkerState
 POLL_S = 0.05
 #: States of Dask tasks that could run and have no worker.
 WAITING = ("no-worker", "queued")
-
-# Addresses of the workers that a call of `retire` has in hand.
-_retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
 
 
 def ignore_removed(scheduler: Scheduler) -> None:
@@ -51,20 +47,17 @@ async def retire(
 ) -> frozenset[str]:
     """Let workers finish, hand over what they alone hold, and close; return who is gone then.
 
-    A worker that nobody can relieve, or that is not ready in time, goes on as before, so one can
-    try again. Calls may overlap; a worker that another call retires is left to that call.
+    A worker that nobody can relieve, or that is not ready in time, goes on as before, so the caller
+    can try again. Calls for different workers may overlap.
     """
     deadline = monotonic() + deadline_s
-    in_hand = _retiring.setdefault(scheduler, set())
-    mine = {ws.address for ws in _workers(scheduler, names)} - in_hand
-    in_hand |= mine
+    addresses = {ws.address for ws in _workers(scheduler, names)}
     try:
         # All at once: otherwise one would hand over to the next.
-        drained = await _drain(scheduler, mine, deadline)
+        drained = await _drain(scheduler, addresses, deadline)
         await asyncio.gather(*(_see_off(scheduler, address, deadline) for address in drained))
     finally:
-        in_hand -= mine
-        for address in mine & set(scheduler.workers):
+        for address in addresses & set(scheduler.workers):
             _take_back(scheduler, address)
     return frozenset(names) - {str(ws.name) for ws in scheduler.workers.values()}
 
@@ -118,12 +111,12 @@ def fail_waiting(
 
 
 def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
-    """The same with those that run, as the scheduler is about to end."""
+    """Let the Dask tasks that wait or run fail with `error`; return how many."""
     return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 
 def closable(scheduler: Any, group_of: Callable[[str], str | None]) -> list[str]:
-    """The groups of workers that may be closed by the scheduler's rules, who holds least first.
+    """Return the groups of workers that the scheduler's rules may close, the least data first.
 
     The scheduler may be a part of one (see `demand.Part`).
     `group_of` maps a worker's name to its group, such as a job's id; None for others' workers.

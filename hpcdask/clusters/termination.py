@@ -150,7 +150,7 @@ class JobTerminator:
         return any(job.workers for job in self.state.active() if job.id != job_id)
 
     def _last_moment(self, job: Job) -> float | None:
-        """Unix time at which the job is given up, a little before the queue kills it."""
+        """Return the unix time at which to give the job up, a little before the queue kills it."""
         end = ends_at(job, self.state.policy)
         early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.state.policy))
         return None if end is None else end - early

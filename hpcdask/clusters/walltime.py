@@ -1,4 +1,4 @@
-"""When a job ends, retires, is replaced."""
+"""Times at which a job ends, retires and is replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .job import Job, Policy
 
 
 def ends_at(job: Job, policy: Policy) -> float | None:
-    """Unix time at which the job's walltime is over; None if it has none or waits."""
+    """Return the unix time of the walltime's end; None if there is none, or the job waits."""
     if job.state in WAITING:
         return None
     if job.ends is not None or job.started is None or policy.walltime_s is None:
@@ -17,9 +17,10 @@ def ends_at(job: Job, policy: Policy) -> float | None:
 
 
 def margin_s(job: Job, policy: Policy) -> float:
-    """Seconds before its walltime at which the job's workers retire at the latest.
+    """Return the seconds before the walltime at which the job's workers retire at the latest.
 
-    Twice the time to move what they hold, at least `margin_min_s`, at most a quarter of it all.
+    Twice the time to move their results, at least `margin_min_s`, at most a quarter of the
+    walltime.
     """
     margin = max(policy.margin_min_s, 2 * job.held / policy.bandwidth)
     end = ends_at(job, policy)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,9 +41,6 @@ from launching import (
     agreed_states,
     clean_environment,
     decide_again,
-    describe,
-    end,
-    leftovers,
     until,
     wait_for,
     walk,
@@ -51,21 +48,6 @@ from launching import (
 from strangers import put_modules
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a cluster keeps its files; at the end no process and no key may be left."""
-    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-    monkeypatch.setenv(*marker.split("="))
-    base = tmp_path / "clusters"
-    yield base
-    try:
-        wait_for(lambda: not leftovers(marker) and not keys(base), 10, "all to be gone")
-    except AssertionError:
-        pytest.fail(f"left behind: {describe(leftovers(marker))} {keys(base)}")
-    finally:
-        end(leftovers(marker))
 
 
 def keys(base: Path) -> list[Path]:
@@ -539,19 +521,6 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         assert cluster.status == Status.closed
         assert states(cluster) == [JobState.CANCELLED]
         assert not keys(folder)
-
-    async def work() -> None:
-        let_go.clear()
-        async with make(folder, asynchronous=True) as cluster:
-            await cluster.scale(1)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(cluster.close(), 0.3)
-            let_go.set()
-            await cluster.close()
-            assert cluster.status == Status.closed
-            assert states(cluster) == [JobState.CANCELLED]
-
-    asyncio.run(work())
 
 
 def test_waits_for_workers_that_were_given_up_leave_nothing(folder: Path):

@@ -220,32 +220,14 @@ async def test_calls_overlap() -> None:
         ]
         await wait(results)
 
-        calls = [["a"], ["b", "c"], ["a", "b"]]
+        calls = [["a"], ["b", "c"]]
         gone = await asyncio.gather(
             *(retire.retire(s.scheduler, names, deadline_s=LONG_S) for names in calls)
         )
 
-        assert gone[:2] == [{"a"}, {"b", "c"}]
+        assert gone == [{"a"}, {"b", "c"}]
         assert await s.client.gather(results) == [ord(name) + i for name in "abc" for i in range(9)]
         assert s.none_twice()
-
-
-@in_loop
-async def test_a_worker_is_left_to_the_call_that_retires_it(gate: str) -> None:
-    async with site("a", "b") as s:
-        running = s.client.submit(gated, gate, 7, workers="a")
-        await until(lambda: GATES[gate].came)
-        first = asyncio.create_task(retire.retire(s.scheduler, ["a"], deadline_s=LONG_S))
-        await until(lambda: s.worker_of["a"].status == Status.closing_gracefully)
-
-        assert await retire.retire(s.scheduler, ["a"], deadline_s=0.1) == frozenset()
-        for _ in range(10):  # time enough for it to be taken back
-            await s.client.submit(add, 1, 1, pure=False)
-            assert s.status("a") == Status.closing_gracefully
-
-        GATES[gate].open.set()
-        assert await first == {"a"}
-        assert await running == 7
 
 
 @in_loop

@@ -191,10 +191,6 @@ def test_what_is_no_clusters_folder_is_skipped(cluster, content):
         ClusterFolder.open(opened.path)
 
 
-def test_there_may_be_no_base(tmp_path):
-    assert list_clusters(tmp_path / "missing") == []
-
-
 def test_submissions_are_numbered_and_keep_their_script(cluster):
     first = cluster.new_submission()
     first.record(["7_1", "7_2"])
@@ -236,17 +232,6 @@ def test_an_unanswered_submission_is_noticed(cluster):
     assert cluster.unanswered_s() == pytest.approx(100, abs=30)
     submission.record(["1"])
     assert cluster.unanswered_s() is None
-
-
-def test_ids_are_on_the_disk_when_record_returns(cluster, monkeypatch):
-    synced = []
-    monkeypatch.setattr(
-        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
-    )
-    submission = cluster.new_submission()
-    synced.clear()
-    submission.record(["1"])
-    assert synced == [str(submission.path / "ids"), str(submission.path)]
 
 
 def test_logs_are_found_by_the_jobs_id(cluster):

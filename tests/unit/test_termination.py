@@ -95,29 +95,6 @@ def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
     asyncio.run(run())
 
 
-def test_a_job_that_was_started_again_is_left_alone(monkeypatch):
-    async def run() -> None:
-        site = Site(monkeypatch)
-        site.terminator._ending["1"] = time.time() - 1
-        site.terminator.cancel_stragglers()
-        await asyncio.sleep(0)
-        assert not site.door.cancelled
-
-    asyncio.run(run())
-
-
-def test_a_straggler_that_is_cancelled_for_another_reason_is_cancelled_once(monkeypatch):
-    async def run() -> None:
-        site = Site(monkeypatch, leaving=True)
-        site.terminator._ending["1"] = time.time() - 1
-        site.terminator.cancel(["1"])
-        site.terminator.cancel_stragglers()
-        await asyncio.sleep(0)
-        assert site.door.cancelled == [["1"]]
-
-    asyncio.run(run())
-
-
 def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatch):
     """Its end counted as a death of what it ran."""
     reasons: list[str] = []
