@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import glob
 import logging
 import os
 import re
@@ -29,9 +28,8 @@ from distributed.core import Status
 
 import hpcdask
 from clock import PATIENCE, stretched
-from hpcdask.clusters import scaling, scheduler, submitter
+from hpcdask.clusters import scaling, submitter
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, Refused, UsageError
-from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues import moab
 from hpcdask.queues.base import Request
@@ -457,37 +455,6 @@ def test_one_idle_sample_cancels_nothing(folder: Path):
         assert not any(job.cancelled or job.leaving for job in cluster.jobs())
 
 
-def test_adapt_stops_a_submission_under_way(folder: Path):
-    """It waited for the last of the jobs before it looked again."""
-    target = 30
-
-    class Sampled(scaling.JobAdaptive):
-        async def safe_target(self) -> int:
-            return target
-
-    async def work() -> None:
-        nonlocal target
-        cluster = make(folder, asynchronous=True)
-        queue = cluster.queue = Slow(let=0)
-        async with cluster:
-            adaptive = cluster.adapt(minimum=0, maximum=30, interval=0, Adaptive=Sampled)
-            try:
-                await asyncio.wait_for(adaptive.adapt(), 20)
-                for _ in range(3):
-                    queue.let.release()
-                await until(lambda: queue.commands == 3, 20, "three jobs")
-                target = 0
-                for _ in range(adaptive.wait_count):
-                    await adaptive.adapt()
-            finally:
-                queue.let_all()
-            submits = cluster.controller.groups[""]
-            await until(lambda: submits.submission is None, 20, "the submission to end")
-            assert queue.commands <= 4  # one was under way
-
-    asyncio.run(work())
-
-
 def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
     prologue = ["exec sleep 100"]
     keywords = {"job_script_prologue": prologue, "start_timeout": "1s", "poll_interval": 0.1}
@@ -523,22 +490,6 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         assert not keys(folder)
 
 
-def test_waits_for_workers_that_were_given_up_leave_nothing(folder: Path):
-    async def work() -> None:
-        async with make(folder, asynchronous=True) as cluster:
-            for _ in range(5):
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(cluster.wait_for_workers(1), 0.05)
-
-            def waits() -> list[str]:
-                names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
-                return [name for name in names if "_wait_for_workers" in name]
-
-            await until(lambda: not waits(), what="what is cancelled to end")
-
-    asyncio.run(work())
-
-
 def test_a_queue_that_does_not_answer_is_asked_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -565,36 +516,6 @@ def test_a_queue_that_does_not_answer_is_asked_again(
         assert cluster.failure is None
     said = capsys.readouterr().err
     assert said.count("sbatch did not answer. 0 of 1 jobs are there; trying again later") == 1
-
-
-def test_a_slow_file_system_does_not_hold_up_the_event_loop(folder: Path, monkeypatch):
-    """Folder, keys and scratch are made in a thread; who gives up meanwhile leaves nothing."""
-    threads, given_up = [], threading.Event()
-
-    def slowly(make):
-        def made(*args, **keywords):
-            threads.append(threading.current_thread())
-            assert given_up.wait(60)
-            return make(*args, **keywords)
-
-        return made
-
-    async def run() -> None:
-        asyncio.get_running_loop().call_later(0.2, given_up.set)  # after the timeout
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await make(folder, asynchronous=True)
-        assert len(threads) == 2
-        assert not keys(folder)
-        async with make(folder, asynchronous=True) as cluster:
-            assert threading.current_thread() not in threads
-            scratch = cluster._own_scheduler._scratch
-            assert scratch in glob.glob(f"{os.path.dirname(scratch)}/hpcdask-*")
-        assert scratch not in glob.glob(f"{os.path.dirname(scratch)}/hpcdask-*")
-
-    monkeypatch.setattr(ClusterFolder, "create", slowly(ClusterFolder.create))
-    monkeypatch.setattr(scheduler, "scratch_folder", slowly(scheduler.scratch_folder))
-    asyncio.run(run())
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:

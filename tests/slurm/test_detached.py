@@ -11,7 +11,6 @@ from pathlib import Path
 
 import dask
 import dask.array as da
-import psutil
 import pytest
 
 import hpcdask
@@ -19,7 +18,6 @@ from hpcdask.errors import ClusterError
 from hpcdask.jobs import detached
 from hpcdask.jobs.folder import ClusterFolder
 from launching import needs, wait_for
-from listeners import free_range, listening_ports, text
 from slurm_login import SCHEDULER, Login, login
 from slurm_site import SlurmSite
 
@@ -173,20 +171,3 @@ def test_down_while_its_scheduler_waits(user: Login):
     assert user.gone()
     with pytest.raises(ClusterError, match="hpcdask down"):
         hpcdask.attach("mine")
-
-
-def test_all_listen_in_a_range_of_ports(user: Login):
-    ports = free_range(40)
-    with user.detached(port_range=text(ports), n_workers=2) as cluster:
-        cluster.wait_for_workers(2, timeout=180)
-        with cluster.get_client() as client:
-            pids = {
-                client.run_on_scheduler(os.getpid),
-                *client.run(os.getpid).values(),
-                *client.run(os.getpid, nanny=True).values(),
-            }
-        found = listening_ports(map(psutil.Process, pids))
-        cluster.shutdown()
-    assert len(found) >= 2 + 2 * 3  # the scheduler's may be two, of IPv4 and IPv6
-    assert set(found.values()) < set(ports), found
-    wait_for(user.gone, 30, "all to be gone")

@@ -44,7 +44,6 @@ class Door(LocalQueue):
     ("error", "words"),
     [
         (QueueError("sacct did not answer"), "sacct did not answer"),
-        (ValueError("not a number"), "ValueError: not a number"),
         (KeyError("State"), "KeyError: 'State'"),
     ],
 )
