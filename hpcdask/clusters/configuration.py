@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from hpcdask.jobs.folder import base_path
 from hpcdask.security.credentials import check_configuration
 
 MISSING = object()
-_sections = threading.RLock()
 
 
 def import_jobqueue(module: str) -> Any:
@@ -65,14 +63,13 @@ def section(config_name: str, usual: str) -> Iterator[None]:
             f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
             f"jobqueue.{usual}"
         )
-    with _sections:  # the configuration is that of all threads
-        missing = {
-            f"jobqueue.{config_name}.{key}": value
-            for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
-            if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
-        }
-        with dask.config.set(missing):
-            yield
+    missing = {
+        f"jobqueue.{config_name}.{key}": value
+        for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
+        if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
+    }
+    with dask.config.set(missing):
+        yield
 
 
 def configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:

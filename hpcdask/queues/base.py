@@ -105,8 +105,6 @@ class Queue(Commands, ABC):
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
-    #: Others that it runs where they are there.
-    more_programs: ClassVar[tuple[str, ...]] = ()
     #: What its commands need beside themselves, for a container into which they are bound.
     companions: ClassVar[str] = "its configuration"
     #: Prints the names of its queues, one on each line; empty where no command does.
@@ -356,7 +354,7 @@ class Queue(Commands, ABC):
         to the system's name.
         """
         for program in self.programs:
-            if self.runner is None and shutil.which(program) is None:
+            if shutil.which(program) is None:
                 raise UsageError(
                     f"there is no {program} on this machine, so {lacks} {self.title}. "
                     f"{where_to_run(self)}. {instead}"

@@ -60,7 +60,6 @@ class HtcondorQueue(Queue):
         ("cancel_command_extra", list[str], NO_EFFECT),
     )
     programs = ("condor_submit", "condor_q", "condor_rm", "condor_history")
-    more_programs = ("condor_config_val",)
     denied = re.compile(r"DENIED|[Nn]ot authorized")
     advice = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
     limits = re.compile(r"MAX_JOBS_PER|exceed|[Ff]ailed to connect|[Cc]an't find address|timed out")

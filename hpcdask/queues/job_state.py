@@ -32,8 +32,6 @@ OVER = frozenset(
 )
 #: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
-#: How the reason of a job begins that runs for the queue, but whose processes are stopped.
-PAUSED = ("suspended", "SUSPENDED", "STOPPED")
 #: What the reason of a job says that waits until an administrator releases it, as a start failed.
 STUCK = ("launch failed requeued held", "JobHoldMaxRequeue")
 
@@ -43,8 +41,7 @@ class QueueStatus:
     """One job as a query of the queue shows it.
 
     `id` may be that of an array's element, such as ``123_4``. A `state` in words that nobody knows
-    is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words; see
-    also `PAUSED`.
+    is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words.
 
     `exit_code` is that of a job that is over, 128 + n after signal n; None if unknown. `restarts`
     counts how often the queue has started it again under the same id. `started` and `ends`, when it

@@ -62,7 +62,6 @@ class LsfQueue(Queue):
         ("use_stdin", bool, "Of dask-jobqueue; it has no effect here."),
     )
     programs = ("bsub", "bjobs", "bkill")
-    more_programs = ("bparams",)
     denied = re.compile(r"non-LSF host")
     advice = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
     # Not those of a queue's hard limits on time and memory, which do not pass

@@ -61,7 +61,7 @@ class SlurmQueue(Queue):
         ("job_cpu", int, "Cores that a job asks for. Default: ``cores``."),
         ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
     )
-    programs, more_programs = ("sbatch", "squeue", "scancel"), ("scontrol", "sacct")
+    programs = ("sbatch", "squeue", "scancel")
     list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
     lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)

@@ -599,7 +599,7 @@ def test_the_walltime_ends_it_with_a_word(tmp_path: Path):
 
         async def end() -> None:
             names = [min(str(ws.name) for ws in cluster.scheduler.workers.values())]
-            await retire.force_out(cluster.scheduler, names, reason="walltime")
+            await retire.force_out(cluster.scheduler, names, reason="walltime", expected=False)
 
         cluster.sync(end)
         with pytest.raises(GangError, match=r"rank 0 .* its worker's job reached its walltime"):

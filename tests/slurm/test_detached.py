@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dask
-import psutil
 import pytest
 
 import hpcdask
-from detached_cases import many_come_and_go
 from hpcdask.errors import ClusterError
 from hpcdask.jobs import detached
 from hpcdask.jobs.folder import ClusterFolder
 from launching import wait_for
-from listeners import free_range, listening_ports, text
 from slurm_login import SCHEDULER, Login, login
 from slurm_site import SlurmSite
 
@@ -105,14 +102,6 @@ def on_another_host(command: list[str | Path]) -> str:
     return done.stdout
 
 
-def test_nobody_uses_it(user: Login):
-    user.detached(n_workers=1, idle_timeout="2s").close()
-    wait_for(lambda: folder_of().ended, 60, "its end")
-    wait_for(user.gone, 30, "its jobs to be gone")
-    with pytest.raises(ClusterError, match="nobody used it for 2 s"):
-        hpcdask.attach("mine")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["scancel", "kill", "requeue"])
 def test_the_schedulers_job_dies(user: Login, how: str):
@@ -161,25 +150,3 @@ def test_down_while_its_scheduler_waits(user: Login):
     assert user.gone()
     with pytest.raises(ClusterError, match="hpcdask down"):
         hpcdask.attach("mine")
-
-
-@pytest.mark.long
-def test_many_come_and_go(user: Login):
-    many_come_and_go(user)
-
-
-def test_all_listen_in_a_range_of_ports(user: Login):
-    ports = free_range(40)
-    with user.detached(port_range=text(ports), n_workers=2) as cluster:
-        cluster.wait_for_workers(2, timeout=180)
-        with cluster.get_client() as client:
-            pids = {
-                client.run_on_scheduler(os.getpid),
-                *client.run(os.getpid).values(),
-                *client.run(os.getpid, nanny=True).values(),
-            }
-        found = listening_ports(map(psutil.Process, pids))
-        cluster.shutdown()
-    assert len(found) >= 2 + 2 * 3  # the scheduler's may be two, of IPv4 and IPv6
-    assert set(found.values()) < set(ports), found
-    wait_for(user.gone, 30, "all to be gone")

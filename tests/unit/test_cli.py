@@ -173,19 +173,6 @@ def test_reports_cross_the_process_boundary(tmp_path: Path):
         assert folder.reports() == {}
 
 
-def test_what_cannot_be_written_leaves_nothing_older(tmp_path: Path, monkeypatch):
-    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    folder.write_reports([report("7", JobState.STARTING)])
-
-    def full(path: str, text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpcdask.jobs.folder.write_private", full)
-    with pytest.raises(OSError, match="No space"):
-        folder.write_reports([report("7", JobState.RUNNING, 2)])
-    assert folder.reports() == {}
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(
     ("lives", "state", "said", "shown", "by_cluster"),

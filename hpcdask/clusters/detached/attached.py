@@ -39,7 +39,6 @@ from .process import (
     ended,
     launch,
     make_folder,
-    start_agent,
     unless_ended,
 )
 from .request import Making, read_request
@@ -89,7 +88,6 @@ class AttachedCluster(Cluster):
         self._timeout_s = timeout
         self._seen = _NOTHING
         self._failure: HpcdaskError | None = None
-        self._brought_agent = False
         self._follower: asyncio.Task[None] | None = None
         self._exits = contextlib.ExitStack()
         self.security = Security()
@@ -117,7 +115,6 @@ class AttachedCluster(Cluster):
             await launch(self._making, self._folder)
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
-        self._brought_agent = self._making is not None and bool(record.agent)
         if record.tls:
             keys = await asyncio.to_thread(load_credentials, str(self._folder.keys))
             self.security = to_security(keys)
@@ -212,10 +209,6 @@ class AttachedCluster(Cluster):
         self._seen = await call(self.scheduler_comm, "look", told=told)
         # distributed's own way to follow the workers is for one object only
         self.scheduler_info = SchedulerInfo(self._seen.identity)
-        if self._seen.lacks_agent and not self._brought_agent:
-            assert self._folder is not None
-            self._brought_agent = True  # whoever attaches later brings another one, if need be
-            await start_agent(self._folder)
 
     async def _follow(self) -> None:
         """Look at the cluster again and again, and tell what it tells."""

@@ -149,7 +149,7 @@ async def _row(cluster: ClusterRecord) -> dict[str, Any]:
     if not why and seen is not None and seen.state in WAITING:
         reason = f" ({seen.reason})" if seen.reason else ""
         why = f"its scheduler's job {seen.id} is {seen.state}{reason}"
-    return _facts(folder, record, state, why or record.problem, count)
+    return _facts(folder, record, state, why, count)
 
 
 def _facts(
@@ -225,8 +225,7 @@ def _wish(text: str) -> tuple[str, int]:
 def attach(base: str | None, name: str, program: tuple[str, ...]) -> None:
     """Run a Python program on a detached cluster.
 
-    Client() without arguments connects to it. Without a program, only see that it can be reached,
-    and start the agent that submits for it, if it lacks one.
+    Client() without arguments connects to it. Without a program, only see that it can be reached.
     """
     from .attached import attach
 

@@ -19,11 +19,9 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed import Security
-from distributed.comm import get_address_host
 
 from hpcdask.clusters import classes
-from hpcdask.clusters.messages import SHUT_DOWN
+from hpcdask.clusters.messages import FROM_LOGIN_NODE, SHUT_DOWN
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
@@ -31,7 +29,6 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
 from hpcdask.queues.registry import SYSTEMS, queue_class
 
-from .relay import Relay
 from .request import BEGAN, ControlRequest
 from .service import Service
 
@@ -59,10 +56,9 @@ class Control:
     def __init__(self, folder: ClusterFolder, request: ControlRequest) -> None:
         self.folder = folder
         self.request = request
+        if detached.scheduler_job(folder) is not None:
+            queue_class(request.system)().check(FROM_LOGIN_NODE)
         cls = cluster_class(request.system)
-        self.relay = Relay(request.name, self._access, self._agent_needed, self._agent_arrived)
-        if not (queue := queue_class(request.system)).is_local:
-            queue.runner = self.relay.run
         self.cluster = cls(
             **request.keywords, name=request.name, asynchronous=True, silence_logs=False
         )
@@ -79,7 +75,7 @@ class Control:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         await self.cluster
         assert self.cluster.scheduler is not None
-        self.service = Service(self.cluster, self.end, self.relay)
+        self.service = Service(self.cluster, self.end)
         self._publish(
             state=RUNNING,
             address=self.cluster.scheduler.address,
@@ -102,7 +98,6 @@ class Control:
             await asyncio.sleep(TELL_S)
         await self.cluster._begin_to_end()
         detached.mark_ended(self.folder, why)
-        await self.relay.close()
 
     def end(self, why: str) -> None:
         """Begin to end; the first reason counts."""
@@ -115,20 +110,6 @@ class Control:
             why += ": its job was cancelled, or reached its walltime"
         self.end(why)
 
-    def _access(self) -> tuple[str, Security]:
-        assert self.cluster.scheduler is not None
-        return get_address_host(self.cluster.scheduler.address), self.cluster.security
-
-    def _agent_needed(self) -> None:
-        self._publish(agent=self.relay.address)
-
-    def _agent_arrived(self) -> None:
-        """What could not be submitted is tried again."""
-        if self.cluster.controller is not None:
-            for group in self.cluster.controller.groups.values():
-                group.reset_failures()
-            self.cluster.controller.wake()
-
     def _publish(self, **changes: Any) -> None:
         self.record = dataclasses.replace(self.record, **changes)
         self.record.write(self.folder)
@@ -139,10 +120,6 @@ class Control:
 
     def _look(self) -> None:
         """End the cluster if it is time."""
-        if (problem := self.relay.problem) != self.record.problem:
-            self._publish(problem=problem)
-            if problem:
-                self.service.warn(problem)
         if (self.cluster.failure is not None) and str(self.cluster.failure) == SHUT_DOWN:
             return self.end("its scheduler was shut down, such as by Client.shutdown")
         idle_s, limit_s = self.service.idle_s(), self.request.idle_timeout_s
@@ -181,7 +158,7 @@ async def _clean_up(folder: ClusterFolder, why: str) -> int:
     complain(why)
     folder.remove_keys()
     try:
-        with contextlib.suppress(OSError):  # once this job is over, an agent or a notebook ends all
+        with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
             if (record := ControlRecord.read(folder)) is not None:
                 dataclasses.replace(record, why=record.why or why).write(folder)
         left = await end_cluster(folder, queue_class(folder.queue)(), say)

@@ -22,8 +22,6 @@ from hpcdask.clusters.job import Job
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.upstream import distributed as upstream
 
-from .relay import Relay
-
 if TYPE_CHECKING:
     from distributed import Scheduler
 
@@ -43,8 +41,7 @@ class Look:
     """How a detached cluster is, for an attached notebook.
 
     `identity` is the scheduler's. `lines` are what it has told since the last look, of `told` in
-    all. `problem` says why nothing can be submitted, or jobs may wait for ever, and `lacks_agent`
-    whether an agent is missing.
+    all. `problem` says why jobs may wait for ever.
     """
 
     jobs: tuple[Job, ...]
@@ -56,7 +53,6 @@ class Look:
     dashboard: str
     tunnel: str
     problem: str = ""
-    lacks_agent: bool = False
 
     def table(self) -> JobTable:
         """The jobs as they are shown."""
@@ -69,7 +65,6 @@ class Service:
 
     cluster: JobCluster
     end: Callable[[str], None]
-    relay: Relay
     _used: float = field(default_factory=time.monotonic)
     _adaptive: Any = None
 
@@ -107,8 +102,7 @@ class Service:
             self.scheduler.identity(),
             self.cluster.dashboard_link,
             self.cluster._own_scheduler.tunnel(),
-            self.relay.problem or self.cluster.jobs().problem,
-            self.relay.lacks_agent,
+            self.cluster.jobs().problem,
         )
 
     def on_jobs(self) -> tuple[Job, ...]:
