@@ -175,9 +175,9 @@ def _read_block(*, path: str, cupy: bool, as_dtype: np.dtype[Any], block_info: A
 
 def _to_device(block: Any) -> Any:
     try:
-        from hpcdask.upstream.cupy import import_cupy
+        import cupy
 
-        return import_cupy().asarray(block)
+        return cupy.asarray(block)
     except Exception as error:
         raise HpcdaskError(
             f"load(): no CuPy array can be made on {socket.gethostname()}: {error}. For NumPy "
