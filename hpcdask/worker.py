@@ -7,7 +7,7 @@ import sys
 from .node.prepare import prepare_rank
 
 if __name__ == "__main__":
-    _janitor, _probe, _ = prepare_rank(sys.argv[1:], in_run=False)
+    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=False)
 
 import os
 import traceback

@@ -12,7 +12,7 @@ import dask.config
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import load_credentials, to_security
 
-from .batching import prompt_clients, usual_clients
+from .batching import prompt_clients
 from .defaults import suit_devices, suit_hosts
 from .scheduler_file import VARIABLE, endpoint, read
 
@@ -31,7 +31,8 @@ def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
         suit_devices()
     loader = f"{__name__}.load_security"
     os.environ.update(dict(zip(_VARIABLES, (file, address, loader), strict=True)))
-    _set_defaults(address, loader, prompt_clients())
+    found = {"scheduler-address": address, "distributed.client.security-loader": loader}
+    dask.config.set({**found, **prompt_clients()})
 
 
 def forget_client() -> None:
@@ -39,12 +40,7 @@ def forget_client() -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     suit_hosts()
-    _set_defaults(None, None, usual_clients())
-
-
-def _set_defaults(address: str | None, loader: str | None, more: Mapping[str, Any]) -> None:
-    names = {"scheduler-address": address, "distributed.client.security-loader": loader}
-    dask.config.set({**names, **more})
+    dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
 
 
 def connect(

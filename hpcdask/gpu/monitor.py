@@ -19,7 +19,6 @@ from tornado.ioloop import PeriodicCallback
 from hpcdask.security import webserver
 from hpcdask.spec.records import Record
 
-from .first_use import IMPORT, MODULES
 from .reporting import METRIC, NAME, READ, SAMPLE, TOPIC
 from .samples import INTERVAL_S, GpuSample, Reading
 from .usage import GpuUsage, RunUsage, summary
@@ -137,14 +136,8 @@ class GpuMonitor(SchedulerPlugin):
     # What the scheduler tells
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """See `SchedulerPlugin.log_event`: a worker tells which GPU it has, or that it is warm.
-
-        One that is warm imports next. It is told to, so that Dask tasks wait behind that.
-        """
+        """See `SchedulerPlugin.log_event`: a worker tells which GPU it has."""
         worker = msg["worker"] if topic == TOPIC else None
-        if worker in self._scheduler.workers and msg["warm"]:
-            self._scheduler.worker_send(worker, {"op": IMPORT, "modules": MODULES})
-            return
         if worker in self._uuids or worker not in self._scheduler.workers:
             return
         self._uuids[worker] = msg["uuid"]

@@ -35,10 +35,9 @@ class GpuReporter:
         worker.handlers[READ] = self.read
         worker.metrics[METRIC] = self._latest  # not later: a heartbeat may be going through them
 
-    def announce(self, *, warm: bool = False) -> None:
-        """Tell the scheduler which GPU this worker has; `warm`: and that it may import."""
-        event = {"worker": self._worker.address, "uuid": self._uuid, "warm": warm}
-        self._worker.log_event(TOPIC, event)
+    def announce(self) -> None:
+        """Tell the scheduler which GPU this worker has."""
+        self._worker.log_event(TOPIC, {"worker": self._worker.address, "uuid": self._uuid})
 
     def sample(self, uuids: list[str]) -> None:
         """Sample these GPUs from now on, instead of others."""

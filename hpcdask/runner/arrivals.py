@@ -65,10 +65,7 @@ class Arrivals:
 
     async def arrived(self, message: Message, channel: MessageStream) -> None:
         """Note a rank by its report, and listen to it until it is gone."""
-        await self.take(RankReport.from_json(message), channel)
-
-    async def take(self, report: RankReport, channel: MessageStream) -> None:
-        """The same for a report that was read."""
+        report = RankReport.from_json(message)
         index = report.rank
         self.reports[index] = report
         self._channels[index] = channel

@@ -37,7 +37,7 @@ def fill_from_first_rank(inventories: Sequence[Inventory]) -> list[Inventory]:
             if shown and not gpus:
                 raise DeviceError(
                     f"rank {one.rank} sees GPUs on {one.host} that the first rank there does "
-                    f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
+                    f"not: let all ranks of a node see the same ones"
                 )
             one = dataclasses.replace(one, gpus=gpus)
         whole.append(one)

@@ -98,7 +98,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 
 
 def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
-    janitor, probe, light = prepared
+    janitor, probe = prepared
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
 
@@ -106,7 +106,7 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     from hpcdask.node.forkserver import start_forkserver
     from hpcdask.security import ports
 
-    from . import light_ranks, rendezvous, scheduler
+    from . import rendezvous, scheduler
     from .agent import RankAgent
 
     process.mark("distributed imported")
@@ -115,11 +115,8 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     if rank is not None and spec.profile_ranks and not has_rank(spec.profile_ranks, rank.index):
         spec = dataclasses.replace(spec, profile="none")
         request = dataclasses.replace(request, spec=spec)
-    if light is not None and not light_ranks.may_be(spec):
-        light.close()
-        light = None
     scratch, problem = _prepare(request, janitor, rank)
-    forker = forking.Forker(janitor, probe, light)
+    forker = forking.Forker(janitor, probe)
     program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
     if request.program and (rank is None or rank.index == spec.program_rank):
         forked = forker.fork_into()
@@ -140,7 +137,7 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    work = _part_of(request, agent, meeting, scheduler_child, light)
+    work = _part_of(request, agent, meeting, scheduler_child)
     return run_in_loop(end_with(work, agent))
 
 
@@ -179,7 +176,6 @@ def _part_of(
     agent: RankAgent,
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
-    light: socket.socket | None,
 ) -> Awaitable[int]:
     """What this rank does until the run is over: lead or follow."""
     from hpcdask.node.forking import ForkedProcess
@@ -202,11 +198,9 @@ def _part_of(
         meeting,
         scheduler,
         attached=attached,
-        light=light,
         program=request.program.name if request.program else "" if attached else None,
         early_error=early_error(request, agent.rank),
     )
     if isinstance(meeting, FileRendezvous):
-        for folder in meeting.folders:
-            agent.janitor.remove_at_end(folder)
+        agent.janitor.remove_at_end(meeting.folder)
     return leader.lead()

@@ -65,11 +65,6 @@ class EndRun(Message):
     code: int
 
 
-@dataclass(frozen=True)
-class TakenIn(Message):
-    """Rank 0 runs the worker of this rank, which is a light one."""
-
-
 # From another rank to rank 0
 
 
@@ -101,13 +96,6 @@ class StartScheduler(Message):
     credentials: Credentials
     dashboard: str
     scratch: str
-
-
-@dataclass(frozen=True)
-class ImportModule(Message):
-    """The program imports this: so should the scheduler and the workers."""
-
-    module: str
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 
 from hpcdask.logs import say
-from hpcdask.node import early_imports
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.process import TERM_DEADLINE_S
 
@@ -39,15 +37,11 @@ class UserProgram:
         self.signalled: int | None = None
         self._agent, self._arrivals, self._events, self._line = agent, arrivals, events, line
 
-    def start(self, address: str, on_gpus: bool, imports: Callable[[str], None]) -> None:
-        """The cluster is ready at this address, with workers on GPUs or none.
-
-        `imports` is told when the program begins to import a collection of Dask's.
-        """
+    def start(self, address: str, on_gpus: bool) -> None:
+        """Start the program: the cluster is ready at this address, with workers on GPUs or none."""
         if self._line is not None:
             self._events.start(self._attend(self._line, address, on_gpus))
         elif self._agent.program is not None:
-            early_imports.listen(self._agent.scratch, imports)
             self._agent.start_program(address, on_gpus)
             self._events.start(self._wait(self._agent.program))
         elif self.exists:

@@ -31,7 +31,6 @@ import hpcdask
 from clock import clock, stretched
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
-from hpcdask.client.gang_places import place
 from hpcdask.clusters import retire
 from hpcdask.clusters.scaling import JobAdaptive
 from hpcdask.errors import GangError, UsageError
@@ -225,22 +224,6 @@ def test_what_has_its_data_on_several_workers_makes_room(client: Client):
         (holder,) = client.who_has(only)[only.key]
         assert found[2][-1] == client.run(os.getpid, workers=[holder])[holder]
         assert len(client.who_has(only)[only.key]) == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([], {}),
-        ([{}, {}], {}),
-        ([{"a": 1}, {"a": 2}], {"a": 1}),  # who moves most, stays
-        ([{"a": 1, "b": 1}, {"a": 1}], {"a": 1, "b": 0}),
-        ([{"a": 5, "b": 1}, {"a": 4}], {"a": 0}),
-        ([{"a": 4}, {"a": 5, "b": 1}, {"a": 4, "c": 3}], {"a": 1, "c": 2}),
-        ([{"a": 2, "b": 2}, {"b": 2, "c": 2}, {"a": 2, "b": 2}], {"a": 2, "b": 0, "c": 1}),
-    ],
-)
-def test_places(sizes: list[dict[str, int]], expected: dict[str, int]):
-    assert place(sizes) == expected
 
 
 def test_the_chunks_of_a_persisted_array(client: Client):

@@ -27,11 +27,9 @@ from hpcdask.comm.peers import PeerWorker
 from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import reporting, samples
-from hpcdask.gpu.first_use import IMPORT
 from hpcdask.gpu.monitor import GpuMonitor, Moment, assign
 from hpcdask.gpu.reporting import METRIC, GpuReporter, expect_gpus, monitor_of, usage_lines
 from hpcdask.gpu.table import GpuTable
-from hpcdask.node import early_imports
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.runner import protocol, scheduler_process
@@ -137,43 +135,11 @@ def test_a_worker_tells_of_its_gpu_before_it_gets_warm(monkeypatch):
     monkeypatch.setattr(PeerWorker, "_warm", warm)
     worker = object.__new__(DeviceWorker)
     worker._status = Status.running
-    worker._reporter = SimpleNamespace(announce=lambda warm=False: told.append(warm))
-    asyncio.run(worker._warm())
-    assert told == [False, "warm", True]
-
-
-def test_a_worker_that_is_warm_is_told_to_import(nvml):
-    """Its scheduler has to tell it: what comes after that message waits."""
-
-    async def run() -> None:
-        async with cluster("GPU-a") as (scheduler, workers):
-            told: list[list[str]] = []
-            workers[0].stream_handlers[IMPORT] = lambda modules: told.append(list(modules))
-            event = {"worker": workers[0].address, "uuid": "GPU-a", "warm": True}
-            workers[0].log_event(reporting.TOPIC, event)
-            await until(lambda: told, 30, "the order")
-            assert told == [["dask.array", "distributed.protocol.cupy"]]
-            assert list(monitor_of(scheduler)._uuids) == [workers[0].address]
-
-    asyncio.run(run())
-
-
-def test_a_gpu_worker_imports_before_it_uses_the_device(monkeypatch):
-    did = []
-
-    async def load(*modules: str) -> None:
-        did.append(modules)
-
-    monkeypatch.setattr(early_imports, "load", load)
-    worker = object.__new__(DeviceWorker)
     worker.on_device = True
-    worker.state = SimpleNamespace(all_running_tasks={"one"})
-    worker._first_use = SimpleNamespace(start=lambda: did.append("start"))
-    asyncio.run(worker._import(["a", "b"]))
-    assert not did, "a Dask task may be importing"
-    worker.state.all_running_tasks.clear()
-    asyncio.run(worker._import(["a", "b"]))
-    assert did == [("a", "b"), "start"]
+    worker._reporter = SimpleNamespace(announce=lambda: told.append("GPU"))
+    worker._first_use = SimpleNamespace(start=lambda: told.append("first use"))
+    asyncio.run(worker._warm())
+    assert told == ["GPU", "warm", "first use"]
 
 
 def test_from_nvml_to_the_table(nvml):
@@ -284,8 +250,7 @@ def test_the_rank_hears_what_the_gpus_did(nvml, monkeypatch):
         async with cluster("GPU-a") as (scheduler, _), held_by_the_rank(theirs) as held:
             await sampled(scheduler, 1)
             channel = await MessageStream.over(ours)
-            imports = early_imports.EarlyImports(scheduler)
-            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel, imports))
+            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel))
             lines = await held.gpu_usage()
             assert lines[0].startswith("GPUs: 1 x NVIDIA H100, ")
             channel.send(**protocol.GpuUsageTold([]).to_json())  # what it says at its own end

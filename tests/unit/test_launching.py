@@ -34,7 +34,6 @@ SLEEP = {
     "mpi/programs/embedded.py:interrupt": "longer than what counts once",
     "mpi/programs/embedded.py:work": "until it is interrupted",
     "mpi/programs/killed_worker.py:square": "a Dask task",
-    "mpi/programs/rechunks.py:before": "a Dask task",
     "mpi/programs/waits.py": "until it is interrupted",
     "mpi/programs/waits.py:leave": "a program that takes its time to end",
     "mpi/test_ends.py:test_a_second_signal_ends_it_at_once": "longer than what counts once",
@@ -42,7 +41,6 @@ SLEEP = {
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_termination.py:hand_over": "as long as it may",
     "unit/test_listening.py:run": "turns of the loop, however long they take",
-    "unit/test_small_tasks.py:long": "a Dask task",
 }
 
 

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import dask.config
@@ -252,9 +253,9 @@ def test_a_link_that_comes_while_a_folder_is_removed_is_not_followed(open_folder
 @root_only
 @pytest.mark.parametrize("what", ["keys", "note"])
 def test_nothing_secret_is_written_into_a_folder_that_was_swapped(open_folder, monkeypatch, what):
-    monkeypatch.setenv("TMPDIR", str(open_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
     meeting = FileRendezvous("launch", shared=False)
-    folder = open_folder / "keys" if what == "keys" else Path(meeting.folders[0])
+    folder = open_folder / "keys" if what == "keys" else Path(meeting.folder)
     theirs = open_folder / "theirs"
     as_stranger(theirs.mkdir)
     real = private.make_folder
