@@ -58,7 +58,7 @@ class EarlyOptions(NamedTuple):
     def read(cls, arguments: Sequence[str], *, in_run: bool) -> EarlyOptions:
         """Look at all words, the program's too."""
         words = {word for argument in arguments for word in argument.split("=")}
-        elsewhere = bool(words & {"cpu", "dedicated"})
+        elsewhere = "cpu" in words
         groups = kinds.kinds(" ".join(words)) if "--groups" in words else ()
         return cls(in_run, elsewhere, "tcp" in words, "--oversubscribe" in words, groups)
 

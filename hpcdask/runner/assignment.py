@@ -217,7 +217,7 @@ def place_workers(
     `rank` is rank 0: started by hand, it gets a worker for every GPU. The result has only ranks
     with workers. Raises DeviceError as `assign_gpus` does.
     """
-    working = [one for index, one in sorted(inventories.items()) if index >= spec.first_worker_rank]
+    working = [one for _, one in sorted(inventories.items())]
     by_hand = rank.launcher == "none"
     numbered = bool(kinds.kinds(spec.groups))
     if numbered:

@@ -6,7 +6,7 @@ A rank consists of
   line to rank 0;
 - the janitor, which outlives it by a moment and cleans up;
 - the template, from which workers are forked, and forked again after a restart;
-- on rank 0 the scheduler and (rank 1 with ``--layout dedicated``) the user's program.
+- on rank 0 the scheduler and the user's program.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     scratch, problem = _prepare(request, janitor, rank)
     forker = forking.Forker(janitor, probe)
     program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
-    if request.program and (rank is None or rank.index == spec.program_rank):
+    if request.program and (rank is None or rank.index == 0):
         forked = forker.fork_into()
         if isinstance(forked, socket.socket):
             await_start(forked)
@@ -133,7 +133,7 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)
-    if program is not None and rank.index != spec.program_rank:
+    if program is not None and rank.index != 0:
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
@@ -199,7 +199,7 @@ def _part_of(
         scheduler,
         attached=attached,
         program=request.program.name if request.program else "" if attached else None,
-        early_error=early_error(request, agent.rank),
+        early_error=early_error(request),
     )
     if isinstance(meeting, FileRendezvous):
         agent.janitor.remove_at_end(meeting.folder)

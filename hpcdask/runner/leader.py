@@ -80,9 +80,7 @@ class Leader:
         self.wanted = WantedWorkers(self.spec)
         warmup = WarmupNotes(self.wanted)
         self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
-        self.program = UserProgram(
-            agent, self.arrivals, self.events, exists=program is not None, line=attached
-        )
+        self.program = UserProgram(agent, self.events, exists=program is not None, line=attached)
         self.address = ""
         self.files = RunFiles(agent, program or "")
         self.dashboard_host, self.dashboard = "", 0
@@ -314,7 +312,7 @@ class Leader:
                 say(failure_of(event, self.arrivals))
             return enough
         self.arrivals.forget(event.value)
-        enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
+        enough = self.wanted.enough_without(event.value)
         if enough:
             say(
                 f"{self.arrivals.name(event.value)} is gone; the run goes on with "

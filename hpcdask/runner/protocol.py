@@ -27,15 +27,7 @@ def read(data: Mapping[str, Any]) -> Message:
     return kinds[fields.pop("op")].from_json(fields)
 
 
-# From rank 0 to another
-
-
-@dataclass(frozen=True)
-class StartWorkers(Message):
-    """Have these workers."""
-
-    scheduler: str
-    placements: list[WorkerPlacement]
+# From rank 0 to the program's process
 
 
 @dataclass(frozen=True)
@@ -47,15 +39,19 @@ class StartProgram(Message):
 
     address: str
     on_gpus: bool
-    file: str = ""
-    threads: int = 0
+    file: str
+    threads: int
+
+
+# From rank 0 to another
 
 
 @dataclass(frozen=True)
-class Signal(Message):
-    """A signal for the program, or one that another rank got."""
+class StartWorkers(Message):
+    """Have these workers."""
 
-    number: int
+    scheduler: str
+    placements: list[WorkerPlacement]
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,10 @@ class WorkerFailed(Message):
 
 
 @dataclass(frozen=True)
-class ProgramEnded(Message):
-    """The program has ended."""
+class Signal(Message):
+    """A signal that the rank got."""
 
-    code: int
+    number: int
 
 
 # From rank 0 to the scheduler's process

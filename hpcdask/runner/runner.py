@@ -48,7 +48,7 @@ class Runner:
             ...  # rank 0 only; the other ranks never come here
 
     The keywords are the fields of `hpcdask.spec.specs.RunSpec`, which are the options of
-    ``python -m hpcdask.run``; all but ``layout="dedicated"``.
+    ``python -m hpcdask.run``.
 
     Parameters
     ----------
@@ -79,11 +79,6 @@ class Runner:
                 f"python -m hpcdask.run, with _ in place of -"
             )
         self.spec = RunSpec.from_keywords(options)
-        if self.spec.layout != "shared":
-            raise UsageError(
-                "--layout dedicated needs python -m hpcdask.run: a program that runs on "
-                "every rank itself continues on rank 0"
-            )
         self.status = Status.created
         self.scheduler_address: str | None = None
         self.security = Security()

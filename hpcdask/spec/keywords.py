@@ -10,7 +10,6 @@ from typing import Literal, TypedDict
 
 Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
-Layout = Literal["shared", "dedicated"]
 Profile = Literal["none", "py-spy"]
 
 
@@ -44,7 +43,6 @@ class RunKeywords(WorkerKeywords, total=False):
     """Fields of `RunSpec`."""
 
     protocol: Protocol | None
-    layout: Layout | None
     scheduler_file: str | None
     dashboard_address: str | None
     tls: bool | None

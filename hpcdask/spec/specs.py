@@ -16,7 +16,7 @@ from typing import Any, Self, get_type_hints
 from hpcdask.errors import UsageError
 
 from .argv import make_command, option_name, options, read, to_argv
-from .keywords import Device, Layout, Profile, Protocol, RunKeywords
+from .keywords import Device, Profile, Protocol, RunKeywords
 from .parsing import (
     _choice,
     _count,
@@ -243,12 +243,6 @@ class RunSpec(WorkerSpec):
         As those of `WorkerSpec`.
     """
 
-    layout: Layout = _start(
-        "shared",
-        "shared: every rank has a worker; scheduler and program run beside that of rank 0. "
-        "dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
-        _choice("shared", "dedicated"),
-    )
     scheduler_file: str | None = _start(
         None,
         "Write the cluster's address to this file, for hpcdask.connect(FILE) elsewhere.",
@@ -283,13 +277,3 @@ class RunSpec(WorkerSpec):
         "Default: all; the loss of a rank ends the run.",
         _count(1),
     )
-
-    @property
-    def program_rank(self) -> int:
-        """The rank whose node runs the program."""
-        return 1 if self.layout == "dedicated" else 0
-
-    @property
-    def first_worker_rank(self) -> int:
-        """Ranks before this one have no worker."""
-        return 2 if self.layout == "dedicated" else 0

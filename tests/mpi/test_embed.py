@@ -160,5 +160,3 @@ def test_an_option_that_does_not_exist() -> None:
         hpcdask.Runner(nthread=1)
     with pytest.raises(UsageError, match="does not take worker_class"):
         hpcdask.initialize(worker_class="dask_cuda.CUDAWorker")
-    with pytest.raises(UsageError, match="layout dedicated"):
-        hpcdask.Runner(layout="dedicated")

@@ -369,32 +369,6 @@ def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
     return groups
 
 
-# --layout dedicated
-
-
-def test_dedicated_ranks_for_scheduler_and_program(site: Site):
-    run = site.start("--layout", "dedicated", "waits.py", "catch", n=3)
-    found = json.loads(run.line("ready"))
-    of = {p.pid: rank for rank, group in processes_by_rank(site).items() for p in group}
-    assert of[found["scheduler"]] == 0
-    assert of[found["program"]] == 1
-    assert [of[worker] for worker in found["workers"]] == [2]
-    os.kill(found["program"], signal.SIGINT)
-    ended = run.end()
-    assert ended.code == 5, str(ended)
-    check_soon(ended)
-    site.check_nothing_left(ended.program_end)
-    assert not ended.foreign_lines, str(ended)
-
-
-def test_a_dedicated_program_s_exit_code_passes(site: Site):
-    ended = site.run("--layout", "dedicated", "ends.py", "exception", n=3)
-    assert ended.code == ENDS["exception"], str(ended)
-    check_soon(ended)
-    site.check_nothing_left(ended.program_end)
-    assert_traceback_is_the_user_s(ended)
-
-
 # No program: the cluster stays up
 
 

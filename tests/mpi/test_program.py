@@ -148,7 +148,7 @@ def test_hpcdask_run_becomes_the_runner(site: Site):
         "    print(len(client.nthreads()), sys.argv[1:], rank[rank.index('-m') :], flush=True)\n"
         "sys.exit(3)\n"
     )
-    words = ["--layout=shared", "shows.py", "--", "--help", "-m"]
+    words = ["--nthreads=1", "shows.py", "--", "--help", "-m"]
     ended = site.run(*words, find=False, runner=["hpcdask", "run"])
     rank = ["-m", "hpcdask.run", "--device", "cpu", *words]
     assert (ended.code, ended.out.strip()) == (3, f"2 {words[2:]} {rank}"), str(ended)

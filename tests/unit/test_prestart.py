@@ -292,7 +292,6 @@ def rank(local: int = 0, of: int = 1, launcher: str = "openmpi") -> Rank:
         (rank(1, 8, "srun"), 1, "script.py", False),
         (rank(), 8, "--device cpu script.py", False),
         (rank(), 8, "--device=cpu script.py", False),
-        (rank(), 8, "--layout dedicated script.py", False),  # the first two have no worker
         (None, 8, "script.py", False),  # MPI must be asked first
     ],
 )

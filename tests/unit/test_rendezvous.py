@@ -58,7 +58,6 @@ MESSAGES = [
     protocol.Signal(15),
     protocol.EndRun(2),
     protocol.WorkerFailed(None, "no room"),
-    protocol.ProgramEnded(1),
     protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x"),
     protocol.Silence(),
     protocol.CloseScheduler(),

@@ -250,7 +250,6 @@ FIELDS = {
     "profile_folder": st.none() | WORDS,
 }
 RUN_FIELDS = {
-    "layout": st.sampled_from(["shared", "dedicated"]),
     "scheduler_file": st.none() | WORDS,
     "dashboard_address": st.none() | WORDS,
     "tls": st.booleans(),
@@ -310,7 +309,7 @@ def test_no_program():
         (["--memory-limt", "1GB"], ["--memory-limt", "--memory-limit"]),
         (["--timeout"], ["--timeout"]),
         (["-m"], ["-m", "hpcdask.bench"]),
-        (["--layout", "wide", "x.py"], ["--layout", "'wide'", "shared", "dedicated"]),
+        (["--device", "wide", "x.py"], ["--device", "'wide'", "cuda", "cpu"]),
         (["--nthreads", "1.5", "x.py"], ["--nthreads", "'1.5'", "whole number"]),
     ],
 )
