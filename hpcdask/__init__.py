@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .queues.registry import SYSTEMS as _SYSTEMS
+from .queues.registry import systems as _systems
 
 __version__ = "0.1.0"
 __all__ = ["Runner", "attach", "connect", "gang", "gpus", "initialize", "load", "save"]
@@ -30,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in (system.cluster for system in _SYSTEMS.values()):
+    if name not in _HOMES and name not in (system.cluster for system in _systems().values()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 

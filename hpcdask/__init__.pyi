@@ -17,7 +17,6 @@ from hpcdask.runner.runner import Runner as _Runner
 
 __version__: str
 __all__ = [
-    "FluxCUDACluster",
     "HTCondorCUDACluster",
     "LSFCUDACluster",
     "LocalCUDAJobCluster",
@@ -35,49 +34,6 @@ __all__ = [
     "load",
     "save",
 ]
-
-class FluxCUDACluster(JobCluster):
-    """Dask workers on GPUs that Flux grants; see `SLURMCUDACluster`."""
-
-    def __init__(
-        self, n_workers: int = 0, *,
-        groups: collections.abc.Mapping[str, collections.abc.Mapping[str, Any]] | None = None,
-        gpus_per_job: int | None = None, gpu_type: str | None = None, nodes_per_job: int = 1,
-        poll_interval: str | float | datetime.timedelta | None = None,
-        start_timeout: str | float | datetime.timedelta | None = None,
-        security: distributed.security.Security | bool | None = None,
-        shared_temp_directory: str | None = None, scheduler_options: dict[str, Any] | None = None,
-        scheduler_cls: type[distributed.scheduler.Scheduler] = ...,
-        protocol: Literal['auto', 'tcp', 'ucx', 'tls', 'tls://', 'tcp://', 'ucx://'] | None = None,
-        interface: str | None = None, config_name: str | None = None,
-        silence_logs: int | str | bool = 'error', name: str | None = None, detached: bool = False,
-        scheduler_job: dict[str, Any] | None = ...,
-        scheduler_timeout: str | float | datetime.timedelta | None = None,
-        idle_timeout: str | float | datetime.timedelta | None = None, asynchronous: bool = False,
-        loop: Any = None, cores: int | None = None, memory: str | int | float | None = None,
-        walltime: str | None = None, queue: str | None = None, account: str | None = None,
-        job_script_prologue: list[str] | None = None, job_extra_directives: list[str] | None = None,
-        job_directives_skip: list[str] | None = None, job_name: str | None = None,
-        processes: int | None = None, worker_extra_args: list[str] | None = None,
-        log_directory: str | None = None, python: str | None = None, shebang: str | None = None,
-        job_extra: list[str] | None = None, header_skip: list[str] | None = None,
-        env_extra: list[str] | None = None, extra: list[str] | None = None,
-        nanny: Literal[True] | None = None,
-        worker_command: Literal['distributed.cli.dask_worker', 'hpcdask.worker'] | None = None,
-        device: Literal['auto', 'cuda', 'cpu'] | None = None, port_range: str | None = None,
-        nthreads: int | None = None, memory_limit: str | float | None = None,
-        enable_nvlink: bool | None = None, enable_infiniband: bool | None = None,
-        enable_rdmacm: bool | None = None, enable_tcp_over_ucx: bool | None = None,
-        rmm_pool_size: str | int | float | None = None, rmm_async: bool | None = None,
-        rmm_allocator_external_lib_list: str | collections.abc.Iterable[str] | None = None,
-        device_memory_limit: str | int | float | None = None, local_directory: str | None = None,
-        resources: str | collections.abc.Mapping[str, float] | None = None,
-        preload: str | collections.abc.Iterable[str] | None = None,
-        preload_nanny: str | collections.abc.Iterable[str] | None = None,
-        lifetime: str | float | None = None, lifetime_stagger: str | float | None = None,
-        lifetime_restart: bool | None = None, death_timeout: str | float | None = None,
-        profile: Literal['none', 'nsys', 'py-spy'] | None = None, profile_folder: str | None = None,
-    ) -> None: ...
 
 class HTCondorCUDACluster(JobCluster):
     """Dask workers on GPUs that HTCondor grants; see `SLURMCUDACluster`."""
@@ -103,7 +59,7 @@ class HTCondorCUDACluster(JobCluster):
         job_directives_skip: list[str] | None = None, job_name: str | None = None,
         processes: int | None = None, worker_extra_args: list[str] | None = None,
         log_directory: str | None = None, python: str | None = None, shebang: str | None = None,
-        job_extra: dict[str, Any] | None = None, header_skip: list[str] | None = None,
+        job_extra: list[str] | None = None, header_skip: list[str] | None = None,
         env_extra: list[str] | None = None, extra: list[str] | None = None,
         nanny: Literal[True] | None = None,
         worker_command: Literal['distributed.cli.dask_worker', 'hpcdask.worker'] | None = None,

@@ -92,8 +92,8 @@ class Queue(Commands, ABC):
     What is not said by a class attribute is said by a method that the system's class overrides.
     """
 
-    #: Class of dask-jobqueue that writes the header: its module, which is also the name of its
-    #: section of the configuration, and its name.
+    #: Class that writes the header, of dask-jobqueue: its module, which is also the name of its
+    #: section of the configuration, and its name; with a module before it for a class elsewhere.
     jobqueue: ClassVar[tuple[str, str]]
     #: Types and texts of the cluster class's keywords that other systems have not, or otherwise.
     keywords: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
@@ -137,7 +137,7 @@ class Queue(Commands, ABC):
     walltime_forms: ClassVar[str] = "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS"
     #: Variable that names a file with the job's nodes.
     node_file: ClassVar[str] = ""
-    #: What may start the ranks of a batch job, the usual one first.
+    #: What may start the ranks of a batch job, the usual one first; none without batch jobs.
     launchers: ClassVar[tuple[str, ...]] = ("mpirun",)
     #: Shell line and option that an mpirun of several nodes needs.
     mpirun_setup: ClassVar[str] = ""
@@ -303,10 +303,7 @@ class Queue(Commands, ABC):
 
     @abstractmethod
     async def tagged(self) -> dict[str, str]:
-        """Ids of all jobs of this user in the queue that carry a tag of hpcdask, with the tag.
-
-        Raises NoTags where the queue does not show them.
-        """
+        """Return the tags of this user's jobs in the queue that carry one of hpcdask's, by id."""
 
     @classmethod
     def lasting(cls, reason: str) -> str | None:

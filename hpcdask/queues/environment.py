@@ -6,15 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 
-from .registry import SYSTEMS, queue_class, system_of_job
+from .registry import queue_class, system_of_job, systems
 
 #: Systems for which there is no door: their variable in a job, name, and how to ask for a GPU.
 OTHERS = {
     "COBALT_JOBID": ("Cobalt", "#COBALT -q <a queue with GPUs>"),
+    "FLUX_ENCLOSING_ID": ("Flux", "flux batch --gpus-per-slot=1"),
     "FLUX_JOB_ID": ("Flux", "flux run --gpus-per-task=1"),
 }
-#: By which a job of each system is known.
-VARIABLES = (*(system.job for system in SYSTEMS.values() if system.job), *OTHERS)
 #: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
 GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
 GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
@@ -27,7 +26,7 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     """
     environ = os.environ if environ is None else environ
     if name := system_of_job(environ):
-        system = SYSTEMS[name]
+        system = systems()[name]
         if system.task:
             return f"{environ.get(system.number)}.{environ.get(system.task)}"
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
@@ -40,7 +39,7 @@ def is_job_of_queue(job: str) -> bool:
     def number(text: str) -> str:
         return re.split(r"\D", text, maxsplit=1)[0]
 
-    names = (*VARIABLES, *(system.number for system in SYSTEMS.values()))
+    names = {*OTHERS, *(name for one in systems().values() for name in (one.job, one.number))}
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 

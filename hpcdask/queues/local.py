@@ -102,6 +102,7 @@ class LocalQueue(Queue):
     its own; jobs that find none free are pending."""
     of_all_jobs = ("walltime",)
     is_local = True
+    launchers = ()
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
     job_id = f"${local_processes.JOB}"

@@ -1,4 +1,4 @@
-"""PBS Professional, OpenPBS and Torque, and SLURM behind the commands of PBS.
+"""PBS Professional, OpenPBS and Torque.
 
 Directives are split into words as ``qsub`` splits them: quotes of both kinds hold text as it is,
 a backslash outside of them escapes (``make_argv`` of OpenPBS's ``qsub.c``, the same in Torque).
@@ -14,13 +14,12 @@ import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hpcdask.errors import NoTags, UsageError
+from hpcdask.errors import UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .commands import COMMAND_TIMEOUT_S
 from .job_state import QueueStatus
-from .pbs_output import Flavour, parse_qstat, seen
+from .pbs_output import parse_qstat, read_job
 from .script import clean_name, one_line
 
 
@@ -38,15 +37,14 @@ class PbsQueue(Queue):
     advice = "Queues: qstat -Q, their limits: qstat -Q -f"
     limits = re.compile(
         r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
-        r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
+        r"|timed out"
     )
     canceller = "qdel"
     gone = re.compile("unknown job|has finished|no such job|does not exist|history", re.I)
-    # SLURM sets PBS_JOBID only where the site loads its plugin for that
-    job_id = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
+    job_id = '"$PBS_JOBID"'
     needs_guard = True
-    # Of the job that the notebook may run in; SLURM's commands pass them on
-    ignored_variables = (*("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"), *("SLURM_ARRAY_", "SLURM_JOB"))
+    # Of the job that the notebook may run in
+    ignored_variables = ("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB")
     quoted_options = "-q -A"
     gpu_example = "#PBS -l select=1:ngpus=1"
     gpu_options = ("-l", "-L", "-W")
@@ -58,9 +56,8 @@ class PbsQueue(Queue):
     walltime_forms = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
     node_file = "PBS_NODEFILE"
 
-    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        super().__init__(timeout_s)
-        self._flavour: Flavour | None = None
+    #: What ``qstat --version`` has printed.
+    version = ""
 
     # What the script says
 
@@ -95,7 +92,9 @@ class PbsQueue(Queue):
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
     ) -> dict[str, Any]:
         keywords = await super().allocation(asked, directives, site)
-        torque = await self._is_torque()
+        # Grid Engine has a qstat as well, and no pbsnodes
+        here = self.version or shutil.which("pbsnodes")
+        torque = bool(here) and await self.is_torque()
         self.counts_ranks = not torque
         if any(re.search("(select|nodes)=", line) for line in asked.directives):
             keywords["job_directives_skip"] = ["#PBS -l select=", "#PBS -l nodes="]
@@ -108,76 +107,51 @@ class PbsQueue(Queue):
             spec += f":{memory}" if nbytes else ""
         return {**keywords, "resource_spec": spec}
 
-    async def _is_torque(self) -> bool:
-        """Whether PBS Professional's form of resources is not understood, as far as one can see."""
-        if None in map(shutil.which, self.programs) or shutil.which("qconf"):  # Grid Engine's
-            return False
-        return await self.flavour() != "pbs"
-
     # What is asked of the queue
 
-    async def flavour(self) -> Flavour:
-        """Whose commands these are."""
-        if self._flavour is None:
+    async def is_torque(self) -> bool:
+        """Return whether the commands are Torque's instead of PBS Professional's."""
+        if not self.version:
             done = await self.run("qstat", "--version")
-            text = done.stdout + done.stderr
-            if "pbs_version" in text:
-                self._flavour = "pbs"
-            else:
-                torque = done.returncode == 0 and re.search(r"version:\s*\d", text, re.I)
-                self._flavour = "torque" if torque else "slurm"
-        return self._flavour
+            if done.returncode:
+                raise self.failed(done)
+            self.version = helpers.words(done)  # Torque's is among the errors
+        return "pbs_version" not in self.version
 
     async def limit(self) -> int:
-        flavour = await self.flavour()
-        if flavour == "slurm":  # its qstat cannot tell the elements of an array
-            return 1
         done = await self.run("qstat", "-B", "-f")
         found = re.search(r"max_(?:job_)?array_size = (\d+)", done.stdout)
         return int(found[1]) if found else 10_000  # the default of PBS Professional
 
     async def submit(self, script: str, count: int) -> list[str]:
-        flavour = await self.flavour()
-        command = ["qsub"]
+        array = []
         if count > 1:
-            command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
-        if flavour == "slurm":
-            # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            folder = _log_folder(await helpers.read(script)).replace("%", "%%")  # %j is the job's
-            log = f"{folder}queue-%j.log"
-            command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
-        path = shlex.quote(script) if flavour == "slurm" else script
+            array = ["-t" if await self.is_torque() else "-J", f"0-{count - 1}"]
         form = r"(?:^|\s)((\d+)(?:\[\])?(\.\S+)?)\s*\Z"
-        job, number, server = (await self.take(script, form, *command, path)).groups("")
+        job, number, server = (await self.take(script, form, "qsub", *array, script)).groups("")
         if count == 1:
             return [job]
         return [f"{number}[{index}]{server}" for index in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        flavour = await self.flavour()
+        torque = await self.is_torque()
         # An array shows its elements when asked for the whole
         asked = dict.fromkeys(re.sub(r"\[\d+\]", "[]", job) for job in ids)
-        options = {"pbs": ["-x", "-t", "-w"], "torque": ["-t", "-1"], "slurm": []}[flavour]
+        options = ["-t", "-1"] if torque else ["-x", "-t", "-w"]
         done = await self.run("qstat", "-f", *options, *asked)
-        # The wrapper says nothing where it knows none of them
-        if done.returncode and done.stderr.strip() and not self.gone.search(done.stderr):
+        if done.returncode and not self.gone.search(done.stderr):
             raise self.failed(done)
         # The server's name may be shortened
         shown = {name.split(".")[0]: facts for name, facts in parse_qstat(done.stdout).items()}
         numbers = {job: job.split(".")[0] for job in ids}
         return {
-            job: seen(job, shown[number], flavour)
+            job: read_job(job, shown[number], torque)
             for job, number in numbers.items()
             if number in shown
         }
 
     async def tagged(self) -> dict[str, str]:
-        flavour = await self.flavour()
-        if flavour == "slurm":
-            raise NoTags(
-                "the commands of PBS over SLURM show no tags of jobs. See them with squeue --me"
-            )
-        text = await self.answer("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
+        text = await self.answer("qstat", "-f", "-t", "-1" if await self.is_torque() else "-w")
         found = {}
         for job, facts in parse_qstat(text).items():
             mine = facts.get("Job_Owner", "").startswith(f"{helpers.user()}@")
@@ -185,12 +159,6 @@ class PbsQueue(Queue):
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
                 found[job] = tag[1]
         return found
-
-
-def _log_folder(script: str) -> str:
-    """Folder of the queue's own output in a script's text, with a slash at its end."""
-    line = re.search(r"^#PBS -o (.*)", script, re.M)
-    return shlex.split(line[1])[0] if line else ""
 
 
 def _with_tag(lines: list[str], tag: str) -> list[str]:
@@ -218,9 +186,7 @@ def _add_to_select(chunk: str, request: Request) -> str:
     new = [f"ngpus={request.gpus}"]
     if request.gpu_type is not None:
         new.append(_kind(request.gpu_type))
-    # SLURM's reader of these lines wants the memory last
-    at = next((n for n, part in enumerate(parts) if part.startswith("mem=")), len(parts))
-    return ":".join([*parts[:at], *new, *parts[at:]])
+    return ":".join([*parts, *new])
 
 
 def _add_to_nodes(chunk: str, request: Request) -> str:

@@ -33,9 +33,6 @@ ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
 CLUSTERS = "SLURM_CLUSTERS"
 #: Most expressions of job ids in one call of scancel.
 CANCELLED_AT_ONCE = 1000
-SHOW_CONFIGURATION = ("scontrol", "show", "config")
-#: Seconds for which SLURM's settings, and the difference of clocks, count as known.
-CONFIGURATION_S = 600.0
 #: SLURM's MaxArraySize where the site does not set it.
 MAX_ARRAY_SIZE = 1001
 
@@ -101,8 +98,6 @@ class SlurmQueue(Queue):
             raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
         self.gpu_request = gpu_request
         self._site: dict[str, str] = {}
-        self._read = 0.0  # when that was read, by the monotonic clock
-        self._skew_s = 0.0
         self._shown: set[str] = set()  # by the last query
 
     @classmethod
@@ -232,19 +227,11 @@ class SlurmQueue(Queue):
         return max(1, min(size, int(tasks[1])) if tasks else size)
 
     async def _configuration(self) -> dict[str, str]:
-        """SLURM's settings; from the same answer, by how much its clock is ahead of ours."""
-        if not self._site or time.monotonic() > self._read + CONFIGURATION_S:
-            asked = time.time()
-            try:
-                text = await self.answer(*SHOW_CONFIGURATION, env=slurm_output.ENVIRONMENT)
-            except QueueError:
-                if self._site:
-                    return self._site
-                raise
-            self._skew_s = slurm_output.parse_skew(text, asked, time.time())
+        """Return SLURM's settings, which are read once."""
+        if not self._site:
+            text = await self.answer("scontrol", "show", "config")
             pairs = (line.partition("=") for line in text.splitlines())
             self._site = {key.strip(): value.strip() for key, _, value in pairs}
-            self._read = time.monotonic()
         return self._site
 
     async def submit(self, script: str, count: int) -> list[str]:
@@ -290,7 +277,7 @@ class SlurmQueue(Queue):
         if not ids:
             return {}
         text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
-        seen = slurm_output.parse_squeue(text, time.time(), self._skew_s)
+        seen = slurm_output.parse_squeue(text, time.time())
         self._shown = set(seen)
         wanted = pick(ids, seen)
         return {

@@ -98,30 +98,16 @@ def expand(job: str) -> list[str]:
     return [f"{array}_{index}" for index in helpers.elements(elements.partition("%")[0])]
 
 
-def parse_skew(text: str, asked: float, answered: float) -> float:
-    """Seconds by which the controller's clock is ahead of ours, from what ``scontrol`` shows.
-
-    Its first line tells the second in which the controller answered. By our clock that was between
-    two unix times; where this may be so by the controller's as well, there is no difference.
-    """
-    match = re.search(r"^Configuration data as of (\d+)$", text, re.M)
-    if match is None:
-        return 0.0
-    least, most = float(match[1]) - answered, float(match[1]) + 1 - asked
-    return 0.0 if least <= 0 <= most else (least + most) / 2
-
-
-def parse_squeue(text: str, now: float, skew_s: float = 0.0) -> dict[str, QueueStatus]:
+def parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
 
-    `skew_s` is by how much the controller's clock is ahead. A state that is not known here is
-    `QueueState.UNKNOWN`.
+    A state that is not known here is `QueueState.UNKNOWN`.
     """
     seen = {}
     for row in rows(text, len(COLUMNS) + 1):
         job, word, restarts, status, started, ends, nodes, reason = row
         state = STATES.get(word, QueueState.UNKNOWN)
-        start, end = _time(started, skew_s), _time(ends, skew_s)
+        start, end = _time(started), _time(ends)
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
             state = QueueState.REQUEUED  # its end is that of its next life
         if state is QueueState.PENDING and int(restarts):
@@ -199,8 +185,8 @@ def _code(word: str, status: str) -> int | None:
     return exited if exited or word == "COMPLETED" else None
 
 
-def _time(text: str, skew_s: float = 0.0) -> float | None:
-    return float(text) - skew_s if text.isdecimal() else None
+def _time(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None
 
 
 def _user(uid: str) -> str:

@@ -93,8 +93,8 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 )
 @click.option(
     "--launcher",
-    type=click.Choice(["srun", "flux", "mpirun"]),
-    help="What starts the ranks. Default: srun with SLURM, flux with Flux, else mpirun.",
+    type=click.Choice(["srun", "mpirun"]),
+    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
 )
 @click.option(
     "--container",

@@ -11,7 +11,6 @@ import dask.config
 from hpcdask.clusters.configuration import import_job_class
 from hpcdask.clusters.keywords import job_keywords
 from hpcdask.clusters.options import JobOptions, read_job_options
-from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import walltime_text
 
@@ -50,8 +49,6 @@ async def _keywords(
     queue: Queue, asked: BatchRequest, site: Mapping[str, Any], known: set[str]
 ) -> dict[str, Any]:
     """Keywords of dask-jobqueue's Job class; `known` are those that there are."""
-    if asked.queue and "queue" not in known:
-        raise UsageError(f"--queue: {queue.title} has none. Leave it out")
     directives = [*_site_directives(queue, site), *asked.directives]
     prologue = [*(site.get("job-script-prologue") or ()), *asked.prologue]
     account = "account" if "account" in known else "project"  # its old name
@@ -75,8 +72,6 @@ async def _keywords(
 
 
 def _site_directives(queue: Queue, site: Mapping[str, Any]) -> list[str]:
-    """Those of the configuration; its GPUs are those of a worker's job."""
+    """Return those of the configuration without its GPUs, which are those of a worker's job."""
     found = site.get("job-extra-directives") or []
-    if isinstance(found, Mapping):
-        found = [f"{key} = {value}" for key, value in found.items()]
     return [str(line) for line in found if queue.requested_gpus(str(line)) is None]

@@ -24,10 +24,6 @@ def launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
         cpus = asked.cpus_per_gpu
         exports = [f"export SRUN_CPUS_PER_TASK={cpus}"] if cpus else []
         return [*exports, f"exec srun -K {program}"]
-    if launcher == "flux":
-        gpus = " -g 1" if asked.gpus_per_node else ""
-        each = f"-N {asked.nodes} -n {asked.nodes * asked.ranks} -c {asked.cpus_per_gpu or 1}{gpus}"
-        return [f"exec flux run {each} {program}"]
     total = f"-n {asked.nodes * asked.ranks}"
     if asked.nodes == 1 or queue.counts_ranks:
         return [f"exec mpirun {total} {program}"]

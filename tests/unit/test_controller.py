@@ -17,7 +17,7 @@ from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job, Policy
 from hpcdask.clusters.state import ClusterState
-from hpcdask.errors import NoTags, QueueError
+from hpcdask.errors import QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState
 from hpcdask.queues import slurm_errors
@@ -293,7 +293,7 @@ class Forgetful(LocalQueue):
 
 
 @pytest.mark.parametrize(
-    ("error", "ends"), [(None, 1), (NoTags("no tags"), 0), (ValueError("not a number"), 0)]
+    ("error", "ends"), [(None, 1), (QueueError("no answer"), 0), (ValueError("not a number"), 0)]
 )
 def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, ends):
     """SLURM's controller was killed before it saved that they had been cancelled."""
