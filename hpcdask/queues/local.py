@@ -2,8 +2,7 @@
 
 A job is a session of processes under coreutils' ``timeout``, which ends them at the walltime, and
 kills what is left 5 s after a SIGTERM even when the one who sent it is gone by then. Its processes
-carry its id and tag in their environment, where the user's other programs find them. Its script is
-opened before it starts, so that it runs whatever becomes of the script's folder.
+carry its id and tag in their environment, where the user's other programs find them.
 
 Pending jobs exist only in the process that submitted them, and end with it.
 """
@@ -238,7 +237,6 @@ class LocalQueue(Queue):
             if now - asked > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
                 local_processes.kill(found.get(job_id, ()))
         for entry in running:
-            local_processes.keep_locks(entry.held)
             if entry.ended is not None:
                 self._settle(entry, found.get(entry.id, ()), now - entry.ended)
         self._start_pending()
@@ -312,16 +310,14 @@ class LocalQueue(Queue):
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
         limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
-        with open(entry.script, "rb") as script, open(path, "ab", opener=_private) as output:
-            # bash would open the script by its name only after this has returned
-            read = ["bash", "-c", f". /proc/self/fd/{script.fileno()}", entry.script]
+        with open(path, "ab", opener=_private) as output:
             return subprocess.Popen(
-                ["timeout", *limit, *read],
+                ["timeout", *limit, "bash", entry.script],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=environment,
-                pass_fds=[*locks, script.fileno()],
+                pass_fds=locks,
                 start_new_session=True,
             )
 

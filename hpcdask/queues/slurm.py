@@ -250,28 +250,12 @@ class SlurmQueue(Queue):
         if done.returncode:
             raise self.refused(done, script)
         # a site's greetings may come before it
-        match = re.search(r"^(\d+)(?:;(\S+))?\s*\Z", done.stdout, re.M)
-        if match is None:
+        job = re.search(r"^(\d+)(?:;\S+)?\s*\Z", done.stdout, re.M)
+        if job is None:
             raise QueueError(
                 f"sbatch answered {done.stdout[:200]!r} for {script}, without a job id"
             )
-        job, cluster = match.groups()
-        if cluster and await self._is_elsewhere(cluster):
-            raise QueueError(
-                f"sbatch sent job {job} of {script} to the cluster {cluster}, where squeue and "
-                f"scancel do not look for it. Cancel it with: scancel -M {cluster} {job}. To "
-                f"submit there, set {CLUSTERS}={cluster} in the environment"
-            )
-        return [f"{job}_{n}" for n in range(count)] if arrays else [job]
-
-    async def _is_elsewhere(self, cluster: str) -> bool:
-        """Whether squeue and scancel do not ask this cluster."""
-        if os.environ.get(CLUSTERS):
-            return False
-        try:
-            return (await self._configuration()).get("ClusterName") != cluster
-        except QueueError:  # the job's id must be told all the same
-            return True
+        return [f"{job[1]}_{n}" for n in range(count)] if arrays else [job[1]]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
