@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -21,13 +20,11 @@ from .helpers import AGAIN, parse_clock, words
 from .job_state import WAITING, QueueStatus
 from .script import first_number, option_values, quoted_header, render
 
-#: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
-CONTAINER_MARKS = (
-    *("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d"),
-    *("/.enroot", "/.lock"),
+#: Advice where the commands of a queueing system are missing.
+WHERE_TO_RUN = (
+    "Run this on a login node of the site. A container needs the queue's commands and their "
+    "configuration bound into it"
 )
-#: Variables that Apptainer and Singularity set there.
-CONTAINER_VARIABLES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,6 @@ class Queue(Commands, ABC):
     programs: ClassVar[tuple[str, ...]]
     #: Others that it runs where they are there.
     more_programs: ClassVar[tuple[str, ...]] = ()
-    #: What its commands need beside themselves, for a container into which they are bound.
-    companions: ClassVar[str] = "its configuration"
     #: Prints the names of its queues, one on each line; empty where no command does.
     list_queues: ClassVar[tuple[str, ...]] = ()
     #: How to list what may be asked for, per kind of refusal.
@@ -356,22 +351,5 @@ class Queue(Commands, ABC):
             if self.runner is None and shutil.which(program) is None:
                 raise UsageError(
                     f"there is no {program} on this machine, so {lacks} {self.title}. "
-                    f"{where_to_run(self)}. {instead}"
+                    f"{WHERE_TO_RUN}. {instead}"
                 )
-
-
-def in_container() -> bool:
-    """Whether this process seems to run inside a container."""
-    return any(map(os.environ.get, CONTAINER_VARIABLES)) or any(
-        os.path.exists(mark) for mark in CONTAINER_MARKS
-    )
-
-
-def where_to_run(queue: Queue) -> str:
-    """Return where the commands of a queueing system are, as advice."""
-    if not in_container():
-        return "Run this on a login node of the site"
-    return (
-        f"This is inside a container, which does not have the queue's commands: submit from the "
-        f"host, or bind into the container {', '.join(queue.programs)} and {queue.companions}"
-    )

@@ -104,16 +104,10 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
             f"your home folder: {error.strerror}"
         ) from None
     locked: list[tuple[str, int]] = []
-    guard = _lock(os.path.join(folder, "all"))
-    if guard is None:
-        return []  # another program chooses just now; two that take half each would both wait
-    try:
-        for uuid in uuids:
-            path = os.path.join(folder, uuid.replace("/", "_"))
-            if len(locked) < count and (file := _lock(path)) is not None:
-                locked.append((uuid, file))
-    finally:
-        os.close(guard)
+    for uuid in uuids:
+        path = os.path.join(folder, uuid.replace("/", "_"))
+        if len(locked) < count and (file := _lock(path)) is not None:
+            locked.append((uuid, file))
     return locked
 
 

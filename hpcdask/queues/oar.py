@@ -31,7 +31,6 @@ STATES = {
     "Terminated": (QueueState.COMPLETED, ""),
     "Error": (QueueState.FAILED, ""),
 }
-RESUBMITTED = "RESUBMIT_JOB_AUTOMATICALLY"
 #: Paths of output that oarsub takes.
 NAMEABLE = re.compile(r"[\w./%\\ -]+", re.ASCII)
 DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
@@ -151,8 +150,6 @@ class OarQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
         found = await self._stat(*arguments)
-        if copies := [copy for facts in found.values() for copy in _copies(facts)]:
-            await self.cancel(copies)
         return {job: _seen(job, facts) for job, facts in helpers.pick(ids, found).items()}
 
     async def _stat(self, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -214,13 +211,6 @@ def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
         walltime=float(facts.get("walltime") or 0),
         nodes="+".join(dict.fromkeys(facts.get("assigned_network_address") or ())),
     )
-
-
-def _copies(facts: Mapping[str, Any]) -> list[str]:
-    """Jobs by which OAR itself replaced one that it could not start; the cluster does so, too."""
-    events = facts.get("events") or ()
-    told = [e.get("description", "") for e in events if e.get("type") == RESUBMITTED]
-    return [found[1] for text in told if (found := re.search(r"=> (\d+)", text))]
 
 
 def _end(facts: Mapping[str, Any], word: str) -> helpers.End:

@@ -2,7 +2,8 @@
 
 Directives are split into words as ``qsub`` splits them: quotes of both kinds hold text as it is,
 a backslash outside of them escapes (``make_argv`` of OpenPBS's ``qsub.c``, the same in Torque).
-Options: qsub(1B) of both.
+Options: qsub(1B) of both. Attributes: qstat(1B), pbs_job_attributes(7B). Exit codes and substates:
+PBS Professional User's Guide, "Job Exit Status", and OpenPBS's ``job.h``. Times are local.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import re
 import shlex
 import shutil
+import signal
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,9 +20,22 @@ from hpcdask.errors import UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .job_state import QueueStatus
-from .pbs_output import parse_qstat, read_job
+from .job_state import QueueState, QueueStatus
 from .script import clean_name, one_line
+
+TIME = "%a %b %d %H:%M:%S %Y"
+KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME
+SUBSTATE_TERMINATED = "91"
+STATES = {
+    "Q": (QueueState.PENDING, ""),
+    "H": (QueueState.PENDING, "held"),
+    "W": (QueueState.PENDING, "waits for its time"),
+    "T": (QueueState.PENDING, "moves"),
+    "M": (QueueState.PENDING, "moved"),
+    **dict.fromkeys("REB", (QueueState.RUNNING, "")),
+    **dict.fromkeys("SU", (QueueState.RUNNING, "suspended")),
+    **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
+}
 
 
 class PbsQueue(Queue):
@@ -142,10 +157,10 @@ class PbsQueue(Queue):
         if done.returncode and not self.gone.search(done.stderr):
             raise self.failed(done)
         # The server's name may be shortened
-        shown = {name.split(".")[0]: facts for name, facts in parse_qstat(done.stdout).items()}
+        shown = {name.split(".")[0]: facts for name, facts in _parse_qstat(done.stdout).items()}
         numbers = {job: job.split(".")[0] for job in ids}
         return {
-            job: read_job(job, shown[number], torque)
+            job: _read_job(job, shown[number], torque)
             for job, number in numbers.items()
             if number in shown
         }
@@ -153,7 +168,7 @@ class PbsQueue(Queue):
     async def tagged(self) -> dict[str, str]:
         text = await self.answer("qstat", "-f", "-t", "-1" if await self.is_torque() else "-w")
         found = {}
-        for job, facts in parse_qstat(text).items():
+        for job, facts in _parse_qstat(text).items():
             mine = facts.get("Job_Owner", "").startswith(f"{helpers.user()}@")
             tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
@@ -203,3 +218,65 @@ def _check_chunk(chunk: str) -> None:
             f"resource_spec asks for different nodes ({chunk}), and hpcdask cannot tell which of "
             f"them have the GPUs. Write the GPUs into resource_spec, and leave gpus_per_job out"
         )
+
+
+# What qstat says
+
+
+def _parse_qstat(text: str) -> dict[str, dict[str, str]]:
+    """Return the attributes of each job that ``qstat -f`` printed, by its id.
+
+    Attributes stand behind four spaces, and long ones go on behind a tab.
+    """
+    blocks = re.split(r"^Job Id:\s*(\S+)\n", text.replace("\n\t", ""), flags=re.M)[1:]
+    return {
+        job: dict(re.findall(r"^    ([\w.]+) = (.*)", block, re.M))
+        for job, block in zip(blocks[::2], blocks[1::2], strict=True)
+    }
+
+
+def _read_job(job: str, facts: Mapping[str, str], torque: bool) -> QueueStatus:
+    """Return one job of ``qstat -f``."""
+    started = helpers.unix_time(facts.get("start_time" if torque else "stime"), TIME)
+    walltime = _seconds(facts.get("Resource_List.walltime"))
+    hosts = re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))
+    return helpers.fold(
+        job,
+        facts.get("job_state", ""),
+        STATES,
+        lambda: _end(facts, walltime),
+        waits=facts.get("comment", ""),
+        again=int(facts.get("run_count", 0)),
+        started=started,
+        walltime=walltime,
+        nodes="+".join(dict.fromkeys(hosts)),
+    )
+
+
+def _end(facts: Mapping[str, str], limit: float | None) -> helpers.End:
+    """Return how a job ended: state, reason and exit code."""
+    text = facts.get("Exit_status", facts.get("exit_status"))
+    code = int(text) if text and re.fullmatch(r"-?\d+", text) else None
+    if code is not None and code >= 256:  # 256 + n after signal n
+        code -= 128
+    used = _seconds(facts.get("resources_used.walltime"))
+    comment = facts.get("comment", "")
+    if code == KILLED_BY_WALLTIME or (code and code > 128 and used and limit and used >= limit):
+        return QueueState.TIMEOUT, comment, code
+    # Nothing but qdel ends a job by SIGTERM
+    if facts.get("substate") == SUBSTATE_TERMINATED or code == 128 + signal.SIGTERM:
+        return QueueState.CANCELLED, comment, code
+    if code is not None and code < 0:
+        return QueueState.FAILED, comment or "PBS could not start it", code
+    state, reason = helpers.ended(code)
+    return state, reason or comment, code
+
+
+def _seconds(clock: str | None) -> float | None:
+    """Return the seconds of ``HOURS:MINUTES:SECONDS``."""
+    if not clock or not re.fullmatch(r"\d+(:\d+)*", clock):
+        return None
+    seconds = 0
+    for number in clock.split(":"):
+        seconds = 60 * seconds + int(number)
+    return seconds

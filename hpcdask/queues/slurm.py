@@ -62,7 +62,6 @@ class SlurmQueue(Queue):
     list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
     lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)
-    companions = "SLURM's configuration (/etc/slurm), its plugins, munge's socket (/run/munge)"
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
     # sbatch takes these for options that beat the script's, or hands them to the job, where they
@@ -319,13 +318,8 @@ class SlurmQueue(Queue):
 
 
 def _refuse_others(lines: Sequence[str]) -> None:
-    """Refuse lines that are no directives, and those that send a job where nobody looks for it."""
+    """Raise UsageError for directives that send a job where nobody looks for it."""
     for line in lines:
-        if not line.startswith("#SBATCH"):
-            raise UsageError(
-                f"a keyword of the job has a line end, so that {line[:100]!r} would be a line of "
-                f"the script. Take it out"
-            )
         if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
             raise UsageError(
                 f"{found} in the line {line!r} is for sbatch alone: squeue and scancel would not "

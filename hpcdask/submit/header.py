@@ -48,7 +48,7 @@ async def read(queue: Queue, asked: BatchRequest) -> JobOptions:
 async def _keywords(
     queue: Queue, asked: BatchRequest, site: Mapping[str, Any], known: set[str]
 ) -> dict[str, Any]:
-    """Keywords of dask-jobqueue's Job class; `known` are those that there are."""
+    """Return keywords of dask-jobqueue's Job class, which takes those in `known`."""
     directives = [*_site_directives(queue, site), *asked.directives]
     prologue = [*(site.get("job-script-prologue") or ()), *asked.prologue]
     account = "account" if "account" in known else "project"  # its old name
@@ -67,8 +67,7 @@ async def _keywords(
         walltime_text(site["walltime"])
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
-    given = {key: value for key, value in keywords.items() if key in known}
-    return {key: value for key, value in given.items() if value not in (None, "")}
+    return {key: value for key, value in keywords.items() if value not in (None, "")}
 
 
 def _site_directives(queue: Queue, site: Mapping[str, Any]) -> list[str]:

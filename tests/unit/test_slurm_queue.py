@@ -9,7 +9,6 @@ import subprocess
 from datetime import timedelta
 from types import SimpleNamespace
 
-import dask.config
 import pytest
 
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
@@ -151,11 +150,6 @@ def test_quoting():
 def test_what_no_line_can_say_is_refused(bad):
     with pytest.raises(UsageError, match=r"line end|backslash"):
         directives(request_of(**bad))
-
-
-def test_a_line_end_in_the_header_is_refused():
-    with pytest.raises(UsageError, match="'rm -rf x' would be a line of the script"):
-        directives(request_of(), job=job(header=("-p gpu\nrm -rf x",)))
 
 
 @pytest.mark.parametrize(
@@ -420,18 +414,6 @@ def test_what_is_away_for_all_jobs_passes_and_is_not_tried_with_fewer(lines):
 
 def test_a_partition_that_is_down_is_told_with_how_to_list_others():
     assert str(refusal(DOWN)).endswith("Script kept at /me/script.sh. Partitions: sinfo -s")
-
-
-def test_a_partition_that_there_is_not_is_told_with_what_names_it(tmp_path, monkeypatch):
-    lines = ("invalid partition specified: gpus", "Batch job submission failed: Invalid partition")
-    said = "invalid partition specified: gpus; Invalid partition. gpus is from "
-    last = ". Script kept at /me/script.sh. Partitions: sinfo -s"
-    assert f"{said}queue=… or -q{last}" in str(refusal(*lines))
-    file = tmp_path / "site.yaml"
-    file.write_text("jobqueue: {slurm-gpu: {queue: gpus}}")
-    monkeypatch.setattr(dask.config, "paths", [str(file)])
-    with dask.config.set({"jobqueue": {"slurm": None, "slurm-gpu": {"queue": "gpus"}}}):
-        assert f"{said}jobqueue.slurm-gpu.queue ({file}){last}" in str(refusal(*lines))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpcdask.cli import main
-from hpcdask.errors import QueueError, UsageError
-from hpcdask.queues import base
+from hpcdask.errors import QueueError
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.registry import batch_systems
 from hpcdask.queues.slurm import SlurmQueue
@@ -51,9 +50,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PBS_ACCOUNT", raising=False)
-    monkeypatch.setattr(base, "CONTAINER_MARKS", ())
-    for name in base.CONTAINER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     return folder
 
 
@@ -317,28 +313,11 @@ def test_a_dry_run_needs_no_queue():
     assert "#PBS" in hpcdask("submit", "--dry-run", "--system", "pbs", "train.py").stdout
 
 
-@pytest.mark.parametrize("sign", [None, "file", "APPTAINER_CONTAINER"])
-def test_no_queue_and_inside_a_container(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sign: str | None
-):
-    if sign == "file":
-        (tmp_path / ".dockerenv").touch()
-        monkeypatch.setattr(base, "CONTAINER_MARKS", (str(tmp_path / ".dockerenv"),))
-    elif sign:
-        monkeypatch.setenv(sign, "image.sif")
+def test_where_there_is_no_queue():
     for words in (("submit", "train.py"), ("submit", "--system", "slurm", "train.py")):
         err = refused(*words)
         assert "hpcdask script" in err
-        if sign:
-            assert "inside a container, which does not have the queue's commands" in err
-            assert "submit from the host, or bind" in err
-            assert "sbatch, squeue, scancel and SLURM's configuration (/etc/slurm)" in err
-            assert "/run/munge" in err
-        else:
-            assert "login node" in err
-            assert "container" not in err
-    with pytest.raises(UsageError, match=r"job_script\(\) still"):
-        SlurmQueue().check()
+        assert "Run this on a login node of the site. A container needs" in err
 
 
 @pytest.mark.parametrize(
