@@ -66,14 +66,14 @@ class Entry:
     held: list[str] = field(default_factory=list)
 
     def end(self, state: QueueState, reason: str = "", exit_code: int | None = None) -> None:
-        """Note that it is over."""
+        """Record the job's end."""
         self.state, self.reason, self.exit_code = state, reason, exit_code
 
 
 def locked_in_thread(
     method: Callable[Concatenate[LocalQueue, P], T],
 ) -> Callable[Concatenate[LocalQueue, P], Coroutine[Any, Any, T]]:
-    """Have a method run in a thread, and one at a time."""
+    """Run a method in a thread, one at a time."""
 
     async def run(self: LocalQueue, /, *args: P.args, **kwargs: P.kwargs) -> T:
         def locked() -> T:
@@ -121,7 +121,7 @@ class LocalQueue(Queue):
         self._lock = threading.Lock()
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        """The job script; one line below the shebang says what it asks for."""
+        """Return the job script, whose second line holds the request."""
         self.refuse_nodes(request)
         asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
         prologue = filter(None, dask_jobqueue.prologue(job))
@@ -130,7 +130,7 @@ class LocalQueue(Queue):
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """As in the words of any system: this one has none of its own."""
+        """Read a request in the words of any system: this one has none of its own."""
         return requested_gpus(directive, nodes)
 
     @classmethod
@@ -144,7 +144,7 @@ class LocalQueue(Queue):
         return timedelta(seconds=seconds)
 
     async def limit(self) -> int:
-        """Most jobs that one submission may hold."""
+        """Return the largest number of jobs of one submission."""
         return 1000
 
     # In a thread, one at a time
@@ -171,7 +171,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
+        """Return the jobs' status, after pending jobs for which there are GPUs were started."""
         found = self._advance()
         seen = {}
         for job_id in ids:
@@ -185,7 +185,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """Jobs of a program that has ended, of which no process is left."""
+        """Return jobs of a program that has ended, of which no process is left."""
         seen = {}
         for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
             if job_id in self._cancelled:
@@ -210,7 +210,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def tagged(self) -> dict[str, str]:
-        """Running jobs of this user and ``HPCDASK_HOME``, and those that wait in this process."""
+        """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         home = home_folder()
         running = self._advance().items()
         tags = {job_id: found[0].tag for job_id, found in running if found[0].home == home}
@@ -245,7 +245,7 @@ class LocalQueue(Queue):
     def _settle(
         self, entry: Entry, left: Sequence[local_processes.Process], since_s: float
     ) -> None:
-        """Its leader is gone: it is over when all the others are."""
+        """End a job without its leader as soon as its other processes are gone."""
         if left:
             entry.reason = f"ending: {len(left)} of its processes are left"
             if since_s > KILL_WAIT_S:
@@ -268,7 +268,7 @@ class LocalQueue(Queue):
             entry.end(QueueState.FAILED, how, exit_code)
 
     def _start_pending(self) -> None:
-        """First come, first served, but jobs that need no GPU never wait."""
+        """Start jobs first come, first served; those that need no GPU never wait."""
         short = ""
         for entry in self._entries.values():
             if entry.state is QueueState.PENDING:
@@ -278,7 +278,7 @@ class LocalQueue(Queue):
                     entry.reason = short
 
     def _start(self, entry: Entry) -> str:
-        """Start a job; or else return what it waits for."""
+        """Start a job, or return what it waits for."""
         given: dict[str, str] = {}
         locks: list[int] = []
         try:
@@ -339,7 +339,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_directive(script: str) -> dict[str, Any]:
-    """What a script asks for: its tag, GPUs and folder."""
+    """Read a script's request: its tag, GPUs and folder."""
     try:
         with open(script, newline="\n") as file:
             lines = [line for line in file if line.startswith(DIRECTIVE)]

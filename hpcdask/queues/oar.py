@@ -37,7 +37,7 @@ DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
 
 
 class OarQueue(Queue):
-    """The door to OAR, which gives each element of an array, and each restart, an id of its own."""
+    """OAR, which gives each element of an array, and each restart, an id of its own."""
 
     title = "OAR"
     jobqueue = ("oar", "OARJob")
@@ -81,7 +81,7 @@ class OarQueue(Queue):
         return super().name_directive(shlex.quote(name))
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """The header with the GPUs in its resources, unless the user's resources have them.
+        """Add the GPUs to the header's resources, unless the user's resources have them.
 
         GPUs stand below the node, and bring the cores that belong to them: dask-jobqueue's own
         ``/nodes=1/core=8`` becomes ``/nodes=1/gpu=2``. The type is the property ``gpu_model``, or
@@ -168,7 +168,7 @@ class OarQueue(Queue):
 
 
 def _command(script: str, text: str) -> str:
-    """What the node runs, through a shell; oarstat shows it, so the tag is in it."""
+    """Return the command that the node runs; oarstat shows it, so it holds the tag."""
     tag = re.search(f"^{TAG}(\\S+)", text, re.M)
     interpreter = shlex.split(text.partition("\n")[0].removeprefix("#!"))
     setting = [f"HPCDASK_TAG={tag[1]}"] if tag else []
@@ -200,7 +200,7 @@ def _add(spec: str, request: Request) -> str:
 
 
 def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
-    """One job of ``oarstat -f -J``."""
+    """Return one job of ``oarstat -f -J``."""
     return helpers.fold(
         job,
         word := facts.get("state", ""),

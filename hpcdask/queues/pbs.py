@@ -39,7 +39,7 @@ STATES = {
 
 
 class PbsQueue(Queue):
-    """The door to PBS.
+    """PBS Professional, OpenPBS or Torque.
 
     A job array is always rerunnable, and its elements do not learn how often they were started, so
     a job that PBS starts again ends at once and is replaced.
@@ -80,7 +80,7 @@ class PbsQueue(Queue):
         return clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """The header with the GPUs in its resources, unless the user's resources have them.
+        """Add the GPUs to the header's resources, unless the user's resources have them.
 
         ``select=1:ncpus=8:ngpus=2`` is PBS Professional's form, ``nodes=1:ppn=8:gpus=2`` Torque's,
         taken where the user's resources begin like that. The type of GPU is a resource that the
@@ -177,7 +177,7 @@ class PbsQueue(Queue):
 
 
 def _with_tag(lines: list[str], tag: str) -> list[str]:
-    """The header with the tag among the job's variables; of several ``-v`` the last one counts."""
+    """Add the tag to the job's variables; of several ``-v`` the last one counts."""
     own = [number for number, line in enumerate(lines) if line.startswith("#PBS -v ")]
     variable = f"HPCDASK_TAG={tag}"
     if not own:

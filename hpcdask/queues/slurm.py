@@ -43,7 +43,7 @@ WALLTIME_FORMS = (
 
 
 class SlurmQueue(Queue):
-    """The door to SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
+    """SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
 
     title = "SLURM"
     jobqueue = ("slurm", "SLURMJob")
@@ -107,7 +107,7 @@ class SlurmQueue(Queue):
     # What the script says
 
     def refuse_nodes(self, request: Request) -> None:
-        """SLURM's jobs may have several: srun starts the workers on all of them."""
+        """Take any number of nodes: srun starts the workers on all of them."""
 
     def name_directive(self, name: str) -> str:
         return f"--job-name={double_quoted(name, 'job_name')}"
@@ -159,9 +159,9 @@ class SlurmQueue(Queue):
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``; types are optional.
+        """Read ``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``.
 
-        The first two count for each node.
+        Types are optional. The first two count for each node.
         """
         items = [item for value in option_values(directive, "--gres") for item in value.split(",")]
         if found := list(filter(cls.gpu_pattern.fullmatch, items)):
@@ -190,7 +190,7 @@ class SlurmQueue(Queue):
 
     @classmethod
     def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
-        """One task on each node, unless this is a task."""
+        """Start one task on each node, unless this is a task."""
         nodes = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
         if nodes == 1 or "SLURM_STEP_ID" in environ:
             return []
@@ -219,7 +219,7 @@ class SlurmQueue(Queue):
     # What is asked of the queue
 
     async def limit(self) -> int:
-        """MaxArraySize of the site, and ``max_array_tasks``; 1 where it has no arrays."""
+        """Return MaxArraySize of the site or ``max_array_tasks``; 1 where it has no arrays."""
         site = await self._configuration()
         tasks = re.search(r"max_array_tasks=(\d+)", site.get("SchedulerParameters", ""))
         size = int(site.get("MaxArraySize", MAX_ARRAY_SIZE))
@@ -305,7 +305,7 @@ class SlurmQueue(Queue):
         }
 
     async def _squeue(self, *names: str) -> str:
-        """All jobs of this user, over for a while or not: an unknown id would be an error."""
+        """List all jobs of this user, also ended ones: an unknown id would be an error."""
         options = ("--noheader", "--states=all", f"--user={os.getuid()}")
         columns = f"--Format={slurm_output.columns(*names)}"
         return await self.answer("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
@@ -334,13 +334,13 @@ def _words(line: str) -> list[str]:
 
 
 def _last_number(item: str) -> int:
-    """The count behind a type; a type alone is one GPU."""
+    """Return the count behind a type; a type alone is one GPU."""
     last = re.split("[:=]", item)[-1]
     return int(last) if last.isdecimal() else 1
 
 
 def _single_output(script: str) -> list[str]:
-    """The option for a job that is no element of an array, whose %a would be 4294967294."""
+    """Return the option for a job outside of an array, whose %a would be 4294967294."""
     for line in script.split("\n"):
         if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
             path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])

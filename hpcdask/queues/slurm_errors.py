@@ -69,7 +69,7 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
 
 
 def lasting(reason: str) -> str | None:
-    """What to do about jobs that wait for this reason; None where that ends by itself."""
+    """Return advice on jobs that wait for this reason; None where that ends by itself."""
     return _advice(reason) if LASTING.match(reason) else None
 
 

@@ -84,7 +84,7 @@ def rows(text: str, count: int) -> Iterator[list[str]]:
 
 
 def expand(job: str) -> list[str]:
-    """Return the ids in what stands for the waiting elements of an array: ``12_[0-8:2,11%5]``.
+    """Return the ids of an array's waiting elements from ``12_[0-8:2,11%5]``.
 
     ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
     Raises QueueError if it is not shown whole.
@@ -153,7 +153,7 @@ def parse_sacct(text: str) -> dict[str, QueueStatus]:
 
 
 def left(ids: Collection[str], shown: Collection[str]) -> dict[str, QueueStatus]:
-    """Elements that are over because their array is shown without them.
+    """Return elements that are over because their array is shown without them.
 
     An element that is cancelled while it waits leaves the array without a record of its own, in the
     controller and in accounting.
@@ -172,7 +172,7 @@ def _reason(word: str, reason: str) -> str:
 
 
 def _code(word: str, status: str) -> int | None:
-    """Exit code from ``code:signal``, or from the status of wait(2) that squeue prints."""
+    """Return the exit code of ``code:signal``, or of the status of wait(2) from squeue."""
     if STATES.get(word) not in OVER or word in NOT_BY_ITSELF:
         return None
     code, colon, signal = status.partition(":")

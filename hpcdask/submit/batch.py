@@ -23,12 +23,12 @@ from .request import BatchRequest
 
 
 def find_system() -> str | None:
-    """The queueing system whose commands are on this machine, or None."""
+    """Return the queueing system whose commands are on this machine, or None."""
     return next((name for name in batch_systems() if _has(queue_class(name)())), None)
 
 
 def _has(queue: Queue) -> bool:
-    """Whether this machine has a system's commands."""
+    """Return whether this machine has a system's commands."""
     try:
         queue.check()
     except UsageError:
@@ -51,11 +51,11 @@ class Batch:
 
     @property
     def tag(self) -> str:
-        """By which `hpcdask jobs` knows the job."""
+        """Tag by which `hpcdask jobs` knows the job."""
         return f"hpcdask:{BATCH}{self.label}"
 
     def log(self, job_id: str) -> Path:
-        """Where the job writes."""
+        """Return the path of the job's log."""
         return Path(self.logs) / f"hpcdask-{job_id}.log"
 
     def keep(self) -> Path:
@@ -81,7 +81,7 @@ class Batch:
         return path
 
     async def submit(self) -> str:
-        """Submit it, and return the job's id.
+        """Submit the job, and return its id.
 
         Raises Refused, with the queue's own text, if the queue does not want it. Raises QueueError
         if the queue does not answer and the job is not there.
