@@ -8,12 +8,8 @@ from collections.abc import Mapping
 
 from .registry import queue_class, system_of_job, systems
 
-#: Systems that no class knows: their variable in a job, name, and how to ask for a GPU.
-OTHERS = {
-    "COBALT_JOBID": ("Cobalt", "#COBALT -q <a queue with GPUs>"),
-    "FLUX_ENCLOSING_ID": ("Flux", "flux batch --gpus-per-slot=1"),
-    "FLUX_JOB_ID": ("Flux", "flux run --gpus-per-task=1"),
-}
+#: Variables of a job of Flux, which starts ranks though it has no class of queue.
+FLUX = ("FLUX_ENCLOSING_ID", "FLUX_JOB_ID")
 #: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
 GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
 GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
@@ -30,7 +26,7 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
         if system.task:
             return f"{environ.get(system.number)}.{environ.get(system.task)}"
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
-    return next((f"{environ[other]}.r0" for other in OTHERS if environ.get(other)), None)
+    return next((f"{environ[name]}.r0" for name in FLUX if environ.get(name)), None)
 
 
 def is_job_of_queue(job: str) -> bool:
@@ -39,7 +35,7 @@ def is_job_of_queue(job: str) -> bool:
     def number(text: str) -> str:
         return re.split(r"\D", text, maxsplit=1)[0]
 
-    names = {*OTHERS, *(name for one in systems().values() for name in (one.job, one.number))}
+    names = {*FLUX, *(name for one in systems().values() for name in (one.job, one.number))}
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 
@@ -49,7 +45,9 @@ def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, st
     if name := system_of_job(environ):
         queue = queue_class(name)
         return queue.title, queue.gpu_example
-    return next((facts for name, facts in OTHERS.items() if environ.get(name)), ("", ""))
+    if any(map(environ.get, FLUX)):
+        return "Flux", "flux run --gpus-per-task=1"
+    return "", ""
 
 
 def granted(environ: Mapping[str, str]) -> str:

@@ -28,7 +28,6 @@ from hpcdask.upstream import dask_jobqueue
 
 from . import local_processes
 from .base import Queue, Request
-from .commands import COMMAND_TIMEOUT_S
 from .job_state import OVER, QueueState, QueueStatus
 from .registry import requested_gpus
 
@@ -90,7 +89,7 @@ class LocalQueue(Queue):
 
     A job gets as many of the GPUs, given by UUID, as it requests for itself, or waits. With None
     they are not counted, and every job starts at once. A job gets SIGTERM after `walltime_s`, if
-    that is given. `timeout_s` is as for every queue, though no command here could hang.
+    that is given.
     """
 
     title = "this machine"
@@ -107,13 +106,9 @@ class LocalQueue(Queue):
     job_id = f"${local_processes.JOB}"
 
     def __init__(
-        self,
-        gpus: Sequence[str] | None = None,
-        *,
-        walltime_s: float | None = None,
-        timeout_s: float = COMMAND_TIMEOUT_S,
+        self, gpus: Sequence[str] | None = None, *, walltime_s: float | None = None
     ) -> None:
-        super().__init__(timeout_s)
+        super().__init__()
         self.gpus = None if gpus is None else tuple(gpus)
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}

@@ -5,7 +5,6 @@ States: "JOB STATE CODES" of squeue(1) and sacct(1).
 
 from __future__ import annotations
 
-import pwd
 import re
 from collections.abc import Collection, Iterator
 
@@ -144,7 +143,7 @@ def parse_sacct(text: str) -> dict[str, QueueStatus]:
                 seen[job_id] = QueueStatus(
                     job_id,
                     state,
-                    reason=_reason(word, f"by {_user(by)}" if by else ""),
+                    reason=_reason(word, f"by user {by}" if by else ""),
                     exit_code=_code(word, status),
                     started=_time(started),
                     nodes="" if nodes.startswith("None") else nodes,
@@ -187,10 +186,3 @@ def _code(word: str, status: str) -> int | None:
 
 def _time(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
-
-
-def _user(uid: str) -> str:
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except (KeyError, ValueError):
-        return f"user {uid}"

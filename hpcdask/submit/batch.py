@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 from dataclasses import dataclass
@@ -24,16 +25,11 @@ from .request import BatchRequest
 
 def find_system() -> str | None:
     """Return the queueing system whose commands are on this machine, or None."""
-    return next((name for name in batch_systems() if _has(queue_class(name)())), None)
-
-
-def _has(queue: Queue) -> bool:
-    """Return whether this machine has a system's commands."""
-    try:
-        queue.check()
-    except UsageError:
-        return False
-    return True
+    for name in batch_systems():
+        with contextlib.suppress(UsageError):
+            queue_class(name)().check()
+            return name
+    return None
 
 
 @dataclass

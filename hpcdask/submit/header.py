@@ -49,7 +49,10 @@ async def _keywords(
     queue: Queue, asked: BatchRequest, site: Mapping[str, Any], known: set[str]
 ) -> dict[str, Any]:
     """Return keywords of dask-jobqueue's Job class, which takes those in `known`."""
-    directives = [*_site_directives(queue, site), *asked.directives]
+    # GPUs in the configuration are those of a worker's job
+    configured = map(str, site.get("job-extra-directives") or ())
+    directives = [line for line in configured if queue.requested_gpus(line) is None]
+    directives += asked.directives
     prologue = [*(site.get("job-script-prologue") or ()), *asked.prologue]
     account = "account" if "account" in known else "project"  # its old name
     keywords = {
@@ -68,9 +71,3 @@ async def _keywords(
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
     return {key: value for key, value in keywords.items() if value not in (None, "")}
-
-
-def _site_directives(queue: Queue, site: Mapping[str, Any]) -> list[str]:
-    """Return those of the configuration without its GPUs, which are those of a worker's job."""
-    found = site.get("job-extra-directives") or []
-    return [str(line) for line in found if queue.requested_gpus(str(line)) is None]

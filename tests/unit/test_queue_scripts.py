@@ -414,12 +414,6 @@ def test_directives_about_gpus_that_request_none(kind: str, directive: str):
     assert (found.workers, found.gpus_in_header) == (4, False)
 
 
-def test_the_directive_that_requests_gpus_is_found_among_others():
-    own = ["--cpus-per-gpu=8", "--gres=gpu:1"]
-    found = options("SLURM", job_extra_directives=own)
-    assert (found.workers, found.gpus_in_header) == (1, True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_job_and_what_no_job_can_be(kind: str):
     text = script(kind, gpus=0, job_name="dask-worker", **KINDS[kind])

@@ -348,13 +348,13 @@ Welcome to the site!
         "5": QueueStatus("5", QueueState.COMPLETED, "", 0, started=1000.0, nodes="n1"),
         "6_0": QueueStatus("6_0", QueueState.FAILED, "", 3, started=1000.0, nodes="n1"),
         "6_1": QueueStatus("6_1", QueueState.FAILED, "", 137, started=1000.0, nodes="n[1-2]"),
-        "6_2": QueueStatus("6_2", QueueState.CANCELLED, "by root"),
+        "6_2": QueueStatus("6_2", QueueState.CANCELLED, "by user 0"),
         "6_3": QueueStatus(
             "6_3", QueueState.CANCELLED, "by user 4294967290", 143, started=1000.0, nodes="n1"
         ),
         "6_4": QueueStatus("6_4", QueueState.TIMEOUT, "TIMEOUT", started=1000.0, nodes="n1"),
-        "7_8": QueueStatus("7_8", QueueState.CANCELLED, "by root"),
-        "7_9": QueueStatus("7_9", QueueState.CANCELLED, "by root"),
+        "7_8": QueueStatus("7_8", QueueState.CANCELLED, "by user 0"),
+        "7_9": QueueStatus("7_9", QueueState.CANCELLED, "by user 0"),
         "6_5": QueueStatus("6_5", QueueState.FAILED, "OUT_OF_MEMORY", started=1000.0, nodes="n1"),
     }
 

@@ -517,10 +517,6 @@ def test_other_words_for_the_same():
     assert "--mem: 'auto' is not" in refused("script", "slurm", "--mem", "auto", "train.py")
 
 
-def test_a_program_among_the_runner_s_options():
-    assert "has more than options" in refused("script", "slurm", "--run", "train.py", "train.py")
-
-
 def test_a_configured_walltime_that_yaml_has_counted():
     with dask.config.set({"jobqueue.slurm.walltime": 7200}):
         assert "walltime=7200 is a number" in refused("script", "slurm", "train.py")
