@@ -150,6 +150,8 @@ class OarQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
         found = await self._stat(*arguments)
+        if copies := [copy for facts in found.values() for copy in _copies(facts)]:
+            await self.cancel(copies)
         return {job: _seen(job, facts) for job, facts in helpers.pick(ids, found).items()}
 
     async def _stat(self, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -211,6 +213,13 @@ def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
         walltime=float(facts.get("walltime") or 0),
         nodes="+".join(dict.fromkeys(facts.get("assigned_network_address") or ())),
     )
+
+
+def _copies(facts: Mapping[str, Any]) -> list[str]:
+    """Return jobs by which OAR replaced one that it could not start; the cluster does so, too."""
+    events = facts.get("events") or ()
+    told = [e["description"] for e in events if e.get("type") == "RESUBMIT_JOB_AUTOMATICALLY"]
+    return [found[1] for text in told if (found := re.search(r"=> (\d+)", text))]
 
 
 def _end(facts: Mapping[str, Any], word: str) -> helpers.End:

@@ -578,6 +578,15 @@ def test_tags_of_oar():
     assert site.ran == ["oarstat -f -J -u ann"]
 
 
+def test_oars_own_copy_of_a_job_is_cancelled():
+    told = "[NodeChangeState] Resubmiting job 41 => 57) (due to event PING_CHECKER_NODE_SUSPECTED"
+    events = [{"type": "RESUBMIT_JOB_AUTOMATICALLY", "job_id": 41, "description": told}]
+    queue = OarQueue()
+    site = Site(queue, {"oarstat": oar_job("Error", events=events), "oardel": ""})
+    assert do(queue.query(["41"]))["41"].state is FAILED
+    assert site.ran == ["oarstat -f -J -j 41", "oardel 57"]
+
+
 # HTCondor 24: condor_q(1) and condor_history(1) -json, job ClassAd attributes, hold reason codes
 
 
