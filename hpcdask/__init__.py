@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .queues.registry import SYSTEMS as _SYSTEMS
+from .queues.registry import systems as _systems
 
 if TYPE_CHECKING:
     from .client.connect import connect as connect
     from .client.gang import gang as gang
     from .clusters.detached.attached import attach as attach
-    from .clusters.typed import FluxCUDACluster as FluxCUDACluster
     from .clusters.typed import HTCondorCUDACluster as HTCondorCUDACluster
     from .clusters.typed import LocalCUDAJobCluster as LocalCUDAJobCluster
     from .clusters.typed import LSFCUDACluster as LSFCUDACluster
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would take any name for one of this module's
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES and name not in (system.cluster for system in _SYSTEMS.values()):
+        if name not in _HOMES and name not in (system.cluster for system in _systems().values()):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 

@@ -122,10 +122,6 @@ class NotHere(QueueError):
     """This host cannot run a command of the queueing system, or may not."""
 
 
-class NoTags(QueueError):
-    """The queueing system does not show which jobs are hpcdask's."""
-
-
 class Refused(QueueError):
     """The queueing system did not take a job.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping
@@ -22,8 +23,6 @@ def import_jobqueue(module: str) -> Any:
 
     The import would replace the handler of SIGINT, and writes a file of configuration.
     """
-    import importlib
-
     real, mask = signal.signal, os.umask(0o077)
     signal.signal = lambda *args: None
     try:
@@ -39,15 +38,13 @@ def import_jobqueue(module: str) -> Any:
 
 
 def import_job_class(jobqueue: tuple[str, str]) -> Any:
-    """Import a Job class of dask-jobqueue: its module and its name."""
+    """Import a Job class; see `Queue.jobqueue`."""
     module, name = jobqueue
-    if module == "flux":  # dask-jobqueue has none
-        import_jobqueue("local")
-        from . import flux_job
-
-        flux_job.configure()
-        return flux_job.FluxJob
-    return getattr(import_jobqueue(module), name)
+    if "." not in name:
+        return getattr(import_jobqueue(module), name)
+    import_jobqueue("core")
+    path, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(path), name)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class ClusterKeywords(WorkerKeywords, total=False):
     extra: list[str] | None
     nanny: Literal[True] | None
     worker_command: Literal["distributed.cli.dask_worker", "hpcdask.worker"] | None
+    job_extra: list[str] | None
 
 
 class QueueKeywords(ClusterKeywords, total=False):
@@ -62,7 +63,6 @@ class QueueKeywords(ClusterKeywords, total=False):
     walltime: str | None
     queue: str | None
     job_extra_directives: list[str] | None
-    job_extra: list[str] | None
 
 
 class _Account(TypedDict, total=False):
@@ -83,10 +83,6 @@ class SLURMKeywords(QueueKeywords, _Account, _Project, total=False):
     gpu_request: Literal["gres", "gpus-per-node", "gpus"] | None
     job_cpu: int | None
     job_mem: str | None
-
-
-class FluxKeywords(QueueKeywords, _Account, total=False):
-    """Keywords of `FluxCUDACluster`."""
 
 
 class LSFKeywords(QueueKeywords, _Project, total=False):
@@ -116,7 +112,6 @@ class HTCondorKeywords(ClusterKeywords, total=False):
     """Keywords of `HTCondorCUDACluster`."""
 
     job_extra_directives: dict[str, Any] | None
-    job_extra: dict[str, Any] | None
     disk: str | int | None
     submit_command_extra: list[str] | None
     cancel_command_extra: list[str] | None
@@ -126,12 +121,6 @@ class SLURMCUDACluster(JobCluster):
     """Dask workers on GPUs that SLURM grants."""
 
     def __init__(self, n_workers: int = 0, **keywords: Unpack[SLURMKeywords]) -> None: ...
-
-
-class FluxCUDACluster(JobCluster):
-    """Dask workers on GPUs that Flux grants."""
-
-    def __init__(self, n_workers: int = 0, **keywords: Unpack[FluxKeywords]) -> None: ...
 
 
 class LSFCUDACluster(JobCluster):

@@ -33,7 +33,6 @@ from pathlib import Path
 from hpcdask.errors import UsageError
 from hpcdask.process import home_folder
 from hpcdask.security.private import make_folders, write_private
-from hpcdask.spec.tags import group_id
 
 from . import state
 from .owner import Owner, append, check_owned, read_end
@@ -231,14 +230,6 @@ class ClusterFolder:
     def ids(self) -> list[str]:
         """All jobs that are recorded, in the order of each group's submissions."""
         return [job_id for submission in self.submissions() for job_id in submission.ids()]
-
-    def tags(self) -> dict[str, str]:
-        """What each recorded job carries."""
-        return {
-            job_id: f"hpcdask:{group_id(self.name, submission.group)}"
-            for submission in self.submissions()
-            for job_id in submission.ids()
-        }
 
     def submitted(self) -> dict[str, float]:
         """When each recorded job was submitted, as a unix time."""

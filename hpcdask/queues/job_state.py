@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class QueueState(StrEnum):
-    """What a queueing system says of a job; `JobState` is what its cluster concludes."""
+    """State of a job in its queueing system; `JobState` is what its cluster concludes."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
     REQUEUED = "requeued"  # pending again under the same id
@@ -38,7 +38,7 @@ STUCK = ("launch failed requeued held", "JobHoldMaxRequeue")
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """One job as a query of the queue shows it.
+    """Job as a query of the queue shows it.
 
     `id` may be that of an array's element, such as ``123_4``. A `state` in words that nobody knows
     is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words.

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
-from hpcdask.queues.base import where_to_run
+from hpcdask.queues.base import WHERE_TO_RUN
 from hpcdask.queues.registry import batch_systems, queue_class
 
 
@@ -91,8 +91,8 @@ from hpcdask.queues.registry import batch_systems, queue_class
 )
 @click.option(
     "--launcher",
-    type=click.Choice(["srun", "flux", "mpirun"]),
-    help="What starts the ranks. Default: srun with SLURM, flux with Flux, else mpirun.",
+    type=click.Choice(["srun", "mpirun"]),
+    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
 )
 @click.option(
     "--container",
@@ -154,11 +154,10 @@ async def _submit(system: str | None, asked: Any, *, wait: bool) -> int:
 
     instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
     if system is None:
-        queues = [queue_class(name)() for name in batch_systems()]
-        commands = ", ".join(queue.programs[0] for queue in queues)
+        commands = ", ".join(queue_class(name).programs[0] for name in batch_systems())
         raise UsageError(
             f"no queueing system is found here: none of {commands} is on PATH with its "
-            f"companions. {where_to_run(queues[0])}. {instead}"
+            f"companions. {WHERE_TO_RUN}. {instead}"
         )
     queue_class(system)().check(instead.replace("SYSTEM", system))
     batch = await prepare(system, asked)

@@ -131,7 +131,6 @@ def _jobs(rng: random.Random) -> Drawn:
     options = {
         "n": rng.choice((1, 2, 2, 3)),
         "adapt": rng.random() < 0.25,
-        "skew": 0 if walltime == SHORT else rng.choice((0, 0, 0, -240, 240)),  # munge takes 300 s
         "walltime": walltime,
     }
 

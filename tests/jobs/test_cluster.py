@@ -31,8 +31,6 @@ from clock import PATIENCE, stretched
 from hpcdask.clusters import scaling, submitter
 from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, Refused, UsageError
 from hpcdask.jobs.state import OVER, JobState
-from hpcdask.queues import moab
-from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
 from hpcdask.stacks.look import find, look
 from launching import (
@@ -546,13 +544,6 @@ def test_an_asynchronous_start_that_fails_leaves_nothing(
 
     monkeypatch.setattr(LocalQueue, "submit", refuse)
     asyncio.run(work())
-
-
-def test_moab_finds_the_tag_of_a_cluster_of_any_name(folder: Path):
-    with make(folder, name="v1.2 of my-run") as cluster:
-        request = Request(name="x", tag=f"hpcdask:{cluster.id}", folder="/logs")
-        name = moab.MoabQueue().job_name(request)
-        assert moab.TAG.search(name)[1] == cluster.id
 
 
 @pytest.mark.slow

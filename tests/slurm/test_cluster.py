@@ -15,7 +15,6 @@ import pytest
 import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.jobs.state import OVER, JobState
-from hpcdask.queues import base
 from hpcdask.spec.job import parse_worker_name
 from launching import decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
@@ -229,21 +228,13 @@ def test_64_jobs_with_one_sbatch(user: Login):
 # Where there is no SLURM
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool):
-    mark = tmp_path / "mark"
-    monkeypatch.setattr(base, "CONTAINER_MARKS", (str(mark),))
-    for name in base.CONTAINER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if inside:
-        mark.touch()
+def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     keywords = {**ONE, "shared_temp_directory": str(tmp_path / "clusters")}
-    where = "inside a container" if inside else "on a login node"
     with hpcdask.SLURMCUDACluster(**keywords) as cluster:
         assert "#SBATCH --gres=gpu:1" in cluster.job_script()
         for ask in (lambda: cluster.scale(2), lambda: cluster.adapt(maximum=2)):
-            with pytest.raises(UsageError, match=rf"no sbatch on this machine.*{where}") as error:
+            with pytest.raises(UsageError, match="no sbatch on this machine") as error:
                 ask()
             assert "job_script() still" in str(error.value)
         assert not cluster.jobs()

@@ -53,7 +53,6 @@ FOREIGN = {
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
     "--gres --het-group --jobid --me --mem --mpi --nodes --ntasks --ntasks-per-node --overlap "
     "--partition --pty --requeue --signal --test-only --time",
-    "flux": "--gpus-per-slot --requires",
 }
 FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
 

@@ -94,7 +94,7 @@ WORDS = {"int": int, "str": str, "bool": bool, "float": float, "list": list, "di
 OTHERWISE = {"nanny", "worker_command", "memory", "disk", "job_extra", "job_extra_directives"}
 
 
-@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {"local", "flux"}))
+@pytest.mark.parametrize("system", sorted(set(SYSTEMS) - {"local"}))
 def test_types_of_keywords_are_those_that_dask_jobqueue_documents(system: str):
     module, job = queue_class(system).jobqueue
     cluster = getattr(import_jobqueue(module), job.replace("Job", "Cluster"))

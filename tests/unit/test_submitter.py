@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.clusters.submitter import Submitter
-from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
+from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 
@@ -28,7 +28,6 @@ class Door(LocalQueue):
         self.lost: list[str] = []
         self.silent = False
         self.words: QueueError = NoAnswer("squeue did not answer")
-        self.without_tags = False
 
     async def limit(self) -> int:
         return self.largest
@@ -43,8 +42,6 @@ class Door(LocalQueue):
         return [f"{len(self.asked)}_{number}" for number in range(count)]
 
     async def tagged(self) -> dict[str, str]:
-        if self.without_tags:
-            raise NoTags("it shows no tags")
         if self.silent:
             raise self.words
         return dict.fromkeys(self.lost, TAG)
@@ -152,20 +149,6 @@ def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_pat
             asyncio.run(submitter.submit(4, []))
         door.silent = True
     assert door.asked == [4]
-
-
-def test_a_queue_without_tags_gets_another_submission(tmp_path: Path):
-    """PBS's commands over SLURM; nothing was submitted there any more."""
-    folder = make_folder(tmp_path)
-    jobs: list[str] = []
-    door = Door(100, error=NoAnswer("qsub did not answer"))
-    door.without_tags = True
-    submitter = Submitter(door, folder, TAG, jobs.extend, lambda: 4 - len(jobs))
-    with pytest.raises(NoAnswer):
-        asyncio.run(submitter.submit(4, jobs))
-    door.error = None
-    asyncio.run(submitter.submit(4, jobs))
-    assert len(jobs) == 4
 
 
 def test_a_queue_that_does_not_tell_its_limits_is_asked_later(tmp_path: Path, monkeypatch):

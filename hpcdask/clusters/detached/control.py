@@ -27,7 +27,7 @@ from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
-from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.queues.registry import queue_class, systems
 
 from .request import BEGAN, ControlRequest
 from .service import Service
@@ -46,7 +46,7 @@ LOOK_S = 1.0
 
 def cluster_class(system: str) -> type[JobCluster]:
     """The cluster class of a queueing system."""
-    found: type[JobCluster] = getattr(classes, SYSTEMS[system].cluster)
+    found: type[JobCluster] = getattr(classes, systems()[system].cluster)
     return found
 
 
