@@ -20,26 +20,10 @@ SUM = "sum"
 KEPT = ("matmul", "stencil")
 OPERATIONS = (SUM, *array_workload.NAMES)
 
-#: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
-PUBLISHED_NBYTES = 2 * 10**12
-PUBLISHED_S: dict[Device, dict[str, float]] = {
-    "cpu": {"one CPU core": 9540.0},
-    "cuda": {"one GPU": 97.0, "8 GPUs": 19.0},
-}
 # Of the memory of all devices, for operations that keep the array; of each, where all get all of
 # it. The stock form of these has a copy that is transposed.
 USABLE_FRACTION = 0.5
 ON_EACH = ("matmul",)
-
-
-def published(device: Device, hardware: str | None = None) -> list[dict[str, Any]]:
-    """Return the times of the blog, or that of one kind of hardware if it has one."""
-    kind = " (V100)" if device == "cuda" else ""
-    return [
-        {"what": f"{name}{kind}, Dask blog 2019", "seconds": seconds, "bytes": PUBLISHED_NBYTES}
-        for name, seconds in PUBLISHED_S[device].items()
-        if hardware in (None, name)
-    ]
 
 
 def run_array(
@@ -50,7 +34,6 @@ def run_array(
     form: Form = "tuned",
     repeats: int = 3,
     chunk_nbytes: int | None = None,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure the sum, or one of `array.NAMES`, of ``nbytes`` of float64, which are streamed.
 
@@ -62,7 +45,7 @@ def run_array(
     else:
         _check_room(cluster, nbytes, operation, form)
         workload = _pattern(cluster, nbytes, form, operation, chunk_nbytes)
-    return run(workload, cluster, repeats, timeline)
+    return run(workload, cluster, repeats)
 
 
 def _sum(
@@ -96,7 +79,7 @@ def _sum(
 
     # each number is written, and a quarter of them is read
     work = Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes)
-    return Workload(case, build, finish, warm_up=warm_up, work=work, published=published(device))
+    return Workload(case, build, finish, warm_up=warm_up, work=work)
 
 
 def _pattern(

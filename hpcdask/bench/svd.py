@@ -20,8 +20,6 @@ from hpcdask.workloads import svd as svd_workload
 # Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
 # Python too, and Dask pauses them at 0.8 of their memory.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
-#: https://blog.dask.org/2020/05/13/large-svds
-PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
 # Of the blog's matrix of 10_000_000 x 20 float64.
 EXACT_STOCK_CHUNKS = (625_000, -1)
 # Relative to the largest singular value, for float64.
@@ -47,7 +45,6 @@ def run_svd(
     stream: bool = False,
     repeats: int = 3,
     chunk_nbytes: int | None = None,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure singular values and right vectors of a planted uint8 matrix of rank ``k``.
 
@@ -91,9 +88,8 @@ def run_svd(
         held=not stream,
         # A is read once, and multiplied by k columns from the right and from the left
         work=Work(memory=float(x.nbytes), matrix_float64=4.0 * math.prod(shape) * k),
-        published=PUBLISHED,
     )
-    return run(workload, cluster, repeats, timeline)
+    return run(workload, cluster, repeats)
 
 
 def _chunks(
@@ -149,7 +145,6 @@ def run_svd_exact(
     form: Form = "tuned",
     repeats: int = 3,
     chunk_nbytes: int | None = None,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure all singular values and right vectors of a random float64 matrix of 20 columns.
 
@@ -179,7 +174,7 @@ def run_svd_exact(
 
     work = Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2)
     workload = Workload(case, lambda x, _: decompose(x)[1:], finish, input=x, held=True, work=work)
-    return run(workload, cluster, repeats, timeline)
+    return run(workload, cluster, repeats)
 
 
 def _check_exact(client: distributed.Client, x: Any, u: Any, s: Any, v: Any) -> list[Check]:
