@@ -662,18 +662,21 @@ def test_report_of_what_was_measured_before_sigterm(monkeypatch, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_report_that_fails_too_leaves_the_exit_code(capsys, tmp_path):
+def test_a_report_that_fails_too_leaves_the_exit_code(client, capsys, monkeypatch, tmp_path):
     page = tmp_path / "report.html"
 
-    def fill():
-        with execution._reported(page) as lines:
-            lines.append({"workload": "array"})
+    def measure(cluster, *, form, **_):
+        if form == "stock":
             page.mkdir()
             raise ClusterError("a worker is gone")
+        return _wrong(cluster)
 
-    with pytest.raises(ClusterError, match="a worker is gone"):
-        fill()
-    assert f"warning: {page} cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr(command, "run_array", measure)
+    argv = ["array", "--size", "8MB", "--device", "cpu", "--form", "both", "--report", str(page)]
+    assert command.main(argv) == 1
+    err = capsys.readouterr().err
+    assert f"warning: {page} cannot be written" in err
+    assert err.endswith("error: a worker is gone\n")
 
 
 def test_a_wrong_result_counts_although_only_the_run_after_has_it(capsys, tmp_path):

@@ -97,7 +97,7 @@ def test_rates_of_a_cluster(client, monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_one_worker_is_enough(client, monkeypatch):
     two = limits.Members.of(workers_of(client))
-    one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1], [])
+    one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1])
     monkeypatch.setattr(limits.Members, "of", lambda found: one)
     assert "link" not in limits.measure(inspect(client, "cpu"))
 
