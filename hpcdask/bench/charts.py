@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import ColumnDataSource
+from bokeh.models import ColumnDataSource, PrintfTickFormatter
 from bokeh.palettes import Category20, Cividis256
 from bokeh.plotting import figure
 from bokeh.transform import linear_cmap
@@ -52,6 +52,9 @@ def times(records: Sequence[Record]) -> Any:
         plot.scatter(
             "limit", "name", source=_source(rows), color="#222222", legend_label=label, **how
         )
+    # Bokeh's own ticks are those of a linear axis where a logarithmic one is short.
+    plot.xaxis.ticker = [digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5)]
+    plot.xaxis.formatter = PrintfTickFormatter(format="%g")
     _finish(plot, len(rows))
     plot.hover.tooltips = [("", "@name"), ("median", "@time"), ("", "@reached")]
     return plot

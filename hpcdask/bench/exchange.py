@@ -15,6 +15,7 @@ from typing import Any
 import dask.array as da
 import distributed
 import numpy as np
+from dask.utils import format_time
 
 from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
@@ -95,6 +96,8 @@ def _tell(result: dict[str, Any]) -> None:
         say(f"warning: {finding['text']}")
     if (more := len(result["slow"]) - MAX_LINES) > 0:
         say(f"warning: {more} more; --json FILE keeps them all")
+    latencies = [value for row in result["latency_ms"] for value in row if value is not None]
+    say(f"8 bytes take {format_time(statistics.median(latencies) / 1e3)}, in the median")
     every, square = result["all_to_all"], result["transpose"]
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
     say(f"all to all: {rate(every['GB/s'])} in all, {block} for each pair")

@@ -594,15 +594,6 @@ def test_what_the_exact_svd_has_not_is_refused_at_once(no_cluster, capsys, optio
     assert f"--exact takes no {named}" in capsys.readouterr().err
 
 
-def test_report_is_written(client, capsys, tmp_path):
-    page = tmp_path / "report.html"
-    argv = ["array", "--size", "8MB", "--device", "cpu", "--form", "both", "--report", str(page)]
-    assert command.main(argv) == 0
-    text = page.read_text()
-    assert "array, tuned" in text
-    assert "array, stock" in text
-
-
 @pytest.mark.parametrize(
     ("name", "message"), [("report.pdf", "has to end in .html"), ("no/r.html", "cannot be written")]
 )
@@ -690,20 +681,6 @@ def test_a_wrong_result_counts_although_only_the_run_after_has_it(capsys, tmp_pa
     assert re.search(r"^svd .* wrong$", capsys.readouterr().out, re.MULTILINE)
     assert command.main(["--compare", str(after), str(before)]) == 0
     assert "only before" in capsys.readouterr().out
-
-
-def test_comparing_two_runs(client, capsys, tmp_path):
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    assert command.main(["array", "--size", "8MB", "--device", "cpu", "--json", str(before)]) == 0
-    line = json.loads(before.read_text())
-    for file, factor in ((before, 1), (after, 3)):
-        times = {"seconds_min": 1.0, "seconds_median": 1.1, "seconds_max": 1.2}
-        times = {name: factor * seconds for name, seconds in times.items()}
-        file.write_text(json.dumps({**line, **times}) + "\n")
-    capsys.readouterr()
-    assert command.main(["--compare", str(before), str(after)]) == 1
-    assert "slower" in capsys.readouterr().out
-    assert command.main(["--compare", str(before), str(before)]) == 0
 
 
 def test_all_workloads_with_a_report(client, capsys, monkeypatch, tmp_path):
