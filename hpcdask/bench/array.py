@@ -11,31 +11,15 @@ from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.workload import Timed, Workload, run
-from hpcdask.workloads import Check, Device, Form, WorkloadError, to_host
+from hpcdask.workloads import Check, Form, WorkloadError, to_host
 from hpcdask.workloads import array as array_workload
 from hpcdask.workloads.array import ITEM_NBYTES
 
 #: Of the patterns, those that do not keep the array, and those of which each worker may get all.
 STREAMED = ("mean", "std")
 ON_EACH = ("matmul",)
-#: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
-PUBLISHED_NBYTES = 2 * 10**12
-PUBLISHED_S: dict[Device, dict[str, float]] = {
-    "cpu": {"one CPU core": 9540.0},
-    "cuda": {"one GPU": 97.0, "8 GPUs": 19.0},
-}
 #: Of the memory of all devices.
 USABLE_FRACTION = 0.5
-
-
-def published(device: Device, hardware: str | None = None) -> list[dict[str, Any]]:
-    """Return the times of the blog, or that of one kind of hardware if it has one."""
-    kind = " (V100)" if device == "cuda" else ""
-    return [
-        {"what": f"{name}{kind}, Dask blog 2019", "seconds": seconds, "bytes": PUBLISHED_NBYTES}
-        for name, seconds in PUBLISHED_S[device].items()
-        if hardware in (None, name)
-    ]
 
 
 def run_array(
@@ -45,7 +29,6 @@ def run_array(
     form: Form = "tuned",
     repeats: int = 3,
     chunk_nbytes: int | None = None,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure the sum of ``nbytes`` of float64, which are streamed.
 
@@ -80,12 +63,12 @@ def run_array(
 
     # each number is written, and a quarter of them is read
     work = Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes)
-    how: dict[str, Any] = {"warm_up": warm_up, "work": work, "published": published(device)}
-    return run(Workload(case, build, finish, **how), cluster, repeats, timeline)
+    workload = Workload(case, build, finish, warm_up=warm_up, work=work)
+    return run(workload, cluster, repeats)
 
 
 def run_pattern(
-    cluster: Cluster, nbytes: int, *, operation: str, repeats: int = 3, timeline: bool = False
+    cluster: Cluster, nbytes: int, *, operation: str, repeats: int = 3
 ) -> dict[str, Any]:
     """Measure one of `array.NAMES`, in plain dask.array, on ``nbytes`` of float64."""
     device, n_workers = cluster.device, sum(cluster.devices.values())
@@ -103,7 +86,7 @@ def run_pattern(
     sizes = da.core.normalize_chunks(array_workload.STOCK_CHUNKS[device], (n, n), dtype="float64")
     n_chunks, largest = len(sizes[0]) * len(sizes[1]), (max(sizes[0]), max(sizes[1]))
     case = Case("array", "stock", (n, n), "float64", n_chunks, largest, operation)
-    return run(Workload(case, build, finish, work=work), cluster, repeats, timeline)
+    return run(Workload(case, build, finish, work=work), cluster, repeats)
 
 
 def _check_room(cluster: Cluster, nbytes: int, operation: str) -> None:

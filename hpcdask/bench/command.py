@@ -5,7 +5,6 @@ On a terminal a table goes to stdout, elsewhere one JSON line per measurement; a
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,27 +15,23 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from hpcdask.bench import summary, table
 from hpcdask.bench.array import run_array, run_pattern
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
-from hpcdask.bench.exchange import heat_map, run_exchange
-from hpcdask.bench.execution import Measurement, check_outputs, execute, reported
-from hpcdask.bench.options import COMMON, FORMS, OUTPUTS, OutputFile, Size, options, repeats_option
-from hpcdask.bench.records import tell
+from hpcdask.bench.exchange import run_exchange
+from hpcdask.bench.execution import Measurement, execute
+from hpcdask.bench.options import COMMON, FORMS, Size, options, repeats_option
 from hpcdask.bench.startup import run_startup
 from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.devices import visible_gpus
 from hpcdask.logs import say
 from hpcdask.workloads import Device, Form
 from hpcdask.workloads.array import NAMES
 
 SVD_NBYTES = 200 * 10**9
 EXACT_NBYTES = 16 * 10**8
-TABLE_NBYTES = 2 * 10**12
 #: Bytes for each worker thread: seconds for each, and the Dask blog's sizes on 8 GPUs.
 SIZES: dict[Device, dict[str, int]] = {
     "cuda": {
@@ -109,9 +104,7 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
             raise UsageError(
                 f"--compare reads two files; to measure {ctx.invoked_subcommand}, leave it out"
             )
-        text, code = compare_files(*compare)
-        click.echo(text)
-        raise SystemExit(code)
+        raise SystemExit(compare_files(*compare))
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -155,9 +148,9 @@ def _split(options: dict[str, Any], *names: str) -> tuple[dict[str, Any], dict[s
 def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -> Measurement:
     """Return a measurement whose size, if it is not given, suits the cluster."""
 
-    def measure(cluster: Cluster, timeline: bool) -> dict[str, Any]:
+    def measure(cluster: Cluster) -> dict[str, Any]:
         size = nbytes or SIZES[cluster.device][name] * cluster.n_slots
-        return run(cluster, nbytes=size, timeline=timeline, **how)
+        return run(cluster, nbytes=size, **how)
 
     return measure
 
@@ -232,41 +225,6 @@ def startup_command(**options: Any) -> None:
     execute([run_startup], **options)
 
 
-@bench.command("table")
-@click.option("--size", type=Size(), help="Bytes of the array on GPUs. Default: 2TB.")
-@click.option(
-    "--cpu-size",
-    type=Size(),
-    default="8GB",
-    show_default=True,
-    help="Bytes of the array on CPU cores.",
-)
-@options(*OUTPUTS, repeats_option)
-def table_command(
-    size: int | None, cpu_size: int, repeats: int, json_file: Path | None, report_file: Path | None
-) -> None:
-    """Time the reference array on cores and GPUs of this machine.
-
-    A row each: one core, all cores, one GPU, all GPUs.
-    """
-    if (rank := ranks.detect()) is not None and rank.size > 1:
-        raise UsageError("the table starts clusters of its own: run it without mpirun and srun")
-    check_outputs(json_file, report_file)
-    gpus = [gpu.uuid for gpu in visible_gpus()]
-    if size is not None and not gpus:
-        raise UsageError("--size is that on GPUs, and this machine has none: see --cpu-size")
-    try:
-        with reported(report_file) as lines:
-            for row in table.rows(os.sched_getaffinity(0), gpus):
-                nbytes = cpu_size if row.device == "cpu" else size or TABLE_NBYTES
-                for line in table.run_row(row, nbytes, repeats):
-                    lines.append(line)
-                    tell(line, json_file, as_json=not summary.is_terminal())
-            table.show(lines)
-    except OSError as exc:
-        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
-
-
 @bench.command("all")
 @options(*COMMON, repeats_option)
 def all_command(repeats: int, **options: Any) -> None:
@@ -303,27 +261,17 @@ def all_command(repeats: int, **options: Any) -> None:
     help="Bytes of x in x + x.T. Default: 8GB on GPUs, 512MB without; less where memory is short.",
 )
 @click.option("--alone", is_flag=True, help="Measure one pair of workers at a time.")
-@click.option(
-    "--picture",
-    type=OutputFile(".svg"),
-    metavar="FILE.svg",
-    help="Draw the bandwidths as a heat map.",
-)
 @options(*COMMON, repeats_option)
-def exchange_command(picture: Path | None, **more: Any) -> None:
+def exchange_command(**more: Any) -> None:
     """Time transfers between workers, pair by pair and all to all.
 
     It also times x + x.T, and names slow workers.
     """
 
-    def draw(line: dict[str, Any]) -> None:
-        if picture is not None:
-            picture.write_text(heat_map(line), encoding="utf-8")
-
     how, rest = _split(more, "size", "transpose_size", "repeats", "alone")
     nbytes, square_nbytes = how.pop("size"), how.pop("transpose_size")
     run = partial(run_exchange, nbytes=nbytes, square_nbytes=square_nbytes, **how)
-    execute([run], finish=draw, **rest)
+    execute([run], **rest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

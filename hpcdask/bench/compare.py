@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from hpcdask.bench.limits import LIMITS
 from hpcdask.bench.records import counts, decimal_bytes, failed, name_of
+from hpcdask.bench.summary import console
 from hpcdask.errors import UsageError
 
 Record = Mapping[str, Any]
@@ -64,44 +67,11 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: not JSON ({exc}); {written}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("workload"), str):
         raise UsageError(f"{where}: not a result, it names no workload; {written}")
-    if found["workload"] == LIMITS:
-        if not _is_rates(found.get("rates")):
-            raise UsageError(f"{where}: the limits have no rates; {written}")
-        return found
-    for name, (kind, is_right) in FORMS.items():
-        value = found.get(name)
-        if not is_right(value) and (value is not None or name in NUMBERS):
-            raise UsageError(f"{where}: {name} is {value!r}, not {kind}; {written}")
+    for name in NUMBERS if found["workload"] != LIMITS else ():
+        value: Any = found.get(name)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UsageError(f"{where}: {name} is {value!r}, not a time in seconds; {written}")
     return found
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a positive number that a float can be."""
-    return type(value) in (int, float) and 0 < value < sys.float_info.max
-
-
-def _is_list(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_rates(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-#: What fields have to be; only the numbers have to be there.
-FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(NUMBERS, ("a time in seconds", _is_number)),
-    "bytes": ("a number", _is_number),
-    "seconds": ("a list of times", _is_list(_is_number)),
-    "devices": ("counts by name", _is_dict),
-    "versions": ("versions by name", _is_dict),
-    "rates": ("rates by name", _is_rates),
-    "checks": ("a list of checks", _is_list(lambda check: _is_dict(check) and "ok" in check)),
-}
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
@@ -169,41 +139,40 @@ def exit_code(changes: Sequence[Change]) -> int:
     return int(any(change.verdict in ("slower", "wrong") for change in changes))
 
 
-def table(changes: Sequence[Change]) -> str:
-    """Write changes as lines of text, times in seconds; a ratio above 1 is slower."""
-    rows = [("", "before", "(least to greatest)", "after", "(least to greatest)", "ratio", "")]
+def table(changes: Sequence[Change]) -> Table:
+    """Return changes as a table, times in seconds; a ratio above 1 is slower."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    made.add_column("workload", overflow="fold")
+    for head in ("before", "after", "ratio"):
+        made.add_column(head, justify="right")
+    made.add_column("")
     for one in changes:
         ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
-        rows.append((one.name, *_cells(one.before), *_cells(one.after), ratio, one.verdict))
-    columns = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        columns.append(
-            [cell.rjust(width) if i in (1, 3, 5) else cell.ljust(width) for cell in column]
-        )
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+        made.add_row(one.name, _cell(one.before), _cell(one.after), ratio, one.verdict)
+    return made
 
 
-def _cells(times: tuple[float, float, float] | None) -> tuple[str, str]:
+def _cell(times: tuple[float, float, float] | None) -> str:
     if times is None:
-        return "-", ""
+        return "-"
     least, median, greatest = (f"{seconds:.3g}" for seconds in times)
-    return f"{median} s", f"({least} to {greatest})"
+    return f"{median} s ({least} to {greatest})"
 
 
-def compare_files(before: str | Path, after: str | Path) -> tuple[str, int]:
-    """Compare two files of ``hpcdask bench --json``: the text and the exit code.
+def compare_files(before: str | Path, after: str | Path) -> int:
+    """Print a comparison of two files of ``hpcdask bench --json``, and return the exit code.
 
     Below the table stand the versions that differ, and the limits that differ by more than 5 %.
     """
     old, new = load(before), load(after)
     changes = compare(old, new)
-    lines = [table(changes)]
+    out = console()
+    out.print(table(changes))
     if versions := _versions(_by_workload(old), _by_workload(new)):
-        lines.append(f"versions: {versions}")
+        out.print(f"versions: {versions}")
     if limits := _limits(old, new):
-        lines.append(f"limits of the hardware, per second: {limits}")
-    return "\n".join(lines), exit_code(changes)
+        out.print(f"limits of the hardware, per second: {limits}")
+    return exit_code(changes)
 
 
 def _versions(old: Mapping[str, Record], new: Mapping[str, Record]) -> str:

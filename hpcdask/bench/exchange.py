@@ -6,24 +6,22 @@ measured; ``x + x.T`` is timed by the client, as a user waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import statistics
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import click
 import dask.array as da
 import distributed
 import numpy as np
+from dask.utils import format_time
 
 from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.bench.exchange_pairs import Members, Pairs, wait
-from hpcdask.bench.records import Case, decimal_bytes
+from hpcdask.bench.records import Case, decimal_bytes, rate
+from hpcdask.bench.summary import console
 from hpcdask.bench.workload import Timed, record
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
@@ -36,6 +34,8 @@ SQUARE_NBYTES = {"cuda": 8_000_000_000, "cpu": 512_000_000}
 SQUARE_FRACTION = 0.12
 #: Workers spill from 0.6 on, and count each view as memory of its own.
 BLOCKS_FRACTION = 0.25
+#: Slow workers and pairs that are printed.
+MAX_LINES = 10
 
 
 def run_exchange(
@@ -45,14 +45,13 @@ def run_exchange(
     *,
     repeats: int = 3,
     alone: bool = False,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure all pairs of workers (``alone``: one at a time), all to all, ``x + x.T``, and NCCL.
 
     Times and GB/s at the record's top are those of ``x + x.T``; rows of the matrices in ``result``
-    are sources. No timeline is made.
+    are sources.
     """
-    client, members = cluster.client, _members(cluster.client, cluster.device)
+    client, members = cluster.client, _members(cluster.client)
     nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)
     rows = workload.grid(square_nbytes, len(members), cluster.device)
     say(
@@ -67,11 +66,7 @@ def run_exchange(
     square, checks = _measure_square(cluster, members, rows, repeats)
     reduced, of_nccl = all_reduce.measure(cluster, nbytes, repeats)  # a hang ends workers, so last
     checks += of_nccl
-    findings = exchange_report.judge(bandwidth, members.names, members.hosts, transport)
-    if cluster.device == "cuda":
-        findings += exchange_report.hints(
-            bandwidth, members.hosts, transport, members.nvlink, nbytes
-        )
+    findings = exchange_report.judge(bandwidth, members.names, members.hosts)
     n = sum(rows)
     case = Case("exchange", "stock", (n, n), "float64", len(rows) ** 2, (max(rows), max(rows)))
     result = {
@@ -96,82 +91,34 @@ def run_exchange(
 
 
 def _tell(result: dict[str, Any]) -> None:
-    click.echo(exchange_report.table(result), err=True)
-    for finding in result["slow"][: exchange_report.MAX_LINES]:
+    console(stderr=True).print(exchange_report.table(result))
+    for finding in result["slow"][:MAX_LINES]:
         say(f"warning: {finding['text']}")
-    if len(result["slow"]) > exchange_report.MAX_LINES:
-        more = len(result["slow"]) - exchange_report.MAX_LINES
+    if (more := len(result["slow"]) - MAX_LINES) > 0:
         say(f"warning: {more} more; --json FILE keeps them all")
+    latencies = [value for row in result["latency_ms"] for value in row if value is not None]
+    say(f"8 bytes take {format_time(statistics.median(latencies) / 1e3)}, in the median")
     every, square = result["all_to_all"], result["transpose"]
     block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
-    say(f"all to all: {every['GB/s']:.3g} GB/s in all, {block} for each pair")
+    say(f"all to all: {rate(every['GB/s'])} in all, {block} for each pair")
     if line := exchange_report.all_reduce_line(result):
         say(line)
     say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} go between workers; times are:")
 
 
-def heat_map(line: Mapping[str, Any]) -> str:
-    """Draw the bandwidths of a record of `run_exchange` as SVG."""
-    from hpcdask.bench import heatmap  # Bokeh takes half a second to import
-
-    result = line["result"]
-    used = sorted({t for row in result["transport"] for t in row if t})
-    number = {name: i for i, name in enumerate(result["names"])}
-    size = decimal_bytes(result["pair_bytes"]).replace(".0 ", " ")
-    return heatmap.svg(
-        result["GB/s"],
-        result["names"],
-        result["hosts"],
-        title=f"{size} between workers over {', '.join(used)}",
-        unit="GB/s",
-        slow=[
-            tuple(number[name] for name in finding["who"])
-            for finding in result["slow"]
-            if finding["kind"] in ("worker", "pair")
-        ],
-    )
-
-
 # --- what there is --------------------------------------------------------------------------------
 
 
-def _members(client: distributed.Client, device: str) -> Members:
+def _members(client: distributed.Client) -> Members:
     workers = workers_of(client)
     if len(workers) < 2:
         raise UsageError(
             f"an exchange needs two workers at least, and this cluster has {len(workers)}: "
             f"start more, as with `mpirun -n 2 hpcdask bench exchange`"
         )
-    found = client.run(_describe, device, workers=list(workers))
-    members = Members.of({a: {**one, "name": workers[a]["name"]} for a, one in found.items()})
-    uuids = [found[address]["uuid"] for address in members.addresses]
-    joined = {frozenset(pair) for answer in found.values() for pair in answer["nvlink"]}
-    pairs = [(i, j) for i in range(len(uuids)) for j in range(i)]
-    return replace(members, nvlink=[(i, j) for i, j in pairs if {uuids[i], uuids[j]} in joined])
-
-
-def _describe(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"host": platform.node(), "uuid": None, "nvlink": ()}
-    if device == "cuda":
-        from hpcdask.comm.fabric import nvlink_pairs
-
-        with contextlib.suppress(Exception):  # NVML's own; without it there is no hint
-            found["uuid"] = _own_gpu()
-        found["nvlink"] = nvlink_pairs().joined
-    return found
-
-
-def _own_gpu() -> str:
-    """Return the UUID of the GPU that this worker computes on."""
-    import cupy
-    import pynvml
-
-    bus = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
-    pynvml.nvmlInit()
-    try:
-        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByPciBusId(bus)))
-    finally:
-        pynvml.nvmlShutdown()
+    # by name: those of `workers_of` are addresses
+    found = client.run(platform.node, workers=list(workers))
+    return Members.of({a: {"host": host, "name": workers[a]["name"]} for a, host in found.items()})
 
 
 def _transports(client: distributed.Client, members: Members) -> list[list[str | None]]:

@@ -28,13 +28,12 @@ STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
 class Members:
     """The workers that exchange, in the order of the matrices: by host, then by name.
 
-    No two names are equal; ``nvlink`` are pairs whose GPUs NVLink joins, as numbers in this order.
+    No two names are equal.
     """
 
     addresses: list[str]
     names: list[str]
     hosts: list[str]
-    nvlink: list[tuple[int, int]]
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[str, Any]]) -> Members:
@@ -48,7 +47,7 @@ class Members:
         names = [found[address]["name"] for address in order]
         unique = len(set(names)) == len(names)
         hosts = [found[address]["host"] for address in order]
-        return cls(order, names if unique else order, hosts, [])
+        return cls(order, names if unique else order, hosts)
 
     def __len__(self) -> int:
         return len(self.addresses)

@@ -39,26 +39,26 @@ def execute(
     device: str,
     json_file: Path | None,
     report_file: Path | None,
-    finish: Callable[[dict[str, Any]], None] | None = None,
     leave_out: bool = False,
 ) -> None:
     """Make the measurements on the cluster, and tell of each when it is made."""
-    check_outputs(json_file, report_file)
+    if report_file is not None and json_file == report_file:
+        raise UsageError(f"--json and --report are both {report_file}: name two files")
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(click.get_current_context().find_root().obj, device)
     code = 0
     with (
         _as_ours(),
         connect(scheduler_file) as client,
-        reported(report_file) as lines,
+        _reported(report_file) as lines,
         summary.shown(lines),
     ):
         cluster = inspect(client, device)
         rates: dict[str, float] = {}
         for measurement in measurements:
             try:
-                with watched(client, series=report_file is not None) as gpus:
-                    line = measurement(cluster, timeline=report_file is not None)
+                with watched(client) as gpus:
+                    line = measurement(cluster)
             except (UsageError, WorkloadError) as exc:
                 if not leave_out:
                     raise
@@ -81,8 +81,6 @@ def execute(
                     lines.insert(0, {**known, **describe(cluster)})
                 _complete(line, rates)
             code = max(code, tell(line, json_file, as_json=not summary.is_terminal()))
-            if finish is not None:
-                finish(line)
     if code:
         raise SystemExit(code)
 
@@ -104,7 +102,7 @@ def _as_ours() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
+def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
     """Write the report of the records in this list at the end, also if what fills it fails.
 
     Or is ended: a queueing system sends SIGTERM some seconds before it kills.
@@ -141,12 +139,6 @@ def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
     limit = limits.bound(limits.Work(**line["work"]), rates)
     line["limit"] = limits.against(limit, line["seconds_median"])
     line["rates"] = rates
-
-
-def check_outputs(json_file: Path | None, report_file: Path | None) -> None:
-    """Refuse one file for both."""
-    if report_file is not None and json_file is not None and report_file == json_file:
-        raise UsageError(f"--json and --report are both {report_file}: name two files")
 
 
 def _surround(argv: Sequence[str], device: str) -> None:

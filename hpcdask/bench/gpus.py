@@ -1,53 +1,35 @@
-"""What the GPUs did during a workload, as the scheduler's monitor has it."""
+"""Usage of the GPUs during a workload, from the scheduler's monitor."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import distributed
 
 from hpcdask.gpu.reporting import monitor_of
 
-#: Points of a GPU's line: a picture does not show more.
-MAX_POINTS = 300
-
 
 @contextlib.contextmanager
-def watched(client: distributed.Client, *, series: bool) -> Iterator[dict[str, Any]]:
-    """Sum up what the GPUs do while the block runs; with `series` over time, too.
+def watched(client: distributed.Client) -> Iterator[dict[str, Any]]:
+    """Sum up what the GPUs do while the block runs.
 
-    The yielded dict is filled when the block ends: with ``usage``, the fields of
-    `hpcdask.gpu.usage.RunUsage`, and ``line``, the same in words. ``series`` has for each GPU what
-    `hpcdask.gpu.monitor.Moment` has, with seconds from the start. It stays empty without GPUs.
+    The yielded dict is filled when the block ends, with the fields of
+    `hpcdask.gpu.usage.RunUsage`. It stays empty without GPUs.
     """
     found: dict[str, Any] = {}
-    began = client.run_on_scheduler(_start)
+    client.run_on_scheduler(_start)
     yield found
-    found.update(client.run_on_scheduler(_stop, began=began, series=series))
+    found.update(client.run_on_scheduler(_stop))
 
 
-async def _start(dask_scheduler: Any) -> float:
-    monitor = monitor_of(dask_scheduler)
-    if monitor is not None:
+async def _start(dask_scheduler: Any) -> None:
+    if (monitor := monitor_of(dask_scheduler)) is not None:
         await monitor.start_lap()
-    return float(distributed.metrics.time())
 
 
-async def _stop(dask_scheduler: Any, began: float, series: bool) -> dict[str, Any]:
+async def _stop(dask_scheduler: Any) -> dict[str, Any]:
     monitor = monitor_of(dask_scheduler)
     usage = None if monitor is None else await monitor.lap()
-    if monitor is None or usage is None:
-        return {}
-    found: dict[str, Any] = {"usage": usage.to_json(), "line": usage.line()}
-    if series:
-        found["series"] = {
-            label: [{**one._asdict(), "time": round(one.time - began, 3)} for one in _some(moments)]
-            for label, moments in monitor.past(began).items()
-        }
-    return found
-
-
-def _some(moments: Sequence[Any]) -> Sequence[Any]:
-    return moments[:: -(-len(moments) // MAX_POINTS) or 1]
+    return {} if usage is None else usage.to_json()

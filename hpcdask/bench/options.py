@@ -30,7 +30,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
 
 class OutputFile(click.ParamType):  # type: ignore[type-arg]
-    """A file of which is known before anything is measured that it can be made."""
+    """A path that is checked for writability before the measurement starts."""
 
     name = "file"
 
@@ -61,7 +61,7 @@ repeats_option = click.option(
     show_default=True,
     help="Timed runs.",
 )
-OUTPUTS = (
+COMMON = (
     click.option(
         "--report",
         "report_file",
@@ -76,9 +76,6 @@ OUTPUTS = (
         metavar="FILE",
         help="Append the results to this file, as JSON lines.",
     ),
-)
-COMMON = (
-    *OUTPUTS,
     click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
     click.option(
         "--device",

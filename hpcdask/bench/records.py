@@ -89,39 +89,22 @@ def announce(case: Case, cluster: Cluster) -> None:
     )
 
 
-def decimal_bytes(nbytes: int) -> str:
-    """Write a size in powers of a thousand: ``2.0 TB``."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**power:
-            return f"{nbytes / 10**power:.1f} {unit}"
-    return f"{nbytes} B"
+def decimal(value: float, unit: str) -> str:
+    """Write a quantity with the prefix of a power of a thousand: ``2.0 TB``."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.1f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
 
 
-def number(value: float) -> str:
-    """Write a number with three digits, or all digits before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Write a time with the unit that suits it."""
-    if seconds >= 600:
-        return f"{number(seconds / 60)} min"
-    if seconds >= 0.1:
-        return f"{number(seconds)} s"
-    return f"{number(1e3 * seconds)} ms" if seconds >= 1e-4 else f"{number(1e6 * seconds)} µs"
+def decimal_bytes(nbytes: float) -> str:
+    """Write a size in the units of ``--size``."""
+    return decimal(nbytes, "B")
 
 
 def rate(gigabytes: float) -> str:
-    """Write GB/s, in MB/s or kB/s where that would begin with zeros: ``12.3 MB/s``."""
-    for factor, unit in ((1, "GB/s"), (1e3, "MB/s")):
-        if gigabytes * factor >= 0.1:
-            return f"{number(gigabytes * factor)} {unit}"
-    return f"{number(gigabytes * 1e6)} kB/s"
-
-
-def limit_name(name: str) -> str:
-    """Say what a workload has to wait for."""
-    return LIMIT_NAMES.get(name, str(name))
+    """Write GB/s with the unit that suits it: ``12.3 MB/s``."""
+    return f"{decimal_bytes(1e9 * gigabytes)}/s"
 
 
 def reached(record: Mapping[str, Any]) -> str:
@@ -129,7 +112,7 @@ def reached(record: Mapping[str, Any]) -> str:
     if not (limit := record.get("limit")):
         return ""
     percent = 100 * limit["fraction"]
-    return f"{percent:.{0 if percent >= 1 else 1}f} % of {limit_name(limit['by'])}"
+    return f"{percent:.{0 if percent >= 1 else 1}f} % of {LIMIT_NAMES[limit['by']]}"
 
 
 def describe(cluster: Cluster) -> dict[str, Any]:

@@ -38,7 +38,7 @@ PHASES = {
 Marks = Sequence[tuple[float, str]]
 
 
-def run_startup(cluster: Cluster, timeline: bool = False) -> dict[str, Any]:
+def run_startup(cluster: Cluster) -> dict[str, Any]:
     """Measure the start of a cluster, after the fact, of workers that hpcdask started.
 
     ``seconds`` is from the start of the launcher's process, or else of the rank, to the

@@ -20,8 +20,6 @@ from hpcdask.workloads import svd as svd_workload
 # Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
 # Python too, and Dask pauses them at 0.8 of their memory.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
-#: https://blog.dask.org/2020/05/13/large-svds
-PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
 # Of the blog's matrix of 10_000_000 x 20 float64.
 EXACT_COLUMNS = 20
 EXACT_CHUNKS = (625_000, -1)
@@ -47,7 +45,6 @@ def run_svd(
     stream: bool = False,
     repeats: int = 3,
     chunk_nbytes: int | None = None,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure singular values and right vectors of a planted uint8 matrix of rank ``k``.
 
@@ -91,9 +88,8 @@ def run_svd(
         held=not stream,
         # A is read once, and multiplied by k columns from the right and from the left
         work=Work(memory=float(x.nbytes), matrix_float32=4.0 * math.prod(shape) * k),
-        published=PUBLISHED,
     )
-    return run(workload, cluster, repeats, timeline)
+    return run(workload, cluster, repeats)
 
 
 def _chunks(
@@ -142,9 +138,7 @@ def _check_svd(
     return [timed_checks[0], checks[1], timed_checks[2], checks[3]]
 
 
-def run_svd_exact(
-    cluster: Cluster, nbytes: int, *, repeats: int = 3, timeline: bool = False
-) -> dict[str, Any]:
+def run_svd_exact(cluster: Cluster, nbytes: int, *, repeats: int = 3) -> dict[str, Any]:
     """Measure ``dask.array.linalg.svd`` of a random float64 matrix of 20 columns.
 
     It is checked with the Gram matrix, which workers compute with dask's own products.
@@ -170,7 +164,7 @@ def run_svd_exact(
     work = Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2)
     how: dict[str, Any] = {"input": x, "held": True, "work": work}
     workload = Workload(case, lambda x, _: da.linalg.svd(x)[1:], finish, **how)
-    return run(workload, cluster, repeats, timeline)
+    return run(workload, cluster, repeats)
 
 
 def _check_exact(client: distributed.Client, x: Any, u: Any, s: Any, v: Any) -> list[Check]:

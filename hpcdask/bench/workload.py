@@ -21,7 +21,6 @@ import distributed
 from hpcdask.bench.cluster import Cluster, wait_with_workers
 from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, announce, describe
-from hpcdask.bench.timeline import recorded
 from hpcdask.workloads import Check, count_tasks
 
 PROGRESS_INTERVAL_S = 0.5
@@ -29,15 +28,11 @@ PROGRESS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class Timed:
-    """What `measure` found: the seconds of each timed run, the results and Dask tasks of the last.
-
-    The timeline is of one more run, if that was asked for.
-    """
+    """Seconds of each timed run, results and number of Dask tasks of the last."""
 
     seconds: list[float]
     results: Any
     n_tasks: int
-    timeline: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +51,10 @@ class Workload:
     held: bool = False
     warm_up: Callable[[int], Sequence[Any]] | None = None
     work: Work | None = None
-    published: Sequence[dict[str, Any]] = ()
 
 
-def run(workload: Workload, cluster: Cluster, repeats: int, timeline: bool) -> dict[str, Any]:
-    """Return the record that the command prints as JSON; a timeline takes one more run."""
+def run(workload: Workload, cluster: Cluster, repeats: int) -> dict[str, Any]:
+    """Return the record that the command prints as JSON."""
     x, client = workload.input, cluster.client
     # input errors come before the first line of output
     if workload.warm_up is None:
@@ -73,12 +67,9 @@ def run(workload: Workload, cluster: Cluster, repeats: int, timeline: bool) -> d
     if workload.warm_up is not None:
         measure(client, workload.warm_up, 0, n_warmup=1)
     n_warmup = 1 if workload.warm_up is None else 0
-    timed = measure(
-        client, lambda i: workload.build(x, i), repeats, n_warmup=n_warmup, timeline=timeline
-    )
+    timed = measure(client, lambda i: workload.build(x, i), repeats, n_warmup=n_warmup)
     result, checks = workload.finish(x, timed)
-    how: dict[str, Any] = {"work": workload.work, "published": workload.published}
-    return record(workload.case, cluster, timed, result, checks, **how)
+    return record(workload.case, cluster, timed, result, checks, work=workload.work)
 
 
 def record(
@@ -89,7 +80,6 @@ def record(
     checks: list[Check],
     *,
     work: Work | None = None,
-    published: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Put a measurement in the form that is written as JSON; sizes in bytes, times in seconds."""
     seconds = timed.seconds
@@ -111,8 +101,6 @@ def record(
         "result": result,
         "checks": [check.as_dict() for check in checks],
         **({"work": asdict(work)} if work is not None else {}),
-        **({"published": list(published)} if published else {}),
-        **({"timeline": timed.timeline} if timed.timeline is not None else {}),
         **describe(cluster),
     }
 
@@ -123,11 +111,10 @@ def measure(
     repeats: int,
     *,
     n_warmup: int = 0,
-    timeline: bool = False,
 ) -> Timed:
     """Time ``repeats`` computations of the collections that ``build`` makes of their number.
 
-    The warm-up are whole runs too, which are not reported; the timeline is of one more run.
+    Warm-up runs are whole runs, which are not reported.
     """
     seconds: list[float] = []
     results: Any = None
@@ -143,12 +130,7 @@ def measure(
             elapsed = time.perf_counter() - start
         if index >= n_warmup:
             seconds.append(elapsed)
-    if not timeline:
-        return Timed(seconds, results, n_tasks)
-    collections = build(n_warmup + repeats)
-    with recorded(client) as found, progress(client, "timeline", n_tasks):
-        compute(client, collections)
-    return Timed(seconds, results, n_tasks, found)
+    return Timed(seconds, results, n_tasks)
 
 
 def compute(client: distributed.Client, collections: Sequence[Any]) -> Any:

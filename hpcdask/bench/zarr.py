@@ -40,7 +40,6 @@ def run_zarr(
     path: Path | None = None,
     component: str | None = None,
     repeats: int = 3,
-    timeline: bool = False,
 ) -> dict[str, Any]:
     """Measure "load, filter, normalise, decompose", and its parts alone.
 
@@ -77,7 +76,7 @@ def run_zarr(
                 "load_seconds": load.seconds,
             }, checks
 
-        line = run(Workload(case, pipeline, finish), cluster, repeats, timeline)
+        line = run(Workload(case, pipeline, finish), cluster, repeats)
     return {**line, "phases": phases}
 
 

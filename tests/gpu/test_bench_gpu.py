@@ -84,12 +84,14 @@ def test_startup_has_the_phases_of_a_gpu(gpus: list[Gpu]) -> None:
     assert {"CUDA context", "imports of CUDA packages", "memory pool"} <= names
 
 
-def test_the_report_has_the_heat_map(gpus: list[Gpu], tmp_path: Path) -> None:
+def test_the_report_has_the_heat_map_and_the_gpus(gpus: list[Gpu], tmp_path: Path) -> None:
     if len(gpus) < 2:
         pytest.skip("a single GPU")
     page = tmp_path / "report.html"
     bench("exchange", "--repeats", "1", "--report", str(page))
-    assert "<svg" in page.read_text()
+    text = page.read_text()
+    assert "Exchange between workers" in text
+    assert "mean utilisation" in text
 
 
 def test_exchange_has_an_all_reduce_where_nccl_is_installed(gpus: list[Gpu]) -> None:
@@ -103,14 +105,6 @@ def test_exchange_has_an_all_reduce_where_nccl_is_installed(gpus: list[Gpu]) -> 
     assert found["GB/s"] > 1, found
     assert len(found["seconds"]) == 3
     print(found)
-
-
-def test_the_table_has_a_row_for_each_kind_of_cluster(gpus: list[Gpu]) -> None:
-    lines = bench("table", "--size", "16GB", "--cpu-size", "100MB", "--repeats", "1")
-    rows = [(line["workers"], line["form"]) for line in lines if gpus[0].name in line["devices"]]
-    counts = sorted({1, len(gpus)})
-    assert rows == [(count, form) for count in counts for form in ("tuned", "stock")]
-    assert all(check["ok"] for line in lines for check in line["checks"])
 
 
 def test_a_packed_matrix_is_not_unpacked_in_memory(gpus: list[Gpu]) -> None:

@@ -223,19 +223,15 @@ def test_ranks_that_see_different_gpus_of_a_node(
         assert all(w["count"] == 1 and w["sum"] == 45.0 for w in workers)
 
 
-def test_all_pairs_are_measured(gpus: list[Gpu], tmp_path: Path) -> None:
+def test_all_pairs_are_measured(gpus: list[Gpu]) -> None:
     if len(gpus) < 2:
         pytest.skip("a single GPU")
-    picture = tmp_path / "pairs.svg"
-    done = launch(
-        len(gpus), "-m", "hpcdask.bench", "exchange", "--repeats", "1", "--picture", str(picture)
-    )
+    done = launch(len(gpus), "-m", "hpcdask.bench", "exchange", "--repeats", "1")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert all(check["ok"] for check in record["checks"])
     if nvlink_joins(gpus):
         assert {one for row in record["result"]["transport"] for one in row if one} == {"ucx"}
-    assert picture.read_text().startswith("<svg")
 
 
 def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_path: Path) -> None:

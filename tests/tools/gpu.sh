@@ -2,7 +2,7 @@
 # gpu.sh FOLDER [STEP...]: what only a host with GPUs can show. Full logs and results go to FOLDER; a
 # line for each step goes to standard output. Steps, in this order by default:
 #   tests     tests/gpu
-#   bench     all workloads at their published sizes, with a report
+#   bench     all workloads at sizes that suit the GPUs, with a report
 #   startup   start, transfers and Dask tasks beside the peers
 #   workloads the tuned forms beside the stock ones on dask-cuda's LocalCUDACluster
 # The Python of the environment comes from PATH, or from $PYTHON.

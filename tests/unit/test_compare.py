@@ -62,7 +62,6 @@ def test_one_run_tells_nothing(before, after):
     (change,) = compare.compare([old], [new])
     assert change.verdict == "one run"
     assert compare.exit_code([change]) == 0
-    assert compare.table([change]).endswith("one run")
     new["checks"] = [{"name": "mean", "ok": False}]
     assert compare.compare([old], [new])[0].verdict == "wrong"
     assert compare.compare([line(seconds=[1.0] * 2)], [line(times=(3, 3, 3), seconds=[3.0] * 2)])[
@@ -74,13 +73,6 @@ def test_a_little_slower_is_the_same():
     single = [line(times=(1.0, 1.0, 1.0))]
     assert compare.compare(single, [line(times=(1.05, 1.05, 1.05))])[0].verdict == "same"
     assert compare.compare(single, [line(times=(1.06, 1.06, 1.06))])[0].verdict == "slower"
-
-
-def test_a_wrong_result_is_not_faster():
-    wrong = line(times=(0.1, 0.1, 0.1), checks=[{"name": "mean", "ok": False}])
-    changes = compare.compare([line()], [wrong])
-    assert changes[0].verdict == "wrong"
-    assert compare.exit_code(changes) == 1
 
 
 def test_the_last_of_several_lines_counts():
@@ -106,25 +98,22 @@ def test_what_differs_is_not_compared(other):
     assert changes[0].ratio is None
 
 
-def test_files_and_the_table(tmp_path):
+def test_files_and_the_table(tmp_path, capsys):
     limits = {"workload": "limits", "rates": {"memory": 3.9e12, "random": 2e11}}
     before = write(tmp_path / "a.json", limits, line(), line("fft"))
     less = {"memory": 2e12, "random": 2.01e11}
     slower = line(times=(2.0, 2.1, 2.2), versions={"dask": "2", "cupy": None}, rates=less)
     after = write(tmp_path / "b.json", slower, line("svd"))
-    text, code = compare.compare_files(before, after)
-    assert code == 1
-    assert [" ".join(row.split()) for row in text.splitlines()[1:4]] == [
+    assert compare.compare_files(before, after) == 1
+    assert [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()[1:]] == [
         "array tuned 8.0 MB on 2 x cpu 1 s (0.9 to 1.1) 2.1 s (2 to 2.2) 2.100 slower",
         "fft tuned 8.0 MB on 2 x cpu 1 s (0.9 to 1.1) - - only before",
         "svd tuned 8.0 MB on 2 x cpu - 1 s (0.9 to 1.1) - only after",
-    ]
-    assert text.splitlines()[4:] == [
         "versions: dask 1 -> 2",
         "limits of the hardware, per second: memory 3.9e+12 -> 2e+12",
     ]
-    assert compare.compare_files(before, before)[1] == 0
-    assert "versions" not in compare.compare_files(before, before)[0]
+    assert compare.compare_files(before, before) == 0
+    assert "versions" not in capsys.readouterr().out
 
 
 def test_nothing_in_common():
@@ -142,19 +131,8 @@ def test_nothing_in_common():
         ('{"workload": "limits", "rates": {}}\nhpcdask: 3 s', r"line 2: not JSON \(Expecting"),
         ('{"workload": "array"}', r"seconds_median is None, not a time in seconds"),
         (json.dumps(line(times=(0, "1", 1))), r"seconds_median is '1'"),
-        (json.dumps(line(seconds=3)), r"seconds is 3, not a list of times"),
         (json.dumps(line(times=(float("nan"), 1, 1))), r"seconds_min is nan"),
-        ('{"workload": "limits"}', r"line 1: the limits have no rates"),
         ("[" * 100_000, r"line 1: not JSON"),
-        (json.dumps(line(times=(1, 10**400, 1))), r"seconds_median is 1000.*, not a time"),
-        (json.dumps(line() | {"seconds_median": float("inf")}), r"seconds_median is inf"),
-        (json.dumps(line() | {"checks": "all"}), r"checks is 'all', not a list of checks"),
-        (json.dumps(line() | {"checks": [{"name": "a"}]}), r"checks is \[.*, not a list of checks"),
-        (json.dumps(line() | {"devices": ["cpu"]}), r"devices is \['cpu'\], not counts by name"),
-        (json.dumps(line() | {"bytes": "2 GB"}), r"bytes is '2 GB', not a number"),
-        (json.dumps(line() | {"versions": "new"}), r"versions is 'new', not versions by name"),
-        (json.dumps(line() | {"rates": {"m": None}}), r"rates is \{'m': None\}, not rates"),
-        ('{"workload": "limits", "rates": {"m": "x"}}', r"line 1: the limits have no rates"),
         ("\n\n", r"is empty: `hpcdask bench all --json"),
         (b"\xff\xfe", r"cannot be read: UnicodeDecodeError"),
     ],

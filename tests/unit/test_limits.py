@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
-from hpcdask.bench import limits, timeline
+from hpcdask.bench import limits
 from hpcdask.bench.cluster import inspect, workers_of
 from hpcdask.bench.limits import Work, against, bound
 from hpcdask.errors import ClusterError
@@ -97,7 +97,7 @@ def test_rates_of_a_cluster(client, monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_one_worker_is_enough(client, monkeypatch):
     two = limits.Members.of(workers_of(client))
-    one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1], [])
+    one = limits.Members(two.addresses[:1], two.names[:1], two.hosts[:1])
     monkeypatch.setattr(limits.Members, "of", lambda found: one)
     assert "link" not in limits.measure(inspect(client, "cpu"))
 
@@ -156,62 +156,3 @@ def test_blocks_that_arrive_wrong_are_an_error(client, monkeypatch):
     cluster = inspect(client, "cpu")
     with pytest.raises(ClusterError, match=r"8 of 8 blocks between workers arrived wrong"):
         limits._ring(cluster, limits.Members.of(workers_of(client)))
-
-
-# --- who did what when ----------------------------------------------------------------------------
-
-
-def _double(x):
-    return 2 * x
-
-
-def test_a_run_is_recorded(client):
-    wait(client.map(_double, range(100, 105), pure=False))
-    before = set(client.run_on_scheduler(_plugins))
-    with timeline.recorded(client) as found:
-        wait(client.map(_double, range(5), pure=False))
-    assert found["left_out"] == 0
-    computed = [entry for entry in found["entries"] if entry["action"] == "compute"]
-    assert [entry["name"] for entry in computed] == ["double"] * 5
-    assert {entry["worker"] for entry in computed} <= {"0", "1"}
-    assert {entry["thread"] for entry in computed} <= {0, 1}
-    assert all(0 <= entry["start"] <= entry["stop"] < 60 for entry in computed)
-    assert set(client.run_on_scheduler(_plugins)) == before
-
-
-def test_nothing_stays_on_the_scheduler_after_an_error(client):
-    with pytest.raises(KeyError), timeline.recorded(client):
-        raise KeyError
-    assert timeline.NAME not in client.run_on_scheduler(_plugins)
-
-
-def _plugins(dask_scheduler):
-    return list(dask_scheduler.plugins)
-
-
-def test_the_longest_entries_are_kept(monkeypatch):
-    monkeypatch.setattr(timeline, "MAX_ENTRIES", 3)
-    messages = [
-        {
-            "worker": "tcp://1",
-            "thread": 77 + i % 2,
-            "key": ("sum-partial-0123456789abcdef0123456789abcdef", i),
-            "startstops": [
-                {"action": "transfer", "start": 10.0 + i, "stop": 10.1 + i},
-                {"action": "compute", "start": 10.1 + i, "stop": 10.5 + i + i / 10},
-            ],
-        }
-        for i in range(4)
-    ]
-    found = timeline._entries(messages, {"tcp://1": "w1"}, 10.0, 7)
-    assert found["left_out"] == 5 + 7
-    assert [entry["start"] for entry in found["entries"]] == [1.1, 2.1, 3.1]
-    assert found["entries"][0] == {
-        "worker": "w1",
-        "thread": 1,
-        "start": 1.1,
-        "stop": 1.6,
-        "name": "sum-partial",
-        "action": "compute",
-    }
-    assert timeline._entries(messages, {}, 10.0, 0)["entries"][0]["worker"] == "tcp://1"
