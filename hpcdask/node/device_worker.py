@@ -102,8 +102,6 @@ class DeviceWorker(PeerWorker):
         if self.state.all_running_tasks:
             return
         await early_imports.load(*modules)
-        if self.on_device:
-            self._first_use.start()
 
     def _tell_work(self) -> dict[str, Any]:
         """What it runs, and since when, for who looks at the cluster from outside."""
@@ -122,12 +120,12 @@ class DeviceWorker(PeerWorker):
         }
 
     async def _warm(self) -> None:
-        """Exchange with peers first, which shows how fast they are, then import."""
-        if self._reporter is not None:  # at once: GPU hours count from here
-            self._reporter.announce()
+        """Exchange with peers first, which shows how fast they are, then use the device once."""
+        if self._reporter is not None:
+            self._reporter.start()
         await super()._warm()
-        if self._reporter is not None and self.status in WORKING:
-            self._reporter.announce(warm=True)
+        if self.on_device and self.status in WORKING:
+            self._first_use.start()
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""

@@ -16,7 +16,7 @@ from hpcdask.client.batching import send_at_once
 from hpcdask.client.small_tasks import SmallTasks
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
-from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.logs import set_log_level
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.early_imports import EarlyImports
@@ -98,7 +98,7 @@ async def _main(sock: socket.socket) -> None:
         scheduler.add_plugin(_WorkerReporter(send))
         SmallTasks.watch(scheduler)
         cull_by_layer()
-        expect_gpus(scheduler)
+        scheduler.add_plugin(GpuMonitor(scheduler))
         imports = EarlyImports(scheduler)
         await scheduler
         listening.guard(scheduler)
