@@ -17,8 +17,8 @@ from hpcdask.client.small_tasks import SmallTasks
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.node.observe import make_observable
 from hpcdask.node.scratch import scratch_folder
-from hpcdask.process import owner_text
-from hpcdask.security import listening, ports, private, webserver
+from hpcdask.process import owner_text, raise_descriptor_limit
+from hpcdask.security import ports, private, webserver
 from hpcdask.security.credentials import (
     FILES,
     Credentials,
@@ -104,10 +104,9 @@ class ClusterScheduler:
 
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
-        listening.prepare()
+        raise_descriptor_limit()
         with ports.within(self.port_range):
             server = await self._start()
-        listening.guard(server)
         self.address = server.address
         if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
             self.say(

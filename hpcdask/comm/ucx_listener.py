@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import socket
 import struct
 from collections.abc import Iterable, Iterator
 
-from hpcdask.security.listening import DESCRIPTORS_PART, logger, unproven_limit
+logger = logging.getLogger("distributed.hpcdask.listening")
+#: Connections that may be unproven at a time; never more than this part of the descriptors.
+UNPROVEN_LIMIT = 512
+DESCRIPTORS_PART = 4
 
 #: Seconds from tick to tick of `SilentConnections`, which looks on every so manyth, or as soon as
 #: something is odd; and ticks after which a connection may be closed where there are too many.
@@ -29,6 +33,13 @@ _STATE_CLOSE, _STATE_LISTEN = 7, 10
 #: Of ``asm/socket.h``, and a classic BPF program that takes nothing in.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
+
+
+def unproven_limit() -> int:
+    """Connections to a port that may be unproven at a time."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = UNPROVEN_LIMIT if soft == resource.RLIM_INFINITY else soft // DESCRIPTORS_PART
+    return max(1, min(UNPROVEN_LIMIT, few))
 
 
 class SilentConnections:

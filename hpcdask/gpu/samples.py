@@ -200,7 +200,7 @@ class Sampler:
             **self._counters(),
         )
 
-    def _counters(self) -> dict[str, int]:
+    def _counters(self) -> dict[str, Any]:
         known = {name: field for name, field in FIELDS.items() if hasattr(self._nvml, field[0])}
         asked = tuple((getattr(self._nvml, number), scope) for number, scope, _ in known.values())
         told = self._ask("nvmlDeviceGetFieldValues", asked) or ()

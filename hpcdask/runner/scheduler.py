@@ -22,7 +22,8 @@ from hpcdask.node.channel import MessageStream
 from hpcdask.node.early_imports import EarlyImports
 from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.node.observe import make_observable
-from hpcdask.security import listening, webserver
+from hpcdask.process import raise_descriptor_limit
+from hpcdask.security import webserver
 from hpcdask.security.credentials import to_security
 from hpcdask.upstream.dask import cull_by_layer
 from hpcdask.upstream.distributed import run_in_loop
@@ -61,7 +62,7 @@ class _WorkerReporter(SchedulerPlugin):
 def main(sock: socket.socket) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     leave_signals_to_the_rank()
-    listening.prepare()
+    raise_descriptor_limit()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
@@ -101,7 +102,6 @@ async def _main(sock: socket.socket) -> None:
         scheduler.add_plugin(GpuMonitor(scheduler))
         imports = EarlyImports(scheduler)
         await scheduler
-        listening.guard(scheduler)
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"

@@ -372,7 +372,7 @@ def test_who_costs_much_leaves_before_the_deadline(there: Puppet, here: Puppet, 
 
 
 def test_who_asks_late_is_no_stranger(there: Puppet, here: Puppet):
-    """Those that UCX has told of wait for their proof, and not for `listening.Untold`."""
+    """Those that UCX has told of wait for their proof, and not for `SilentConnections`."""
     there.do("mock.patch.object(me.listener._untold, '_deadline_ticks', 0).start()")
     there.do("me.ticks = me.listener._untold._ticks")
     here.do(OPEN)

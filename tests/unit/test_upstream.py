@@ -26,7 +26,6 @@ from dask.highlevelgraph import HighLevelGraph
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status
 from distributed.shuffle import _core
-from tornado.tcpserver import TCPServer
 
 import hpcdask
 from hpcdask.comm import p2p
@@ -38,7 +37,6 @@ from hpcdask.upstream import (
     dask_jobqueue,
     distributed,
     distributed_p2p,
-    tornado,
     zarr,
 )
 from hpcdask.upstream import multiprocessing as mp
@@ -227,7 +225,6 @@ def test_what_is_set_on_live_servers_is_there():
         distributed.gathered,
         lambda there: distributed.set_message_limit(there, 1),
         distributed.leave_folder,
-        lambda there: tornado.accept_by(there, None),
         dask_jobqueue.prologue,
         lambda there: distributed_p2p.send_by(there, None),
         lambda there: distributed_p2p.set_message_size(there, 1),
@@ -361,12 +358,6 @@ def test_what_is_culled_is_what_dask_culls():
 
 
 # The others
-
-
-def test_tornado_lets_another_accept():
-    server = TCPServer()
-    assert server._sockets == server._handlers == {}
-    assert callable(server._handle_connection)
 
 
 def test_jobs_have_their_prologue():

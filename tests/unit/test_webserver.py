@@ -12,7 +12,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import dask
-import psutil
 import pytest
 from distributed import Scheduler
 from distributed.dashboard.scheduler import applications
@@ -203,26 +202,6 @@ def test_a_large_message_of_a_websocket_is_not_kept():
                 async with asyncio.timeout(60):
                     assert await reader.read() == b""
             writer.close()
-
-    asyncio.run(run())
-
-
-def test_no_more_connections_than_there_is_room_for(monkeypatch):
-    """The others wait until one of them ends; the scheduler's descriptors are for its workers."""
-    monkeypatch.setattr(webserver, "CONNECTIONS", 20)
-    monkeypatch.setattr(webserver, "REQUEST_S", 1.0)
-
-    async def run() -> None:
-        async with scheduler() as ours:
-            port = ours.http_server.port
-            here = psutil.Process()
-            before = here.num_fds()
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
-            for _ in range(2):
-                assert here.num_fds() - before <= 60 + 20 + 2
-                assert (await ask(ours, "/health")).code == 200
-            for _, writer in silent:
-                writer.close()
 
     asyncio.run(run())
 

@@ -22,7 +22,6 @@ from distributed.core import Server
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import words
-from hpcdask.security import listening
 
 Done = subprocess.CompletedProcess[str]
 #: Seconds that an agent waits for a command before it asks again, and after which a silent one
@@ -99,7 +98,6 @@ class Relay:
             )
         self._server, self._seen = Server({"exchange": self.exchange}), time.monotonic()
         await self._server.listen(f"tls://{host}:0", **security.get_listen_args("scheduler"))
-        listening.guard(self._server)
         self.address = self._server.address
         self.needed()
 
