@@ -118,11 +118,10 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
     """
     try:
         folder = lock_folder()
-        os.close(private.make_folder(folder))
+        private.make_folder(folder)
     except OSError as error:
         raise QueueError(
-            f"the folder in which GPUs in use are noted cannot be made, neither in /tmp nor in "
-            f"your home folder: {error.strerror}"
+            f"the folder in /tmp in which GPUs in use are noted cannot be made: {error.strerror}"
         ) from None
     locked: list[tuple[str, int]] = []
     guard = _lock(os.path.join(folder, "all"))

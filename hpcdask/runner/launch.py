@@ -211,6 +211,5 @@ def _part_of(
         early_error=early_error(request, agent.rank),
     )
     if isinstance(meeting, FileRendezvous):
-        for folder in meeting.folders:
-            agent.janitor.remove_at_end(folder)
+        agent.janitor.remove_at_end(meeting.folder)
     return leader.lead()

@@ -22,6 +22,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Mapping
@@ -74,60 +75,49 @@ class Rendezvous(Protocol):
 
 
 class FileRendezvous:
-    """The note as a file.
+    """The note as a file, in a private folder.
 
-    Of a node's ranks it lies in the temporary folder, where another user may have taken the name:
-    then in the home folder. All of them look in both. With `shared`, ranks of other nodes must see
-    it: then it lies in the home folder, or in Dask's configuration ``hpcdask.shared-directory``.
-    `launch_id` is the same for all ranks of this launch and for no other.
+    For the ranks of one node the folder is in the temporary folder. With `shared`, ranks of other
+    nodes must see it: then it is in the home folder, or in the folder that Dask's configuration
+    names as ``hpcdask.shared-directory``. `launch_id` is the same for all ranks of this launch and
+    for no other.
     """
 
     def __init__(self, launch_id: str, *, shared: bool) -> None:
         import dask.config
 
-        home = os.path.expanduser("~")
-        name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
-        # not `tempfile.gettempdir`, which takes another where the disk is full for a moment: all
-        # ranks have to look in the same place
-        temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")
-        candidates = [(temporary, name), (home, f"{name}-{os.uname().nodename}")]
+        base = tempfile.gettempdir()
         if shared:
-            candidates = [(dask.config.get("hpcdask.shared-directory", None) or home, name)]
-        self.folders = [os.path.join(os.path.abspath(base), last) for base, last in candidates]
+            base = dask.config.get("hpcdask.shared-directory", None) or os.path.expanduser("~")
+        name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
+        self.folder = os.path.join(os.path.abspath(base), name)
         self._launch_id = launch_id
 
     def publish(self, info: RendezvousInfo) -> None:
         """Write the note, over that of a life that left one."""
         text = json.dumps({**info.to_json(), "launch": self._launch_id})
-        problems = []
-        for folder in self.folders:
-            try:
-                with private.closing(private.make_folder(folder)) as at:
-                    private.write_private(NOTE, text, dir_fd=at)
-                return
-            except OSError as error:
-                problems.append(f"{folder}: {error.strerror}")
-        raise LaunchError(
-            f"the ranks cannot meet in {'; '.join(problems)}. It must be a place that all nodes "
-            f"share and you can write: set TMPDIR or HOME, or hpcdask.shared-directory in Dask's "
-            f"configuration"
-        )
+        try:
+            private.make_folder(self.folder)
+            private.write_private(os.path.join(self.folder, NOTE), text)
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks cannot meet in {self.folder}: {error.strerror}. It must be a place "
+                f"that all nodes share and you can write: set TMPDIR or HOME, or "
+                f"hpcdask.shared-directory in Dask's configuration"
+            ) from None
 
     def fetch(self) -> RendezvousInfo | None:
         """The note as it stands. It may be an older life's: then nobody answers at its address."""
-        for folder in self.folders:
-            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
-                os.listdir(os.path.dirname(folder))  # makes NFS look again
-                with private.closing(private.open_folder(folder)) as at:
-                    found = dict(json.loads(private.read(NOTE, dir_fd=at)))
-                if found.pop("launch", None) == self._launch_id:
-                    return RendezvousInfo.from_json(found)
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
+            os.listdir(os.path.dirname(self.folder))  # makes NFS look again
+            found = dict(json.loads(private.read(os.path.join(self.folder, NOTE))))
+            if found.pop("launch", None) == self._launch_id:
+                return RendezvousInfo.from_json(found)
         return None
 
     def close(self) -> None:
         """Remove the folder."""
-        for folder in self.folders:
-            private.remove(folder)
+        private.remove(self.folder)
 
 
 class MPIRendezvous:

@@ -402,7 +402,7 @@ def test_requeued_job(desk, slurm, monkeypatch):
     assert desk.end_of_job(job) == 0, output.read_text()
     assert "life 1 workers 2\n" in output.read_text()
     assert not errors(output.read_text())
-    assert not any(Path(folder).exists() for folder in second.folders)
+    assert not Path(second.folder).exists()
     first.close()
 
 
