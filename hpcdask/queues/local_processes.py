@@ -121,7 +121,7 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
         private.make_folder(folder)
     except OSError as error:
         raise QueueError(
-            f"the folder in /tmp in which GPUs in use are noted cannot be made: {error.strerror}"
+            f"the folder in which GPUs in use are noted cannot be made in /tmp: {error.strerror}"
         ) from None
     locked: list[tuple[str, int]] = []
     guard = _lock(os.path.join(folder, "all"))
