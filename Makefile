@@ -24,7 +24,7 @@ export HPCDASK_QUEUES := $(CURDIR)/.queues
 export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
 
 # Of the unit tests, those that depend little on Python's version: pages, packages, queues, kernels
-ONCE := docs docs_site prose wheel bundle containers report bench queue_scripts queue_answers scale \
+ONCE := docs docs_site prose wheel containers report bench queue_scripts queue_answers scale \
 	packing limits doctor workloads zarr
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
@@ -39,7 +39,7 @@ MAKEFLAGS += --jobs=3
 help:
 	@echo "make demo    run the reference array and SVD on the devices of this machine"
 	@echo "make test    lint, type and tests (SLURM and two MPIs included)"
-	@echo "make dist    sdist and wheel;  make bundle   all of it for machines without a network"
+	@echo "make dist    sdist and wheel"
 	@echo "make release sdist and wheel, checked in clean environments, and the notes of the version"
 	@echo "make versions  the tests that need no GPU and no queue, on all Pythons, oldest and newest dask"
 	@echo "make chaos   kill, stop and starve runs and job clusters at random, and check what is left"
@@ -149,7 +149,7 @@ links: .venv/.docs
 bench: .venv/.test
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
-# What a release uploads, and what a bundle is made of
+# What a release uploads
 dist: | .venv/.made
 	@$(BIN)/python $(PIP_INSTALL) build
 	@out=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$out"; exit 1; }
@@ -160,15 +160,7 @@ TARGETS ?= demo test
 release: dist
 	@bash tools/release.sh $(BIN)/python $(TARGETS)
 
-# hpcdask, all it needs, and what WITH names, for machines without a network; CUDA=cpu without GPUs
-PYTHON_VERSION ?= 3.12
-PLATFORM ?= manylinux_2_28_x86_64
-EXTRAS ?= mpi,zarr
-bundle: dist
-	@$(BIN)/python tools/bundle.py "$$(ls -t dist/hpcdask-*.whl | head -n 1)" --extras \
-		"$(CUDA),$(EXTRAS)" --with "$(WITH)" --python-version $(PYTHON_VERSION) --platform $(PLATFORM)
-
-.PHONY: dist release bundle
+.PHONY: dist release
 
 clean:
 	rm -rf .venv .venv-mpich .venv-second .versions .queues docs/_build

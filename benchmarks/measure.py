@@ -10,12 +10,7 @@ import time
 from typing import Any
 
 #: As peers.py names them, and how the bench does; what is not here has a measurement of its own.
-OPERATIONS = {
-    **{name: name for name in ("mean", "std", "matmul", "fft", "stencil")},
-    "array": "sum",
-    "transposed": "transpose",
-}
-WORKLOADS = [*OPERATIONS, "svd", "packed", "exact"]
+WORKLOADS = ["array", "svd", "packed"]
 CASES = ["startup", "tasks", "jobs", "transfer", "transpose", "allreduce", *WORKLOADS]
 KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue", "processes"]
 
@@ -279,14 +274,12 @@ def measure_workload(client: Any, options: argparse.Namespace) -> dict[str, Any]
 
     from hpcdask.bench.array import run_array
     from hpcdask.bench.cluster import inspect
-    from hpcdask.bench.svd import run_svd, run_svd_exact
+    from hpcdask.bench.svd import run_svd
 
     cluster, nbytes = inspect(client, "auto"), parse_bytes(options.size)
     how = {"form": options.form, "repeats": options.repeats}
-    if options.case == "exact":
-        return run_svd_exact(cluster, nbytes, **how)
-    if options.case in OPERATIONS:
-        return run_array(cluster, nbytes, operation=OPERATIONS[options.case], **how)
+    if options.case == "array":
+        return run_array(cluster, nbytes, **how)
     packed = options.case == "packed" and options.form == "tuned"  # stock has no such thing
     return run_svd(cluster, nbytes, packed=packed, **how)
 

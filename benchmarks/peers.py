@@ -61,13 +61,6 @@ NAMES = {
     "array": "array",
     "svd": "SVD, k = 10,",
     "packed": "SVD, k = 10, of 2-bit values,",
-    "exact": "exact SVD, 20 columns,",
-    "mean": "mean",
-    "std": "std",
-    "transposed": "(x + x.T).std()",
-    "matmul": "(x @ x.T).mean()",
-    "fft": "FFT",
-    "stencil": "five-point stencil",
 }
 #: How a case and its peer end where the two run different programs.
 FORMS, STOCK = ", tuned against stock", ", stock form"
@@ -228,11 +221,9 @@ def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, A
     for count in dict.fromkeys([gpus, 1]):
         if "array" in wanted:
             yield gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1)
-    sizes = {"svd": 25 * gpus, "packed": 25 * gpus, "exact": 1.6, "transposed": 10 * gpus}
-    sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 10 * gpus) | {"matmul": 4 * gpus}
-    for case_name, gigabytes in sizes.items():
+    for case_name in "svd", "packed":
         if case_name in wanted or "workloads" in wanted:
-            yield gpu_workload(case_name, gigabytes, gpus, rounds)
+            yield gpu_workload(case_name, 25 * gpus, gpus, rounds)
     if "scaling" in wanted and gpus > 1:
         yield weak_scaling(gpus, rounds)
 
@@ -328,9 +319,7 @@ def cpu_cases(wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
             peer_name="LocalCluster",
             environment=cpu,
         )
-    sizes = {"array": 2000, "svd": 500, "exact": 160, "transposed": 512, "matmul": 128}
-    sizes |= dict.fromkeys(["mean", "std", "fft", "stencil"], 512)
-    for case, megabytes in sizes.items():
+    for case, megabytes in {"array": 2000, "svd": 500}.items():
         if case in wanted or (case != "array" and "workloads" in wanted):
             arguments = ["--case", case, "--size", f"{megabytes}MB"]
             yield compare(
@@ -452,7 +441,7 @@ def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
 def page(paths: Sequence[Path]) -> str:
     """The text of docs/benchmarks.md: from results, one section per file."""
     text = (HERE / "benchmarks.md.in").read_text()
-    # by name without its end, so that `h200-x2-earlier` comes after `h200-x2` in any locale
+    # by name without its end, so that `h200-x2-later` comes after `h200-x2` in any locale
     ordered = sorted(paths, key=lambda path: path.stem)
     contents = [json.loads(path.read_text()) for path in ordered]
     measured: dict[str, str] = {}

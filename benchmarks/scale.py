@@ -46,8 +46,6 @@ WORKERS = (50, 100, 200, 400, 700, 1000)
 JOBS = (100, 200, 500, 1000, 2000)
 #: Steps below this size are mostly what does not depend on the number.
 LEAST_FITTED = 100
-#: Ranks that have no worker with ``--layout dedicated``: rank 0, and the program's.
-WITHOUT_WORKER = 2
 #: Variables of launchers and queueing systems, which this launch must not inherit.
 LAUNCHER_WORDS = ("SLURM_", "OMPI_", "PMI", "PMIX_", "MPI_", "PALS_", "MV2_", "HPCDASK_RANK")
 
@@ -95,8 +93,8 @@ def listener_on(port: int, parent: psutil.Process) -> psutil.Process | None:
 
 @contextlib.contextmanager
 def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Companies, str, int]]:
-    """Rank 0 of a launch of `srun` on nodes that are not there; its launch id and size too."""
-    size, job = workers + WITHOUT_WORKER, str(os.getpid())
+    """Rank 0, with a worker, of a launch of `srun` on nodes that are not there; its id and size."""
+    size, job = workers + 1, str(os.getpid())
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_WORDS)
     }
@@ -113,7 +111,7 @@ def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Compa
         "SLURM_NODEID": "0",
         "SLURM_STEP_TASKS_PER_NODE": f"{PER_NODE}(x{-(-size // PER_NODE)})",
     }
-    options = ["--layout", "dedicated", "--device", "cpu", "--timeout", f"{PATIENCE_S:g}"]
+    options = ["--device", "cpu", "--timeout", f"{PATIENCE_S:g}"]
     options += ["--scheduler-file", str(folder / "cluster.json")]
     with open(folder / "rank0.log", "wb") as log:
         process = subprocess.Popen(
@@ -170,7 +168,7 @@ def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
 
         used = seconds(leader)
         companies.do("ranks_report")
-        (address, *_) = companies.do("ranks_order", first=WITHOUT_WORKER)
+        (address, *_) = companies.do("ranks_order")
         settle(leader)
         found["plan_rank0_s"] = seconds(leader) - used
         scheduler = listener_on(int(address.rpartition(":")[2]), leader)

@@ -191,7 +191,7 @@ def main() -> None:
     finally:
         for uuid, file in locked:
             os.close(file)
-            os.unlink(local_processes._path(uuid))
+            os.unlink(os.path.join(local_processes.lock_folder(), uuid))
 
 
 if __name__ == "__main__":

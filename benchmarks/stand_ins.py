@@ -259,11 +259,10 @@ class Company:
         """Each says what it sees."""
         await asyncio.gather(*(rank.report() for rank in self.ranks))
 
-    async def ranks_order(self, first: int) -> str:
-        """Ranks from `first` on are told to start their workers; where the scheduler is."""
-        waiting = [rank for rank in self.ranks if rank.rank.index >= first]
-        await asyncio.gather(*(rank.order() for rank in waiting))
-        self.workers = [rank.worker for rank in waiting if rank.worker is not None]
+    async def ranks_order(self) -> str:
+        """Each is told to start its worker; where the scheduler is."""
+        await asyncio.gather(*(rank.order() for rank in self.ranks))
+        self.workers = [rank.worker for rank in self.ranks if rank.worker is not None]
         return self.workers[0].scheduler
 
     def workers_are(

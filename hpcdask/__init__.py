@@ -1,18 +1,32 @@
 """Dask clusters on the GPUs of SLURM and MPI systems.
 
 Importing this package starts nothing, opens nothing and changes no signal handler.
-Type checkers read ``__init__.pyi``, which ``tools/stub.py`` writes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .queues.registry import SYSTEMS as _SYSTEMS
+from .queues.registry import systems as _systems
+
+if TYPE_CHECKING:
+    from .client.connect import connect as connect
+    from .client.gang import gang as gang
+    from .clusters.detached.attached import attach as attach
+    from .clusters.typed import HTCondorCUDACluster as HTCondorCUDACluster
+    from .clusters.typed import LocalCUDAJobCluster as LocalCUDAJobCluster
+    from .clusters.typed import LSFCUDACluster as LSFCUDACluster
+    from .clusters.typed import MoabCUDACluster as MoabCUDACluster
+    from .clusters.typed import OARCUDACluster as OARCUDACluster
+    from .clusters.typed import PBSCUDACluster as PBSCUDACluster
+    from .clusters.typed import SGECUDACluster as SGECUDACluster
+    from .clusters.typed import SLURMCUDACluster as SLURMCUDACluster
+    from .gpu.table import gpus as gpus
+    from .runner.runner import Runner as Runner
+    from .runner.runner import initialize as initialize
 
 __version__ = "0.1.0"
-__all__ = ["Runner", "attach", "connect", "gang", "gpus", "initialize", "load", "save"]
-__all__ += sorted(system.cluster for system in _SYSTEMS.values())
 _HOMES = {
     "Runner": "runner.runner",
     "initialize": "runner.runner",
@@ -20,19 +34,20 @@ _HOMES = {
     "connect": "client.connect",
     "gang": "client.gang",
     "gpus": "gpu.table",
-    "load": "client.saving",
-    "save": "client.saving",
 }
+__all__ = [*_HOMES, *sorted(system.cluster for system in _SYSTEMS.values())]
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in (system.cluster for system in _SYSTEMS.values()):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+if not TYPE_CHECKING:  # type checkers would take any name for one of this module's
 
-    home = _HOMES.get(name, "clusters.classes")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES and name not in (system.cluster for system in _systems().values()):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        home = _HOMES.get(name, "clusters.classes")
+        return getattr(importlib.import_module(f".{home}", __name__), name)

@@ -16,7 +16,7 @@ from hpcdask.jobs.command import cleanup, jobs
 from hpcdask.logs import complain
 from hpcdask.spec.help import Option
 from hpcdask.stacks.command import logs, stacks
-from hpcdask.submit.command import script, submit
+from hpcdask.submit.command import submit
 from hpcdask.upstream.configuration import reading
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 of_detached = (detached.up, detached.list_, detached.scale, detached.attach, detached.down)
-for command in (submit, script, jobs, cleanup, stacks, logs, *of_detached):
+for command in (submit, jobs, cleanup, stacks, logs, *of_detached):
     main.add_command(command)
 
 

@@ -10,8 +10,7 @@
     │   ├── SchedulerFileError   a scheduler file that is stale, foreign or unreadable
     │   └── MissingExtra         a package that an optional feature needs is not installed
     ├── ClusterError             the running cluster lost a part that it cannot do without
-    │   ├── JobsFailed           jobs end before their workers arrive, so no more are submitted
-    │   └── TaskTooLong          a Dask task takes longer than a job lives
+    │   └── JobsFailed           jobs end before their workers arrive, so no more are submitted
     ├── GangError                a rank of a gang failed, so all of it ended
     └── QueueError               a queueing system does not answer, or not as it should
         └── Refused              it does not take a job
@@ -20,11 +19,6 @@ Each message says what happened, where, and what to do next, in one line.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dask.typing import Key
 
 
 class HpcdaskError(Exception):
@@ -78,37 +72,6 @@ class JobsFailed(ClusterError):
     """Jobs keep ending before they are of use, so no more are submitted."""
 
 
-class TaskTooLong(ClusterError):
-    """A single Dask task takes longer than a job lives, so it would be computed again for ever.
-
-    Parameters
-    ----------
-    key
-        The Dask task.
-    prefix
-        What it computes: the first part of its key.
-    ran_s
-        Seconds that it had run when it was cut off, once for each time.
-    life_s
-        Seconds for which a job is of use to it.
-    """
-
-    def __init__(self, key: Key, prefix: str, ran_s: tuple[float, ...], life_s: float) -> None:
-        super().__init__(key, prefix, ran_s, life_s)  # these are what pickle calls it with again
-        self.key = key
-        self.prefix = prefix
-        self.ran_s = ran_s
-        self.life_s = life_s
-
-    def __str__(self) -> str:
-        ran = ", ".join(f"{seconds / 60:.3g}" for seconds in self.ran_s)
-        return (
-            f"Dask task {self.key!r} ({self.prefix}) does not finish in a job: the walltime cut it "
-            f"off after {ran} min, and workers live {self.life_s / 60:.3g} min. Request a longer "
-            f"walltime, or use smaller chunks so that a Dask task takes less time"
-        )
-
-
 class GangError(HpcdaskError):
     """A gang has ended because one of its ranks failed, lost its worker, or took too long.
 
@@ -157,10 +120,6 @@ class NoAnswer(QueueError):
 
 class NotHere(QueueError):
     """This host cannot run a command of the queueing system, or may not."""
-
-
-class NoTags(QueueError):
-    """The queueing system does not show which jobs are hpcdask's."""
 
 
 class Refused(QueueError):

@@ -26,18 +26,15 @@ FILES = 4096
 ENOUGH_DESCRIPTORS = 2**20
 
 
-#: What happened here, and before in the processes it was forked from: seconds since launch, event.
+#: Events of this process, and earlier ones of the processes it was forked from, with the seconds
+#: since the launch.
 marks: list[tuple[float, str]] = []
 
 
 def mark(event: str) -> None:
-    """Remember when this happened; with HPCDASK_TRACE set, print it."""
-    if STARTED not in os.environ:
-        return
-    seconds = time.time() - float(os.environ[STARTED])
-    marks.append((seconds, event))
-    if os.environ.get("HPCDASK_TRACE"):
-        print(f"hpcdask: {seconds:7.3f} s  {os.getpid()}  {event}", file=sys.stderr, flush=True)
+    """Remember when this event happened."""
+    if STARTED in os.environ:
+        marks.append((seconds_since_start(), event))
 
 
 def process_status(pid: int) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from .node.prepare import prepare_rank
 
 if __name__ == "__main__":
-    _janitor, _probe, _ = prepare_rank(sys.argv[1:], in_run=False)
+    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=False)
 
 import os
 import traceback
@@ -75,11 +75,10 @@ def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
 
 def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     """Fork what the workers are forked from, before the first thread."""
-    process.mark("options read")
     check_configuration()
     import distributed  # noqa: F401  (once: all that follows is forked)
 
-    from .node import forking, forkserver, profiling
+    from .node import forking, forkserver
     from .node.job_agent import JobAgent
     from .node.preflight import check_parts
     from .node.scratch import new_scratch
@@ -88,14 +87,12 @@ def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
     process.mark("distributed imported")
     ports.use(asked.spec.port_range)
     reexec.adopt_configured_pre_spawn(janitor)
-    profiling.run_under_nsys(asked.spec, f"job-{asked.job}-{os.uname().nodename}", janitor)
     reexec.add_working_folder()
     check_parts(asked.spec)
     scratch = new_scratch(asked.spec, janitor)
     forkserver.prepare_forks()
     set_log_level()
     forkserver.start_forkserver(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
-    process.mark("processes forked")
     return JobAgent(asked, scratch, probe)
 
 

@@ -32,15 +32,10 @@ def build(folder: Path) -> Built:
             unavailable("hatchling is not installed, and pip cannot install it")
         env["PYTHONPATH"] = str(tools)
     sdist = _hatchling("sdist", ROOT, folder / "dist", env)
-    unpack(sdist, folder / "source")
+    (folder / "source").mkdir()
+    subprocess.run(["tar", "-xf", sdist, "-C", folder / "source"], check=True)
     (source,) = (folder / "source").iterdir()
     return Built(sdist, _hatchling("wheel", source, folder / "dist", env))
-
-
-def unpack(archive: Path, folder: Path) -> None:
-    """Extract a tar file into a new folder; Python 3.11 may not know tarfile's filters."""
-    folder.mkdir()
-    subprocess.run(["tar", "-xf", archive, "-C", folder], check=True)
 
 
 def _hatchling(kind: str, source: Path, out: Path, env: dict[str, str]) -> Path:

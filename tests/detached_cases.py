@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ import pytest
 from distributed import wait
 
 import hpcdask
-from clock import clock
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.jobs import detached
 from launching import unavailable, wait_for
@@ -30,31 +27,6 @@ def check_told(user: User, cluster: Any, why: str) -> None:
     with pytest.raises(ClusterError, match="has ended: "):
         cluster.scale(1)
     assert why in " ".join(user.hpcdask("list").split())
-
-
-def many_come_and_go(user: User) -> None:
-    """Twenty attach, use a client and go; nothing of them stays here or in the cluster's folder."""
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    times = []
-    with user.detached(n_workers=1) as cluster:
-        cluster.wait_for_workers(1, timeout=180)
-        hpcdask.attach("mine").close()
-        folder = detached.find("mine").path
-        before, files = held(), sorted(folder.rglob("*"))
-        for _ in range(20):
-            began = clock()
-            with hpcdask.attach("mine") as other, other.get_client() as client:
-                assert client.submit(sum, [1, 2]).result(timeout=60) == 3
-                times.append(clock() - began)
-        wait_for(lambda: held() <= before, 30, "nothing more to be held")
-        assert sorted(folder.rglob("*")) == files
-        cluster.shutdown()
-    print(f"attach to a result: {min(times):.3f} to {max(times):.3f} s")
-    assert statistics.median(times) < 1
-    assert user.gone()
 
 
 def computes_while_the_queue_is_away(

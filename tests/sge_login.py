@@ -39,9 +39,9 @@ class SgeUser(User):
         }
         return hpcdask.SGECUDACluster(**{**usual, **keywords})
 
-    def prologue(self, may_ask: bool = False) -> list[str]:
+    def prologue(self) -> list[str]:
         """Return what jobs do not get by themselves: the marker, and Grid Engine's commands."""
-        names = ("PATH", "LD_LIBRARY_PATH") if may_ask else ()
+        names = ("PATH", "LD_LIBRARY_PATH")
         lines = [f"export {name}={shlex.quote(self.site.env[name])}" for name in names]
         return [f"export {self.marker}", *lines]
 

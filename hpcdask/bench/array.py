@@ -13,23 +13,19 @@ from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.workload import Timed, Workload, run
 from hpcdask.workloads import Check, Device, Form, WorkloadError, to_host
 from hpcdask.workloads import array as array_workload
-from hpcdask.workloads.array_blocks import ITEM_NBYTES
+from hpcdask.workloads.array import ITEM_NBYTES
 
-SUM = "sum"
-#: The tuned forms of the others make a chunk, reduce it and drop it.
-KEPT = ("matmul", "stencil")
-OPERATIONS = (SUM, *array_workload.NAMES)
-
+#: Of the patterns, those that do not keep the array, and those of which each worker may get all.
+STREAMED = ("mean", "std")
+ON_EACH = ("matmul",)
 #: https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps
 PUBLISHED_NBYTES = 2 * 10**12
 PUBLISHED_S: dict[Device, dict[str, float]] = {
     "cpu": {"one CPU core": 9540.0},
     "cuda": {"one GPU": 97.0, "8 GPUs": 19.0},
 }
-# Of the memory of all devices, for operations that keep the array; of each, where all get all of
-# it. The stock form of these has a copy that is transposed.
+#: Of the memory of all devices.
 USABLE_FRACTION = 0.5
-ON_EACH = ("matmul",)
 
 
 def published(device: Device, hardware: str | None = None) -> list[dict[str, Any]]:
@@ -46,28 +42,16 @@ def run_array(
     cluster: Cluster,
     nbytes: int,
     *,
-    operation: str = SUM,
     form: Form = "tuned",
     repeats: int = 3,
     chunk_nbytes: int | None = None,
     timeline: bool = False,
 ) -> dict[str, Any]:
-    """Measure the sum, or one of `array.NAMES`, of ``nbytes`` of float64, which are streamed.
+    """Measure the sum of ``nbytes`` of float64, which are streamed.
 
     ``chunk_nbytes`` bounds a chunk of the tuned form.
     """
-    n_slots = cluster.n_slots
-    if operation == SUM:
-        workload = _sum(cluster.device, nbytes, form, n_slots, repeats, chunk_nbytes)
-    else:
-        _check_room(cluster, nbytes, operation, form)
-        workload = _pattern(cluster, nbytes, form, operation, chunk_nbytes)
-    return run(workload, cluster, repeats, timeline)
-
-
-def _sum(
-    device: Device, nbytes: int, form: Form, n_slots: int, repeats: int, chunk_nbytes: int | None
-) -> Workload:
+    device, n_slots = cluster.device, cluster.n_slots
     n = array_workload.side(nbytes)
     if form == "tuned":
         rows = array_workload.chunk_rows(n, device=device, n_slots=n_slots, max_nbytes=chunk_nbytes)
@@ -91,51 +75,46 @@ def _sum(
     def finish(_: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         (result,) = timed.results
         total, count = result if form == "tuned" else (result, (n // 2) ** 2)
-        found = {"operation": SUM, "sum": float(total), "count": int(count)}
+        found = {"operation": "sum", "sum": float(total), "count": int(count)}
         return found, array_workload.check_sum(float(total), int(count), case.shape)
 
     # each number is written, and a quarter of them is read
     work = Work(random=float(n**2), memory=(1 + 1 / 4) * case.nbytes)
-    return Workload(case, build, finish, warm_up=warm_up, work=work, published=published(device))
+    how: dict[str, Any] = {"warm_up": warm_up, "work": work, "published": published(device)}
+    return run(Workload(case, build, finish, **how), cluster, repeats, timeline)
 
 
-def _pattern(
-    cluster: Cluster, nbytes: int, form: Form, operation: str, chunk_nbytes: int | None
-) -> Workload:
-    device, n_slots, n_workers = cluster.device, cluster.n_slots, sum(cluster.devices.values())
+def run_pattern(
+    cluster: Cluster, nbytes: int, *, operation: str, repeats: int = 3, timeline: bool = False
+) -> dict[str, Any]:
+    """Measure one of `array.NAMES`, in plain dask.array, on ``nbytes`` of float64."""
+    device, n_workers = cluster.device, sum(cluster.devices.values())
+    _check_room(cluster, nbytes, operation)
     n = math.isqrt(nbytes // ITEM_NBYTES)
 
     def build(_: Any, index: int) -> list[Any]:
-        how = {"max_nbytes": chunk_nbytes}
-        return [array_workload.build(operation, n, device, form, n_slots, index, **how)]
-
-    work = Work(**array_workload.work(operation, n, n_workers))
-    if form == "stock":
-        sizes = da.core.normalize_chunks(
-            array_workload.STOCK_CHUNKS[device], (n, n), dtype="float64"
-        )
-    elif operation == "transpose":
-        sizes = (array_workload.grid(n, device, n_slots, chunk_nbytes),) * 2
-    else:
-        sizes = (array_workload.slabs(n, device, n_slots, chunk_nbytes), (n,))
-    n_chunks, largest = len(sizes[0]) * len(sizes[1]), (max(sizes[0]), max(sizes[1]))
+        return [array_workload.build(operation, n, device, index)]
 
     def finish(_: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         (result,) = timed.results
         return {"operation": operation}, array_workload.check(operation, to_host(result), n)
 
-    case = Case("array", form, (n, n), "float64", n_chunks, largest, operation)
-    return Workload(case, build, finish, work=work)
+    work = Work(**array_workload.work(operation, n, n_workers))
+    sizes = da.core.normalize_chunks(array_workload.STOCK_CHUNKS[device], (n, n), dtype="float64")
+    n_chunks, largest = len(sizes[0]) * len(sizes[1]), (max(sizes[0]), max(sizes[1]))
+    case = Case("array", "stock", (n, n), "float64", n_chunks, largest, operation)
+    return run(Workload(case, build, finish, work=work), cluster, repeats, timeline)
 
 
-def _check_room(cluster: Cluster, nbytes: int, operation: str, form: Form) -> None:
+def _check_room(cluster: Cluster, nbytes: int, operation: str) -> None:
     on_each = operation in ON_EACH
-    copies = sum(cluster.devices.values()) * (2 if form == "stock" else 1) if on_each else 1
+    # Each worker then has a transposed copy, too
+    copies = 2 * sum(cluster.devices.values()) if on_each else 1
     usable = int(USABLE_FRACTION * cluster.memory_nbytes) // copies
-    if operation in KEPT and nbytes > usable:
+    if operation not in STREAMED and nbytes > usable:
         where = "every worker" if on_each else "the workers"
         raise WorkloadError(
             f"{operation} keeps its array of {decimal_bytes(nbytes)} on {where}; {cluster} "
             f"have room for {decimal_bytes(usable)}: --size {usable // 10**6}MB is the most. "
-            f"{', '.join(name for name in OPERATIONS if name not in KEPT)} take any size"
+            f"sum, {', '.join(STREAMED)} take any size"
         )

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from hpcdask.bench import summary, table
-from hpcdask.bench.array import OPERATIONS, run_array
+from hpcdask.bench.array import run_array, run_pattern
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import heat_map, run_exchange
@@ -32,6 +32,7 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.devices import visible_gpus
 from hpcdask.logs import say
 from hpcdask.workloads import Device, Form
+from hpcdask.workloads.array import NAMES
 
 SVD_NBYTES = 200 * 10**9
 EXACT_NBYTES = 16 * 10**8
@@ -124,10 +125,10 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
 )
 @click.option(
     "--operation",
-    type=click.Choice(OPERATIONS),
+    type=click.Choice(["sum", *NAMES]),
     default="sum",
     show_default=True,
-    help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog.",
+    help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog. The others are plain dask.array.",
 )
 @options(*COMMON, *FORMS)
 def array_command(size: int | None, operation: str, forms: list[Form], **more: Any) -> None:
@@ -135,10 +136,15 @@ def array_command(size: int | None, operation: str, forms: list[Form], **more: A
 
     The numbers are float64, drawn from normal(10, 1).
     """
-    how, rest = _split(more, "repeats", "chunk_nbytes")
-    name = "array" if operation == "sum" else "operation"
-    run = partial(run_array, operation=operation, **how)
-    execute([_sized(name, run, size, form=form) for form in forms], **rest)
+    if operation == "sum":
+        how, rest = _split(more, "repeats", "chunk_nbytes")
+        measurements = [_sized("array", run_array, size, form=form, **how) for form in forms]
+    else:
+        _refuse_beside(f"--operation {operation}", "--form", "--chunk-size")
+        how, rest = _split(more, "repeats")
+        rest.pop("chunk_nbytes")
+        measurements = [_sized("operation", run_pattern, size, operation=operation, **how)]
+    execute(measurements, **rest)
 
 
 def _split(options: dict[str, Any], *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -165,42 +171,40 @@ def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -
 @click.option(
     "--k", type=int, metavar="N", default=10, show_default=True, help="Singular values wanted."
 )
-@click.option(
-    "--passes",
-    type=click.Choice(["1", "2"]),
-    default="1",
-    show_default=True,
-    help="Passes over the matrix. 2 resolves smaller values.",
-)
 @click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte.")
 @click.option("--stream", is_flag=True, help="Make the matrix anew whenever it is read.")
-@click.option("--exact", is_flag=True, help="Compute all singular values of 20 columns of float64.")
+@click.option("--exact", is_flag=True, help="Time dask.array.linalg.svd of 20 columns of float64.")
 @options(*COMMON, *FORMS)
-def svd_command(size: int | None, passes: str, exact: bool, forms: list[Form], **more: Any) -> None:
+def svd_command(size: int | None, exact: bool, forms: list[Form], **more: Any) -> None:
     """Time the singular value decomposition of a tall matrix.
 
     The workers hold the matrix.
     """
-    how, rest = _split(more, "repeats", "chunk_nbytes")
-    kind, rest = _split(rest, "k", "packed", "stream")
+    names = "k", "packed", "stream", "chunk_nbytes"
+    how, rest = _split(more, *names)
+    repeats = rest.pop("repeats")
     if exact:
-        _refuse_beside_exact("k", "passes", "packed", "stream")
-        run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, **how)
-    else:
-        for form in forms:
-            check_form(form, packed=kind["packed"], stream=kind["stream"])
-        kind["passes"] = int(passes)
-        run = partial(run_svd, nbytes=size or SVD_NBYTES, **kind, **how)
-    execute([partial(run, form=form) for form in forms], **rest)
+        _refuse_beside("--exact", "--k", "--packed", "--stream", "--form", "--chunk-size")
+        run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, repeats=repeats)
+        return execute([run], **rest)
+    for form in forms:
+        check_form(form, packed=how["packed"], stream=how["stream"])
+    run = partial(run_svd, nbytes=size or SVD_NBYTES, repeats=repeats, **how)
+    return execute([partial(run, form=form) for form in forms], **rest)
 
 
-def _refuse_beside_exact(*names: str) -> None:
-    source = click.get_current_context().get_parameter_source
-    given = [f"--{name}" for name in names if source(name) is not ParameterSource.DEFAULT]
+def _refuse_beside(option: str, *others: str) -> None:
+    """Raise UsageError if one of the other options was given: plain dask.array has none of them."""
+    context = click.get_current_context()
+    given = [
+        name
+        for param in context.command.params
+        for name in param.opts
+        if name in others
+        and context.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
+    ]
     if given:
-        raise UsageError(
-            f"--exact takes no {', '.join(given)}: it is of all singular values of float64"
-        )
+        raise UsageError(f"{option} takes no {', '.join(given)}: it measures plain dask.array")
 
 
 @bench.command("zarr")
@@ -272,15 +276,14 @@ def all_command(repeats: int, **options: Any) -> None:
     """
 
     forms = get_args(Form)
-    operations = [name for name in OPERATIONS if name != "sum"]
     how: dict[str, Any] = {"repeats": repeats}
     measurements: list[Measurement] = [
         run_startup,
         *(_sized("array", run_array, form=form, **how) for form in forms),
-        *(_sized("operation", run_array, operation=name, **how) for name in operations),
+        *(_sized("operation", run_pattern, operation=name, **how) for name in NAMES),
         *(_sized("svd", run_svd, form=form, **how) for form in forms),
         _sized("svd", run_svd, packed=True, **how),
-        *(_sized("exact", run_svd_exact, form=form, **how) for form in forms),
+        _sized("exact", run_svd_exact, **how),
         _sized("zarr", run_zarr, **how),
         partial(run_exchange, **how),
     ]

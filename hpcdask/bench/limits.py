@@ -28,7 +28,7 @@ from hpcdask.bench.exchange_pairs import Members, Pairs
 from hpcdask.errors import ClusterError
 from hpcdask.workloads import Device, WorkloadError, array_module
 from hpcdask.workloads import exchange as exchange_workload
-from hpcdask.workloads.array_blocks import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES
+from hpcdask.workloads.array import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES
 
 #: What a record of these rates has for a workload: ``{"workload": LIMITS, "rates": {...}}``.
 LIMITS = "limits"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import dask.array as da
 import distributed
@@ -14,7 +14,7 @@ from hpcdask.bench.limits import Work
 from hpcdask.bench.records import Case, decimal_bytes
 from hpcdask.bench.workload import Timed, Workload, compute, run
 from hpcdask.errors import UsageError
-from hpcdask.workloads import Check, Device, Form, packing, planted, to_host
+from hpcdask.workloads import Check, Device, Form, client_cupy, packing, planted, to_host
 from hpcdask.workloads import svd as svd_workload
 
 # Room for scratch arrays and the results beside a persisted input. Workers without a GPU hold
@@ -23,13 +23,14 @@ USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
 #: https://blog.dask.org/2020/05/13/large-svds
 PUBLISHED = [{"what": "sixteen V100, Dask blog 2020", "seconds": 15.0, "bytes": 200 * 10**9}]
 # Of the blog's matrix of 10_000_000 x 20 float64.
-EXACT_STOCK_CHUNKS = (625_000, -1)
+EXACT_COLUMNS = 20
+EXACT_CHUNKS = (625_000, -1)
 # Relative to the largest singular value, for float64.
 EXACT_TOLERANCE = 1e-10
 
 
 def check_form(form: Form, *, packed: bool, stream: bool) -> None:
-    """Refuse options of `run_svd` that the stock form does not have; needs no cluster."""
+    """Raise UsageError for options of `run_svd` that the stock form does not have."""
     if packed and form == "stock":
         raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
     if stream and form == "stock":
@@ -42,7 +43,6 @@ def run_svd(
     k: int = 10,
     *,
     form: Form = "tuned",
-    passes: Literal[1, 2] = 1,
     packed: bool = False,
     stream: bool = False,
     repeats: int = 3,
@@ -59,7 +59,7 @@ def run_svd(
         _check_room(math.prod(shape), 4 if packed else 1, cluster, "--stream")
     chunks = _chunks(shape, form, cluster, chunk_nbytes)
     largest = max(chunks[0]), max(chunks[1])
-    traits = {"2 bits": packed, "streamed": stream, "two passes": passes == 2 and form == "tuned"}
+    traits = {"2 bits": packed, "streamed": stream}
     variant = " ".join(name for name, it_is in traits.items() if it_is)
     case = Case("svd", form, shape, "uint8", len(chunks[0]) * len(chunks[1]), largest, variant)
     x, expected = planted.matrix(
@@ -73,8 +73,8 @@ def run_svd(
 
     def decompose(x: Any, index: int) -> tuple[Any, Any, Any]:
         if form == "tuned":
-            how: Any = {"packed_columns": shape[1] if packed else None, "device": device}
-            return svd_workload.svd_rows(x, k, seed=index, passes=passes, **how)
+            how: dict[str, Any] = {"packed_columns": shape[1] if packed else None, "seed": index}
+            return svd_workload.svd_rows(x, k, dtype="float32", device=device, **how)
         return svd_workload.stock(x, k, device=device)
 
     def finish(x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
@@ -90,7 +90,7 @@ def run_svd(
         input=x,
         held=not stream,
         # A is read once, and multiplied by k columns from the right and from the left
-        work=Work(memory=float(x.nbytes), matrix_float64=4.0 * math.prod(shape) * k),
+        work=Work(memory=float(x.nbytes), matrix_float32=4.0 * math.prod(shape) * k),
         published=PUBLISHED,
     )
     return run(workload, cluster, repeats, timeline)
@@ -102,8 +102,8 @@ def _chunks(
     if form == "stock":
         stock = da.core.normalize_chunks(svd_workload.STOCK_CHUNKS, shape)
         return cast("tuple[tuple[int, ...], tuple[int, ...]]", stock)
-    how: dict[str, Any] = {"device": cluster.device, "n_slots": cluster.n_slots}
-    return svd_workload.chunk_rows(shape, max_nbytes=max_nbytes, **how), (shape[1],)
+    how: dict[str, Any] = {"n_slots": cluster.n_slots, "max_nbytes": max_nbytes}
+    return svd_workload.chunk_rows(shape, device=cluster.device, **how), (shape[1],)
 
 
 def _check_room(nbytes: int, per_byte: int, cluster: Cluster, instead: str = "") -> None:
@@ -143,42 +143,33 @@ def _check_svd(
 
 
 def run_svd_exact(
-    cluster: Cluster,
-    nbytes: int,
-    *,
-    form: Form = "tuned",
-    repeats: int = 3,
-    chunk_nbytes: int | None = None,
-    timeline: bool = False,
+    cluster: Cluster, nbytes: int, *, repeats: int = 3, timeline: bool = False
 ) -> dict[str, Any]:
-    """Measure all singular values and right vectors of a random float64 matrix of 20 columns.
+    """Measure ``dask.array.linalg.svd`` of a random float64 matrix of 20 columns.
 
-    They are checked with the Gram matrix, which workers compute with dask's own products.
+    It is checked with the Gram matrix, which workers compute with dask's own products.
     """
-    device, shape = cluster.device, svd_workload.exact_shape_for(nbytes)
-    _check_room(nbytes, 1, cluster)
-    on_gpu = form == "stock" and device == "cuda"
-    if form == "tuned":
-        rows = svd_workload.chunk_rows(
-            shape, device=device, n_slots=cluster.n_slots, itemsize=8, max_nbytes=chunk_nbytes
+    shape = nbytes // (8 * EXACT_COLUMNS), EXACT_COLUMNS
+    if shape[0] < EXACT_COLUMNS:
+        raise UsageError(
+            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
+            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
         )
-    else:
-        rows = da.core.normalize_chunks(EXACT_STOCK_CHUNKS, shape)[0]
-    case = Case("svd", form, shape, "float64", len(rows), (max(rows), shape[1]), "exact")
-    x = planted.uniform(shape, rows=rows, device=device, cupy_meta=on_gpu)
-
-    def decompose(x: Any) -> tuple[Any, Any, Any]:
-        if form == "tuned":
-            return svd_workload.svd_exact(x, device=device)
-        return tuple(da.linalg.svd(x))
+    _check_room(nbytes, 1, cluster)
+    library = client_cupy() if cluster.device == "cuda" else np
+    rs = da.random.RandomState(0, RandomState=library.random.RandomState)
+    x = rs.random_sample(shape, chunks=EXACT_CHUNKS)
+    rows = x.chunks[0]
+    case = Case("svd", "stock", shape, "float64", len(rows), (max(rows), shape[1]), "exact")
 
     def finish(x: Any, timed: Timed) -> tuple[dict[str, Any], list[Check]]:
         s, v = (to_host(result) for result in timed.results)
-        checks = _check_exact(cluster.client, x, decompose(x)[0], s, v)
+        checks = _check_exact(cluster.client, x, da.linalg.svd(x)[0], s, v)
         return {"singular_values": s.tolist()}, checks
 
     work = Work(memory=float(x.nbytes), matrix_float64=2.0 * shape[0] * shape[1] ** 2)
-    workload = Workload(case, lambda x, _: decompose(x)[1:], finish, input=x, held=True, work=work)
+    how: dict[str, Any] = {"input": x, "held": True, "work": work}
+    workload = Workload(case, lambda x, _: da.linalg.svd(x)[1:], finish, **how)
     return run(workload, cluster, repeats, timeline)
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -219,12 +218,6 @@ def leave_mpi_alone() -> None:
         import mpi4py
 
         mpi4py.rc.initialize = False
-
-
-def leaves_mpi_alone() -> bool:
-    """Whether an import of mpi4py does not start MPI in this process, nor in its forks."""
-    mpi4py = sys.modules.get("mpi4py")
-    return mpi4py is not None and not mpi4py.rc.initialize
 
 
 def note_launcher() -> None:

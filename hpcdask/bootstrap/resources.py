@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from .ranks import is_launcher, launcher_pid
@@ -94,40 +93,10 @@ def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int
     for folder, unified in _cgroups("memory", root):
         with contextlib.suppress(OSError, ValueError):
             limits += _numbers(folder, "memory.max" if unified else "memory.limit_in_bytes")
-    per_node, per_cpu = (_of_component(environ, f"SLURM_MEM_PER_{x}") for x in ("NODE", "CPU"))
+    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{x}", "") for x in ("NODE", "CPU"))
     if per_node.isdigit():
         limits.append(int(per_node) << 20)
     elif per_cpu.isdigit():
         cpus = environ.get("SLURM_CPUS_ON_NODE", "1")
         limits.append((int(per_cpu) << 20) * int(cpus or 1))
     return min(limit for limit in limits if limit > 0)
-
-
-def _of_component(environ: Mapping[str, str], name: str) -> str:
-    """A variable of SLURM's. In a heterogeneous job, all ranks have that of the first component.
-
-    Those with a suffix are of the others, whose nodes this one's name tells apart.
-    """
-    node = environ.get("SLURMD_NODENAME", "")
-    size = environ.get("SLURM_HET_SIZE", "")
-    for component in range(int(size) if size.isdigit() else 0):
-        nodes = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}", "")
-        if node and _names(nodes, node):
-            return environ.get(f"{name}_HET_GROUP_{component}", "")
-    return environ.get(name, "")
-
-
-def _names(nodes: str, node: str) -> bool:
-    """Whether a list such as ``gpu[01-08,10],login`` names a node."""
-    for prefix, numbers, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes):
-        if not numbers and node == prefix:
-            return True
-        if not node.startswith(prefix) or not node.endswith(suffix):
-            continue
-        number = node[len(prefix) : len(node) - len(suffix)]
-        for span in filter(None, numbers.split(",")):
-            first, _, last = span.partition("-")
-            inside = number.isdigit() and int(first) <= int(number) <= int(last or first)
-            if inside and len(number) >= len(first):
-                return True
-    return False

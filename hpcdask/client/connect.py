@@ -11,9 +11,8 @@ import dask.config
 
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security.credentials import load_credentials, to_security
-from hpcdask.spec.signatures import Keyword, describe, spell_out
 
-from .batching import prompt_clients, usual_clients
+from .batching import prompt_clients
 from .defaults import suit_devices, suit_hosts
 from .scheduler_file import VARIABLE, endpoint, read
 
@@ -32,7 +31,8 @@ def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
         suit_devices()
     loader = f"{__name__}.load_security"
     os.environ.update(dict(zip(_VARIABLES, (file, address, loader), strict=True)))
-    _set_defaults(address, loader, prompt_clients())
+    found = {"scheduler-address": address, "distributed.client.security-loader": loader}
+    dask.config.set({**found, **prompt_clients()})
 
 
 def forget_client() -> None:
@@ -40,15 +40,24 @@ def forget_client() -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     suit_hosts()
-    _set_defaults(None, None, usual_clients())
+    dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
 
 
-def _set_defaults(address: str | None, loader: str | None, more: Mapping[str, Any]) -> None:
-    names = {"scheduler-address": address, "distributed.client.security-loader": loader}
-    dask.config.set({**names, **more})
-
-
-def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) -> Client:
+def connect(
+    path: str | None = None,
+    *,
+    timeout: float = 30.0,
+    set_as_default: bool = True,
+    asynchronous: bool = False,
+    name: str | None = None,
+    loop: Any = None,
+    heartbeat_interval: int | str | None = None,
+    serializers: list[str] | None = None,
+    deserializers: list[str] | None = None,
+    extensions: Mapping[str, Any] | None = None,
+    direct_to_workers: bool | None = None,
+    connection_limit: int = 512,
+) -> Client:
     """Connect to the cluster that a scheduler file names.
 
     Parameters
@@ -57,17 +66,34 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
         The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
     timeout
         Seconds to wait for the scheduler's answer.
-    **kwargs
-        Those of `distributed.Client`.
+    set_as_default, asynchronous, name, loop, heartbeat_interval, serializers, deserializers, \
+extensions, direct_to_workers, connection_limit
+        As of `distributed.Client`.
 
     Raises
     ------
     SchedulerFileError
         The file is missing, foreign or stale (its cluster does not answer).
     """
+    return _connect(
+        os.path.expanduser(path or os.environ.get(VARIABLE, "")),
+        timeout=timeout,
+        set_as_default=set_as_default,
+        asynchronous=asynchronous,
+        name=name,
+        loop=loop,
+        heartbeat_interval=heartbeat_interval,
+        serializers=serializers,
+        deserializers=deserializers,
+        extensions=dict(extensions or {}),
+        direct_to_workers=direct_to_workers,
+        connection_limit=connection_limit,
+    )
+
+
+def _connect(path: str, **options: Any) -> Client:
     from distributed import Client
 
-    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
     content = read(path)
@@ -84,26 +110,9 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **kwargs: Any) ->
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
         with dask.config.set(prompt_clients()):
-            return Client(content["address"], security=access, timeout=timeout, **kwargs)
+            return Client(content["address"], security=access, **options)
     except OSError as error:
         raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
-
-
-_OF_CLIENT = [
-    Keyword("set_as_default", bool, "Whether all of Dask in this process uses this client.", True),
-    Keyword("asynchronous", bool, "Return at once, for ``async with`` or ``await``.", False),
-    Keyword("name", str | None, "Part of the client's id, which the scheduler's messages have."),
-    Keyword("loop", Any, "Event loop; by default a new one in a thread."),
-    Keyword("heartbeat_interval", int | str | None, "Time between heartbeats; numbers are ms."),
-    Keyword("serializers", list[str] | None, "How to send, such as ``['dask', 'pickle']``."),
-    Keyword("deserializers", list[str] | None, "What may be received, in the same words."),
-    Keyword("extensions", dict[str, Any], "Classes of more extensions of the client.", {}),
-    Keyword("direct_to_workers", bool | None, "Fetch results from workers, past the scheduler."),
-    Keyword("connection_limit", int, "Connections to workers at once.", 512),
-]
-_SIGNATURE = spell_out(connect, _OF_CLIENT, Client="Client")
-connect.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-connect.__doc__ = describe(connect.__doc__, _OF_CLIENT)
 
 
 def _knock(address: str, access: Security) -> None:

@@ -3,6 +3,8 @@
 On an H100, ``(x + 1)[::2, ::2].sum()`` of 29 GB of random normals with ``chunks="auto"`` takes
 1.70 s with Dask's chunks of 128 MiB, 0.54 s with 512 MiB and 0.36 s with 1 GiB. Larger chunks are
 fewer for each worker, and a Dask task needs more device memory.
+
+Dask chooses P2P for large rechunks, which fails with CuPy arrays (distributed 2026.7.1).
 """
 
 from __future__ import annotations
@@ -13,22 +15,28 @@ from typing import Any
 
 import dask.config
 
-NAME, ON_DEVICE = "array.chunk-size", "512MiB"
+ON_DEVICE = {"array.chunk-size": "512MiB", "array.rechunk.method": "tasks"}
 
 _users = 0
+_suited: set[str] = set()
 
 
 def suit_devices() -> None:
-    """Have ``chunks="auto"`` suit GPUs, unless the user's configuration says how large they are."""
-    theirs = dask.config.get(NAME, None, config=dask.config.collect())
-    if theirs is None and dask.config.get(NAME) == _of_dask():
-        dask.config.set({NAME: ON_DEVICE})
+    """Set defaults that suit GPUs, unless the user has configured others."""
+    theirs = dask.config.collect()
+    for name, value in ON_DEVICE.items():
+        is_theirs = dask.config.get(name, None, config=theirs) is not None
+        if not is_theirs and dask.config.get(name, None) == _of_dask(name):
+            dask.config.set({name: value})
+            _suited.add(name)
 
 
 def suit_hosts() -> None:
-    """Undo `suit_devices`, unless the user has set another size since."""
-    if dask.config.get(NAME) == ON_DEVICE:
-        dask.config.set({NAME: _of_dask()})
+    """Undo `suit_devices`, except for what the user has set since."""
+    while _suited:
+        name = _suited.pop()
+        if dask.config.get(name, None) == ON_DEVICE[name]:
+            dask.config.set({name: _of_dask(name)})
 
 
 @contextlib.contextmanager
@@ -45,5 +53,6 @@ def suiting_devices() -> Iterator[None]:
             suit_hosts()
 
 
-def _of_dask() -> Any:
-    return dask.config.get(NAME, config=dask.config.merge(*dask.config.defaults))
+def _of_dask(name: str) -> Any:
+    """Return the value of a configuration key that Dask and its packages have by default."""
+    return dask.config.get(name, None, config=dask.config.merge(*dask.config.defaults))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +20,6 @@ from distributed.metrics import monotonic, time
 from distributed.scheduler import WorkerState
 
 from hpcdask.logs import natural
-
-from .gang_places import place
 
 NAME = "hpcdask-gangs"
 #: Under this name a cluster tells how many workers it may come to have.
@@ -93,7 +90,6 @@ class Gangs(SchedulerPlugin):
         self._gangs: dict[str, Gang] = {}
         self._ranks: dict[Key, tuple[Gang, int]] = {}
         self._returning: dict[str, float] = {}
-        self._cancelled: deque[str] = deque(maxlen=100)  # before the wish for workers arrived
         self._ending: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         scheduler.handlers |= {
@@ -133,8 +129,6 @@ class Gangs(SchedulerPlugin):
         """
         if size > (most := self._most()):
             return most
-        if gang in self._cancelled:
-            return []
         mine = self._gangs[gang] = Gang(size, client)
         try:
             while not (workers := self._choose(gang, mine, held)):
@@ -171,7 +165,6 @@ class Gangs(SchedulerPlugin):
         """
         mine = self._gangs.get(gang)
         if mine is None:
-            self._cancelled.append(gang)
             return {"started": False, "calling": [], "stuck": {}}
         state = {"started": mine.started, "calling": mine.calling()}
         mine.over = True
@@ -309,7 +302,7 @@ class Gangs(SchedulerPlugin):
         free = {ws for ws in running if ws.address not in taken}
         if len(free) < gang.size:
             return []
-        placed = place([self._nbytes(keys, free) for keys in held])
+        placed = _nearest([self._nbytes(keys, free) for keys in held])
         free -= placed.keys()
         rest = sorted(free, key=lambda ws: (max(0, len(ws.processing) + 1 - ws.nthreads), _of(ws)))
         others = iter(sorted(rest[: gang.size - len(placed)], key=_of))
@@ -360,6 +353,22 @@ def workers_wanted(scheduler: Scheduler) -> int:
     """How many workers the gangs of a scheduler need."""
     plugin = scheduler.plugins.get(NAME)
     return plugin.wanted() if isinstance(plugin, Gangs) else 0
+
+
+def _nearest(sizes: Sequence[Mapping[WorkerState, int]]) -> dict[WorkerState, int]:
+    """Return the rank of each worker that has data of ranks.
+
+    Ranks with most data choose first, and of those the ones whose data are on fewest workers.
+    """
+
+    def order(rank: int) -> tuple[int, int]:
+        return -max(sizes[rank].values(), default=0), len(sizes[rank])
+
+    placed: dict[WorkerState, int] = {}
+    for rank in sorted(range(len(sizes)), key=order):
+        left = [ws for ws in sizes[rank] if ws not in placed]
+        placed.update((ws, rank) for ws in left[:1])
+    return placed
 
 
 def _of(ws: WorkerState) -> list[Any]:

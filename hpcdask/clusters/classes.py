@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdask.logs import say
 from hpcdask.queues.base import Queue
-from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.signatures import Keyword, describe, spell_out
 
 from .cluster import JobCluster
@@ -160,7 +160,7 @@ def _contents(system: str) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     """Make the class of a system when it is asked for: the registry alone says which there are."""
-    system = next((key for key, found in SYSTEMS.items() if found.cluster == name), None)
+    system = next((key for key, found in systems().items() if found.cluster == name), None)
     if system is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = LocalJobCluster if queue_class(system).is_local else JobCluster

@@ -31,7 +31,7 @@ from hpcdask.jobs.folder import ClusterFolder, prune
 from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
 from hpcdask.queues.base import Queue
-from hpcdask.spec.specs import Protocol
+from hpcdask.spec.keywords import Protocol
 from hpcdask.spec.tags import group_id
 from hpcdask.upstream import distributed as upstream
 

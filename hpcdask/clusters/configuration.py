@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +16,6 @@ from hpcdask.jobs.folder import base_path
 from hpcdask.security.credentials import check_configuration
 
 MISSING = object()
-_sections = threading.RLock()
 
 
 def import_jobqueue(module: str) -> Any:
@@ -24,8 +23,6 @@ def import_jobqueue(module: str) -> Any:
 
     The import would replace the handler of SIGINT, and writes a file of configuration.
     """
-    import importlib
-
     real, mask = signal.signal, os.umask(0o077)
     signal.signal = lambda *args: None
     try:
@@ -41,15 +38,13 @@ def import_jobqueue(module: str) -> Any:
 
 
 def import_job_class(jobqueue: tuple[str, str]) -> Any:
-    """Import a Job class of dask-jobqueue: its module and its name."""
+    """Import a Job class; see `Queue.jobqueue`."""
     module, name = jobqueue
-    if module == "flux":  # dask-jobqueue has none
-        import_jobqueue("local")
-        from . import flux_job
-
-        flux_job.configure()
-        return flux_job.FluxJob
-    return getattr(import_jobqueue(module), name)
+    if "." not in name:
+        return getattr(import_jobqueue(module), name)
+    import_jobqueue("core")
+    path, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(path), name)
 
 
 @contextlib.contextmanager
@@ -65,14 +60,13 @@ def section(config_name: str, usual: str) -> Iterator[None]:
             f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
             f"jobqueue.{usual}"
         )
-    with _sections:  # the configuration is that of all threads
-        missing = {
-            f"jobqueue.{config_name}.{key}": value
-            for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
-            if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
-        }
-        with dask.config.set(missing):
-            yield
+    missing = {
+        f"jobqueue.{config_name}.{key}": value
+        for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
+        if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
+    }
+    with dask.config.set(missing):
+        yield
 
 
 def configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:

@@ -89,9 +89,7 @@ def age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def text(
-    jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str, saves: str = ""
-) -> list[str]:
+def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
     """What a terminal shows beside distributed's own summary of a cluster."""
     failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
     parts = [
@@ -99,7 +97,6 @@ def text(
         jobs.problem,
         f"dashboard {link}{tunnel and f' ({tunnel})'}" if link else "",
         f"failed: {failed}" if failed else "",
-        f"before its end: {saves}" if saves else "",
     ]
     return [part for part in parts if part]
 
@@ -109,7 +106,6 @@ def html(
     gpus: GpuTable,
     failure: HpcdaskError | None,
     tunnel: str = "",
-    saves: str = "",
     transport: str = "",
 ) -> str:
     """What a notebook shows beside distributed's own summary of a cluster."""
@@ -123,8 +119,6 @@ def html(
     if tunnel:
         text = "The dashboard listens on this machine only. For a browser on yours:"
         parts.append(f"{text} <code>{escape(tunnel)}</code>")
-    if saves:
-        parts.append(f"<strong>Before its end:</strong> {escape(saves)}")
     if transport:
         parts.append(f"<strong>Transport:</strong> {escape(transport)}")
     if jobs:

@@ -53,7 +53,6 @@ class GroupController:
         self._waiting_users = 0
         tag = f"hpcdask:{state.prefix}"
         self._submitter = Submitter(queue, folder, tag, self._add, self._missing, state.group)
-        self._submitted = 0.0
 
     # What the cluster asks
 
@@ -110,35 +109,29 @@ class GroupController:
         workers = state.connected()
         if late := set(workers) - set(state.jobs):  # of a submission that got no answer
             self._add(late)
-        strays: set[str] = set()
         for job_id, before in list(state.jobs.items()):
             states = workers.get(job_id, [])
-            names = [str(ws.name) for ws in states]
             after = observe(
                 before,
                 seen.get(job_id),
                 asked=job_id in asked,
-                workers=names,
+                workers=[str(ws.name) for ws in states],
                 held=sum(ws.nbytes for ws in states),
                 now=now,
                 policy=state.policy,
             )
-            over = after.state in OVER
-            strays.update(name for name in names if over or name not in after.workers)
             if after is before:
                 continue
             state.jobs[job_id] = after
             self._history = record(self._history, before, after, now, state.policy)
             meant = state.closing or after.cancelled or after.leaving
             fine = meant or after.state is JobState.COMPLETED
-            if over and before.state not in OVER and not fine:
+            if after.state in OVER and before.state not in OVER and not fine:
                 state.say(messages.job_ended(after, self.folder))
             if after.overdue and not before.overdue and is_stuck(after):
                 state.say(messages.job_stuck(after, self.folder))
-        if not state.closing:
-            self.terminator.retire_strays(strays)
-            if asked:
-                self._warn_of_waiting()
+        if asked and not state.closing:
+            self._warn_of_waiting()
 
     def _warn_of_waiting(self) -> None:
         """Tell once for each reason of jobs to wait that does not end by itself."""
@@ -203,12 +196,6 @@ class GroupController:
         Raises QueueError if some are still in the queue; the message names them.
         """
         await self.terminator.end_all(look)
-        if self.state.jobs:
-            returned = await self._poller.returned(self._submitter.tag)
-            for job_id in returned:
-                self.state.enter(job_id)
-            if returned:
-                await self.terminator.end_all(look)
 
     # Submitting
 
@@ -219,7 +206,7 @@ class GroupController:
         return max(0, self.state.wanted - len(self.state.active()))
 
     async def _submit(self, count: int) -> None:
-        state, self._submitted = self.state, time.time()
+        state = self.state
         try:
             await self._submitter.submit(count, state.jobs)
             state.clear_warning("limit")
@@ -228,6 +215,7 @@ class GroupController:
                 there = f"{len(state.active())} of {state.wanted} jobs are there"
                 state.warn("limit", f"{self._named(error)}. {there}; trying again later")
             else:
+                error.args = (messages.no_submission(error, self._queue, self.folder),)
                 self._fail(error)
         except Exception as error:  # such as a full disk: say it rather than try for ever
             self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
@@ -239,11 +227,8 @@ class GroupController:
         if not self._poller.live():  # a later submission must not put off the query
             self._poller.postpone()
         for job_id in ids:
-            known = self.state.jobs.get(job_id)
-            # one of before this submission is another job: a queue that lost its state counts anew
-            if known is None or known.submitted < self._submitted:
+            if job_id not in self.state.jobs:
                 self.state.enter(job_id)
-                self._poller.disregard(job_id)  # what is under way asks for the other one
         self._wake()
 
     # Failing

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hpcdask.jobs.state import WAITING, JobReport, JobState
-from hpcdask.queues.job_state import PAUSED, STUCK
+from hpcdask.queues.job_state import STUCK
 from hpcdask.spec.job import worker_name
 
 
@@ -47,7 +47,7 @@ class Job:
     arrived_at
         When they first were.
     starting_since
-        Since when it runs and is not suspended.
+        Since when it runs.
     incomplete_since
         Since when workers that were connected are gone.
     missed
@@ -137,11 +137,6 @@ DEFAULT_POLICY = Policy()
 def worker_names(cluster: str, job: Job) -> list[str]:
     """The names that the job's workers have or will have in its present life."""
     return [worker_name(cluster, job.id, job.restarts, number) for number in range(job.size)]
-
-
-def is_paused(job: Job) -> bool:
-    """Whether the queue has stopped the processes of a job that runs."""
-    return job.reason.startswith(PAUSED)
 
 
 def is_stuck(job: Job) -> bool:

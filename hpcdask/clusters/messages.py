@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hpcdask.errors import HpcdaskError, JobsFailed, QueueError
+from hpcdask.errors import HpcdaskError, JobsFailed, NotHere, QueueError
+from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import plural
+from hpcdask.queues.base import Queue
 
 from .job import Job, is_stuck
 from .reconcile import Failure
@@ -14,6 +16,21 @@ SHUT_DOWN = (
     "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
     "cluster is closed: make a new one"
 )
+
+#: What to do where a detached cluster's scheduler runs on a node that may not submit.
+FROM_LOGIN_NODE = (
+    "The node of the cluster's scheduler may not submit jobs: make the cluster on a login node, "
+    "with scheduler_job=None, which keeps its scheduler there"
+)
+
+
+def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> str:
+    """Return the error's text, with advice if the scheduler's node may not submit."""
+    text = str(error)
+    denied = isinstance(error, NotHere) or queue.denied.search(text)
+    if denied and scheduler_job(folder) is not None:
+        return f"{text.rstrip('. ')}. {FROM_LOGIN_NODE}"
+    return text
 
 
 def job_ended(job: Job, folder: ClusterFolder) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcdask.jobs.state import OVER, WAITING, JobState
 from hpcdask.queues import job_state
-from hpcdask.queues.job_state import PAUSED, QueueState, QueueStatus
+from hpcdask.queues.job_state import QueueState, QueueStatus
 
 from .job import DEFAULT_POLICY, Job, Policy, is_stuck
 from .walltime import expires
@@ -52,7 +52,8 @@ def observe(
         end = JobState.CANCELLED if job.cancelled else asked_for
         return _changed(job, **facts, state=end, reason="the queue no longer knows it")
     state = _conclude(job, seen, answer, asked, len(names))
-    facts |= {"state": state, "reason": _reason(job, state, answer)}
+    reason = answer.reason if answer else job.reason if state is job.state else ""
+    facts |= {"state": state, "reason": reason}
     facts |= _clocks(job, state, answer, now)
     since = _first(job.incomplete_since, now) if job.arrived and not complete else None
     job = _changed(job, **facts, incomplete_since=since)
@@ -112,12 +113,6 @@ def _conclude(
     return JobState.STARTING if connected else said
 
 
-def _reason(job: Job, state: JobState, answer: QueueStatus | None) -> str:
-    if answer:
-        return answer.reason if state in WAITING or answer.reason.startswith(PAUSED) else ""
-    return job.reason if state is job.state else ""
-
-
 def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
     return {
         "started": _first(answer.started, job.started),
@@ -135,8 +130,7 @@ def _clocks(job: Job, state: JobState, answer: QueueStatus | None, now: float) -
         facts = _times(job, answer)
     if state is not JobState.UNKNOWN:
         facts["started"] = _first(facts.get("started", job.started), now)
-        paused = answer is not None and answer.reason.startswith(PAUSED)
-        facts["starting_since"] = now if paused else _first(job.starting_since, now)
+        facts["starting_since"] = _first(job.starting_since, now)
     return facts
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, QueueStatus
+from hpcdask.queues.job_state import QueueStatus
 
 from . import messages
 from .state import ClusterState
 
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
-#: Seconds for a last look at the queue when all jobs are gone.
-RETURNED_S = 3.0
 
 
 @dataclass
@@ -76,10 +73,6 @@ class QueuePoller:
         """Let an interval pass before the next query: what there is to see was just submitted."""
         self._next = max(self._next, time.monotonic() + self.interval_s)
 
-    def disregard(self, job_id: str) -> None:
-        """Take the query under way for one of another job that had this id."""
-        self._queried.discard(job_id)
-
     async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """One query, and one more for the jobs that have left the queue."""
         seen = await self.queue.query(ids)
@@ -92,16 +85,6 @@ class QueuePoller:
                 unknown = "How jobs ended is not known without it"
                 self.groups[0].warn("accounting", f"{messages.words(error)}. {unknown}")
         return seen
-
-    async def returned(self, tag: str) -> list[str]:
-        """Ids of the jobs with this tag that are there: SLURM's controller may lose an end."""
-        with contextlib.suppress(Exception):  # nobody can say, and all had ended before
-            async with asyncio.timeout(RETURNED_S):
-                tagged = await self.queue.tagged()
-                mine = [job for job, its_tag in tagged.items() if its_tag == tag]
-                seen = await self.queue.query(mine) if mine else {}
-                return [job.id for job in seen.values() if job.state not in OVER]
-        return []
 
     def stop(self) -> list[asyncio.Task[dict[str, QueueStatus]]]:
         """Give up the query under way, and return it to be awaited."""

@@ -1,4 +1,4 @@
-"""What to submit, cancel, retire or give up, from what is wanted and seen: pure decisions.
+"""Pure decisions: what to submit, cancel, retire or give up, from what is wanted and seen.
 
 `record` counts in a `History` what `observe` says about failures; `plan` compares all jobs with the
 number that is wanted. The caller carries out the `Actions`, marks the jobs (`cancelled`, `leaving`)
@@ -8,21 +8,20 @@ and adds the new ones before it plans again.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpcdask.jobs.state import OVER, WAITING, JobState
 
-from .job import Job, Policy, is_paused
+from .job import Job, Policy
 from .observe import is_overdue
 from .walltime import expires, retire_at
 
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered of jobs that went wrong; `failed` and `died` are the last of each."""
+    """Record of jobs that went wrong; `failed` and `died` are the last of each kind."""
 
     failed_starts: int = 0  # in a row; an arrival makes it 0
     failed: Job | None = None
@@ -32,7 +31,7 @@ class History:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why no more jobs are submitted; `job` is the last of `count` that went wrong.
+    """Reason to submit no more jobs; `job` is the last of `count` that went wrong.
 
     "start": in a row, they failed to start. "budget": all that died within the policy's window.
     """
@@ -44,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do now: how many jobs to submit, which to cancel, and which to let hand over and end.
+    """Next steps: how many jobs to submit, which to cancel, and which to let hand over and end.
 
     `failure` is why nothing is submitted although jobs are missing.
     """
@@ -59,10 +58,11 @@ class Actions:
 
 
 def record(history: History, before: Job, after: Job, now: float, policy: Policy) -> History:
-    """The history after a job went from `before` to `after`.
+    """Return the history after a job went from `before` to `after`.
 
-    Who ends, or is given up, before all workers were connected has failed to start, unless somebody
-    cancelled or preempted it. Ends that neither we nor the walltime brought about are deaths.
+    A job that ends, or is given up, before all its workers were connected has failed to start,
+    unless somebody cancelled or preempted it. Ends that neither the cluster nor the walltime
+    brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
         history = replace(history, failed_starts=0, failed=None)
@@ -82,7 +82,7 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
 
 
 def _served(job: Job, now: float, policy: Policy) -> bool:
-    """Whether a job ended in good order, as with a lifetime of its workers, and not at once."""
+    """Return whether a job ended in good order, as with `--lifetime`, and not at once."""
     if job.state is not JobState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
         return False
     left = now if job.incomplete_since is None else job.incomplete_since
@@ -115,7 +115,7 @@ def plan(
     now: float,
     policy: Policy,
 ) -> Actions:
-    """What to submit, cancel and retire, so that `wanted` jobs run; each job is named once at most.
+    """Return what to do so that `wanted` jobs run; each job is named once at most.
 
     Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, only
     `closable` ones are given up before their walltime, in this order.
@@ -123,21 +123,17 @@ def plan(
     present = [job for job in jobs.values() if not job.cancelled]
     hopeless = [job for job in present if _is_hopeless(job, now, policy)]
     given_up = {job.id for job in hopeless}
-    alive = [job for job in present if job.state not in OVER and job.id not in given_up]
-    staying = [job for job in alive if not job.leaving]
     expiring: list[Job] = []
     counting: list[Job] = []
-    for job in staying:
-        (expiring if expires(job, now, policy) else counting).append(job)
+    for job in present:
+        if job.state not in OVER and job.id not in given_up and not job.leaving:
+            (expiring if expires(job, now, policy) else counting).append(job)
     running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
     failure = _failure(history, wanted, now, policy) if missing > 0 else None
     fewer = _fewer(-missing, counting, closable)
-    handover = _hand_over(
-        expiring, wanted - running, len(alive) - len(staying), wanted > 0, now, policy
-    )
-    ending = fewer + handover
+    ending = fewer + _hand_over(expiring, wanted - running, now, policy)
     return Actions(
         submit=0 if failure else max(0, missing),
         cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
@@ -152,14 +148,11 @@ def _is_hopeless(job: Job, now: float, policy: Policy) -> bool:
     return is_overdue(job, now, policy)
 
 
-def _age(job: Job) -> tuple[float, list[int], str]:
-    return job.submitted, [int(number) for number in re.findall(r"\d+", job.id)], job.id
-
-
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
-    """The jobs to end when there are too many: waiting, then starting, then idle ones.
+    """Return the jobs to end when there are too many: waiting, then starting, then idle ones.
 
-    Suspended ones go first. What is lost or unknown is left until it is clear what it is.
+    The last to be submitted goes first. Lost and unknown jobs are left until it is clear what they
+    are.
     """
     if surplus <= 0:
         return []
@@ -168,27 +161,15 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     starting = [job for job in idle if job.state is JobState.STARTING]
     by_id = {job.id: job for job in counting if job.workers}
     running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
-    return [
-        *sorted(waiting, key=_age, reverse=True),
-        *sorted(starting, key=lambda job: (is_paused(job), _age(job)), reverse=True),
-        *sorted(running, key=is_paused, reverse=True),
-    ][:surplus]
+    return [*reversed(waiting), *reversed(starting), *running][:surplus]
 
 
-def _hand_over(
-    expiring: Sequence[Job], needed: int, leaving: int, gently: bool, now: float, policy: Policy
-) -> list[Job]:
-    """The jobs to end before their walltime: those whose time has come, and replaced ones.
-
-    Replacements may come all at once; `gently`, a quarter at a time leaves for them.
-    """
+def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:
+    """Return the jobs to end before their walltime: those that are due, and replaced ones."""
     times = {job.id: retire_at(job, policy) or math.inf for job in expiring}
     due = [job for job in expiring if times[job.id] <= now and job.workers]
     others = [job for job in expiring if times[job.id] > now or not job.workers]
     most = len(others) - max(0, needed)
-    if gently:
-        at_once = math.ceil((len(expiring) + leaving) / 4)
-        most = min(most, at_once - leaving - len(due))
     able = [job for job in others if job.workers or job.state is JobState.STARTING]
     able.sort(key=lambda job: (times[job.id], job.id))
     return due + able[: max(0, most)]

@@ -1,4 +1,4 @@
-"""What is asked of the scheduler when workers come to their end.
+"""Requests to the scheduler when workers come to their end.
 
 Plain functions on a `distributed.Scheduler` in the same event loop. They stand on what its own
 `retire_workers` and timeouts use; the comments name what of it is not documented, and
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from dask.typing import Key
 from distributed import Scheduler, Status
@@ -21,14 +20,9 @@ from distributed.active_memory_manager import RetireWorker
 from distributed.metrics import time
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.errors import TaskTooLong
-
 POLL_S = 0.05
 #: States of Dask tasks that could run and have no worker.
 WAITING = ("no-worker", "queued")
-
-# Addresses of the workers that a call of `retire` has in hand.
-_retiring: WeakKeyDictionary[Scheduler, set[str]] = WeakKeyDictionary()
 
 
 def ignore_removed(scheduler: Scheduler) -> None:
@@ -53,91 +47,45 @@ async def retire(
 ) -> frozenset[str]:
     """Let workers finish, hand over what they alone hold, and close; return who is gone then.
 
-    A worker that nobody can relieve, or that is not ready in time, goes on as before, so one can
-    try again. Calls may overlap; a worker that another call retires is left to that call.
+    A worker that nobody can relieve, or that is not ready in time, goes on as before, so the caller
+    can try again. Calls for different workers may overlap.
     """
     deadline = monotonic() + deadline_s
-    in_hand = _retiring.setdefault(scheduler, set())
-    mine = {ws.address for ws in _workers(scheduler, names)} - in_hand
-    in_hand |= mine
+    addresses = {ws.address for ws in _workers(scheduler, names)}
     try:
         # All at once: otherwise one would hand over to the next.
-        drained = await _drain(scheduler, mine, deadline)
+        drained = await _drain(scheduler, addresses, deadline)
         await asyncio.gather(*(_see_off(scheduler, address, deadline) for address in drained))
     finally:
-        in_hand -= mine
-        for address in mine & set(scheduler.workers):
+        for address in addresses & set(scheduler.workers):
             _take_back(scheduler, address)
     return frozenset(names) - {str(ws.name) for ws in scheduler.workers.values()}
 
 
 async def force_out(
-    scheduler: Scheduler,
-    names: Collection[str],
-    *,
-    reason: str,
-    cut_off: CutOff | None = None,
-    life_s: float | None = None,
-) -> list[TaskTooLong]:
-    """Remove workers at once; Dask computes elsewhere what they hold or run. It is no failure.
+    scheduler: Scheduler, names: Collection[str], *, reason: str, expected: bool = True
+) -> None:
+    """Remove workers at once; Dask computes elsewhere what they hold or run.
 
-    Where the walltime is the reason, `cut_off` has the earlier times, and a job is of use for
-    `life_s`. A Dask task that is longer fails with `TaskTooLong`; these errors are returned.
+    Unless the end is `expected`, it counts as a failure of the Dask tasks that run there, so that
+    distributed's ``allowed-failures`` bounds how often a Dask task begins again.
     """
     stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
     leaving = _workers(scheduler, names)
-    errors = []
-    if cut_off is not None and life_s is not None:
-        errors = cut_off.note(scheduler, leaving, life_s)
-        for error in errors:
-            _fail(scheduler, error.key, error, stimulus_id)
     for ws in leaving:
         # The handler of a worker's own message: else the first one's tasks go to the next.
         scheduler.handle_worker_status_change(Status.closing_gracefully, ws, stimulus_id)
+    if not expected:
+        for ws in leaving:
+            _release_waiting(scheduler, ws, stimulus_id)
     await asyncio.gather(
         *(
-            scheduler.remove_worker(ws.address, stimulus_id=stimulus_id, expected=True, close=True)
+            scheduler.remove_worker(
+                ws.address, stimulus_id=stimulus_id, expected=expected, close=True
+            )
             for ws in leaving
         )
     )
-    return errors
-
-
-def too_long(ran_s: Sequence[float], life_s: float) -> bool:
-    """Whether a Dask task takes longer than a job is of use, from what it had run each time.
-
-    It is if the last attempt had at least 80 % of that, or two attempts more than half of it each.
-    """
-    return ran_s[-1] >= 0.8 * life_s or sum(ran > 0.5 * life_s for ran in ran_s) >= 2
-
-
-class CutOff:
-    """How many seconds Dask tasks had run each time the walltime cut them off, the last time last.
-
-    `ran_s` has the Dask tasks that have not finished since.
-    """
-
-    def __init__(self) -> None:
-        self.ran_s: dict[Key, tuple[float, ...]] = {}
-
-    def note(
-        self, scheduler: Scheduler, leaving: Collection[WorkerState], life_s: float
-    ) -> list[TaskTooLong]:
-        """Add what these workers run, and return an error for each that is too long."""
-        tasks = scheduler.tasks
-        self.ran_s = {  # what has an end needs no record
-            key: ran_s
-            for key, ran_s in self.ran_s.items()
-            if key in tasks and tasks[key].state not in ("memory", "erred")
-        }
-        errors = []
-        for ws in leaving:
-            for ts, seconds in _running(ws).items():
-                ran_s = (*self.ran_s.get(ts.key, ()), seconds)
-                self.ran_s[ts.key] = ran_s
-                if too_long(ran_s, life_s):
-                    errors.append(TaskTooLong(ts.key, ts.prefix.name, ran_s, life_s))
-        return errors
 
 
 def fail_waiting(
@@ -163,24 +111,12 @@ def fail_waiting(
 
 
 def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
-    """The same with those that run, as the scheduler is about to end."""
+    """Let the Dask tasks that wait or run fail with `error`; return how many."""
     return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 
-def hold_alone(scheduler: Scheduler, names: Collection[str]) -> bool:
-    """Whether these workers hold anything that no other worker has that is to stay."""
-    leaving = _workers(scheduler, names)
-    return any(
-        not any(
-            other.status == Status.running and other not in leaving for other in ts.who_has or ()
-        )
-        for ws in leaving
-        for ts in ws.has_what
-    )
-
-
 def closable(scheduler: Any, group_of: Callable[[str], str | None]) -> list[str]:
-    """The groups of workers that may be closed by the scheduler's rules, who holds least first.
+    """Return the groups of workers that the scheduler's rules may close, the least data first.
 
     The scheduler may be a part of one (see `demand.Part`).
     `group_of` maps a worker's name to its group, such as a job's id; None for others' workers.
@@ -197,13 +133,10 @@ def _workers(scheduler: Scheduler, names: Collection[str]) -> list[WorkerState]:
     return [ws for ws in scheduler.workers.values() if str(ws.name) in wanted]
 
 
-def _running(ws: WorkerState) -> dict[TaskState, float]:
-    """Return for how many seconds a worker has been running each of its Dask tasks.
-
-    `WorkerState.executing` is what its last heartbeat told.
-    """
-    since = time() - ws.last_seen
-    return {ts: ran + since for ts, ran in ws.executing.items() if ts in ws.processing}
+def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) -> None:
+    """Give other workers the Dask tasks that this worker's last heartbeat did not show running."""
+    waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
+    scheduler.transitions(dict.fromkeys(waiting, "released"), stimulus_id)
 
 
 def _fail(scheduler: Scheduler, key: Key, error: Exception, stimulus_id: str) -> None:
@@ -263,8 +196,7 @@ async def _finish(scheduler: Scheduler, address: str, deadline: float) -> bool:
         if len(heartbeats) > 2:
             # The second heartbeat from here on was sent after it stopped taking Dask tasks: what
             # it does not run by then, it will not run.
-            waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
-            scheduler.transitions(dict.fromkeys(waiting, "released"), f"hpcdask-retire-{time()}")
+            _release_waiting(scheduler, ws, f"hpcdask-retire-{time()}")
         await asyncio.sleep(POLL_S)
     return ws is not None
 

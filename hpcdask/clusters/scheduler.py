@@ -13,7 +13,6 @@ from distributed import Scheduler, Security, rpc
 from distributed.comm import get_address_host
 from distributed.utils import format_dashboard_link
 
-from hpcdask.client.small_tasks import SmallTasks
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.node.observe import make_observable
 from hpcdask.node.scratch import scratch_folder
@@ -132,7 +131,6 @@ class ClusterScheduler:
         webserver.guard(self.server)
         webserver.add_lazy_dashboard(self.server)
         self.server.add_plugin(GpuMonitor(self.server))
-        SmallTasks.watch(self.server)
         cull_by_layer()
         await self.server
         return self.server

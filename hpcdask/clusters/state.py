@@ -51,7 +51,7 @@ class ClusterState:
         self.emptied = jobs == 0
 
     def enter(self, job_id: str) -> None:
-        """Add a job that was just submitted, or take the place of one that had its id."""
+        """Add a job that was just submitted."""
         self.jobs[job_id] = Job(job_id, self.size, time.time(), group=self.group)
 
     def mark(self, job_id: str, **facts: Any) -> None:

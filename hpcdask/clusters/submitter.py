@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
+from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
 
@@ -42,12 +42,13 @@ class Submitter:
         """
         try:
             if self.unanswered:
-                with contextlib.suppress(NoTags):  # nobody can say; their workers will
-                    await self.adopt(known)
+                await self.adopt(known)
             largest = max(1, await self.queue.limit())
         except QueueError as error:
             self._wait()
-            raise error if error.for_now else NoAnswer(str(error)) from error
+            if error.for_now or isinstance(error, NotHere):
+                raise
+            raise NoAnswer(str(error)) from error
         before = set(known)
         try:
             while (count := min(count, self.missing())) > 0:

@@ -14,7 +14,7 @@ from hpcdask.jobs.state import OVER
 from hpcdask.queues.base import Queue
 
 from . import retire
-from .job import Job, is_paused
+from .job import Job
 from .state import ClusterState
 from .walltime import ends_at, margin_s
 
@@ -42,11 +42,8 @@ class JobTerminator:
     queue: Queue
     wake: Callable[[], None]
     _retiring: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _left: dict[str, float] = field(default_factory=dict)
-    _asked: dict[str, float] = field(default_factory=dict)
-    _strays: dict[str, float] = field(default_factory=dict)
+    _ending: dict[str, float] = field(default_factory=dict)  # since when, in unix time
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _cut_off: retire.CutOff = field(default_factory=retire.CutOff)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -63,7 +60,7 @@ class JobTerminator:
     # At once
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel these, and again later if the queue does not answer, or forgets it."""
+        """Cancel jobs, and again later while the queue still shows them or does not answer."""
         jobs = self.state.jobs
         ids = [
             job_id
@@ -72,34 +69,33 @@ class JobTerminator:
         ]
         for job_id in ids:
             self.state.mark(job_id, cancelled=True)
-            self._left.pop(job_id, None)
-            self._asked.pop(job_id, None)
+            self._ending.pop(job_id, None)
         if ids:
             self._spawn(self._cancel(ids))
 
     async def _cancel(self, ids: Collection[str]) -> None:
+        again = list(ids)
         try:
             await self.queue.cancel(ids)
             self.state.clear_warning("cancel")
-            waiting = self._asked
+            again = [job_id for job_id in ids if self.state.jobs[job_id].state not in OVER]
         except Exception as error:  # whatever it is, the jobs must not stay
             self.state.warn("cancel", str(error))
-            waiting = self._left
-        waiting.update(dict.fromkeys(ids, time.time()))
+        self._expect_end(again)
+
+    def _expect_end(self, ids: Collection[str]) -> None:
+        """Give jobs `LEAVE_S` to end."""
+        self._ending.update(dict.fromkeys(ids, time.time()))
         self._wake_after(LEAVE_S)
 
     def cancel_stragglers(self) -> None:
         """Cancel the jobs that should have ended by now."""
-        jobs = self.state.jobs  # one that was started again has a life of its own
-        late = [
-            job_id for job_id in _due(self._left) if jobs[job_id].leaving or jobs[job_id].cancelled
-        ]
-        still = [jobs[job_id] for job_id in _due(self._asked)]
-        still = [job for job in still if job.cancelled and job.state not in OVER]
-        if missed := [job.id for job in still if job.missed]:  # it may be there again later
-            self._asked.update(dict.fromkeys(missed, time.time()))
-            self._wake_after(LEAVE_S)
-        self.cancel(late + [job.id for job in still if not job.missed])
+        now, jobs = time.time(), self.state.jobs
+        due = [job_id for job_id, since in self._ending.items() if now > since + LEAVE_S]
+        for job_id in due:
+            del self._ending[job_id]
+        # A job that the queue has started again has a life of its own.
+        self.cancel([one for one in due if jobs[one].leaving or jobs[one].cancelled])
 
     # In good order
 
@@ -131,11 +127,6 @@ class JobTerminator:
             if left <= 0:
                 await self._force_out(job)
                 break
-            # stopped processes would not end what they run; results have to wait until they go on
-            if is_paused(job) and not retire.hold_alone(state.scheduler, job.workers):
-                await retire.force_out(state.scheduler, job.workers, reason="suspended")
-                self.cancel([job_id])
-                return
             deadline_s = left if job.expiring else min(left, ATTEMPT_S)
             gone = await retire.retire(state.scheduler, job.workers, deadline_s=deadline_s)
             if gone >= job.workers:
@@ -150,67 +141,28 @@ class JobTerminator:
                     break
             left = math.inf if last is None else last - time.time()
             await asyncio.sleep(min(1.0, max(0.0, left)))  # until somebody can take what it holds
-        self._left[job_id] = time.time()
-        self._wake_after(LEAVE_S)
+        self._expect_end([job_id])
 
     def _wake_after(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds + 0.1, self.wake)
-
-    def retire_strays(self, names: set[str]) -> None:
-        """Retire workers that stay though their job is over, as on a node that came back.
-
-        `names` are all such workers that are connected now.
-        """
-        now, patience_s = time.time(), self.state.policy.lost_after_s
-        if not names <= self._strays.keys():
-            self._wake_after(patience_s)
-        self._strays = {name: self._strays.get(name, now) for name in names}
-        due = [name for name, since in self._strays.items() if now >= since + patience_s]
-        if due:
-            self._strays.update(dict.fromkeys(due, now))
-            self._spawn(self._retire_strays(due))
-
-    async def _retire_strays(self, names: Collection[str]) -> None:
-        state = self.state
-        ids = ", ".join(sorted({state.job_of(name) or "" for name in names}))
-        state.warn(
-            f"strays of {ids}",
-            f"workers of jobs that are over were still there, and retire: {ids}",
-        )
-        try:
-            gone = await retire.retire(state.scheduler, names, deadline_s=ATTEMPT_S)
-            if not gone.issuperset(names) and state.emptied and not self._others(""):
-                await retire.force_out(state.scheduler, names, reason="scaled-to-0")
-        except Exception as error:  # they are asked again
-            state.warn("strays", f"workers of {ids} cannot hand over: {root_cause(error)}")
-        self._wake_after(state.policy.lost_after_s)
 
     def _others(self, job_id: str) -> bool:
         return any(job.workers for job in self.state.active() if job.id != job_id)
 
     def _last_moment(self, job: Job) -> float | None:
-        """Unix time at which the job is given up, a little before the queue kills it."""
+        """Return the unix time at which to give the job up, a little before the queue kills it."""
         end = ends_at(job, self.state.policy)
         early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.state.policy))
         return None if end is None else end - early
 
     async def _force_out(self, job: Job) -> None:
-        """The last moment: what these workers hold or run is computed again elsewhere."""
+        """Remove the job's workers, whose results and Dask tasks are computed again elsewhere."""
         self.state.say(
             f"job {job.id} reaches its walltime and nobody could take over in time: what it holds "
             f"or runs is computed again"
         )
-        last = self._last_moment(job)
-        life = None if last is None or job.started is None else last - job.started
-        errors = await retire.force_out(
-            self.state.scheduler,
-            job.workers,
-            reason="walltime",
-            cut_off=self._cut_off,
-            life_s=life,
-        )
-        for error in errors:
-            self.state.say(f"error: {error}")
+        scheduler, workers = self.state.scheduler, job.workers
+        await retire.force_out(scheduler, workers, reason="walltime", expected=False)
 
     # All of them
 
@@ -249,12 +201,3 @@ class JobTerminator:
                 )
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, 2.0)
-
-
-def _due(times: dict[str, float]) -> list[str]:
-    """Take out the jobs that have had `LEAVE_S` since then."""
-    now = time.time()
-    due = [job_id for job_id, at in times.items() if now > at + LEAVE_S]
-    for job_id in due:
-        del times[job_id]
-    return due

@@ -1,20 +1,14 @@
-"""When a job ends, retires, is replaced."""
+"""Times at which a job ends, retires and is replaced."""
 
 from __future__ import annotations
-
-import math
-import re
 
 from hpcdask.jobs.state import WAITING
 
 from .job import Job, Policy
 
-#: Fraction of the golden ratio: its multiples, modulo 1, spread evenly however many are taken.
-GOLDEN = (math.sqrt(5) - 1) / 2
-
 
 def ends_at(job: Job, policy: Policy) -> float | None:
-    """Unix time at which the job's walltime is over; None if it has none or waits."""
+    """Return the unix time of the walltime's end; None if there is none, or the job waits."""
     if job.state in WAITING:
         return None
     if job.ends is not None or job.started is None or policy.walltime_s is None:
@@ -23,9 +17,10 @@ def ends_at(job: Job, policy: Policy) -> float | None:
 
 
 def margin_s(job: Job, policy: Policy) -> float:
-    """Seconds before its walltime at which the job's workers retire at the latest.
+    """Return the seconds before the walltime at which the job's workers retire at the latest.
 
-    Twice the time to move what they hold, at least `margin_min_s`, at most a quarter of it all.
+    Twice the time to move their results, at least `margin_min_s`, at most a quarter of the
+    walltime.
     """
     margin = max(policy.margin_min_s, 2 * job.held / policy.bandwidth)
     end = ends_at(job, policy)
@@ -37,26 +32,12 @@ def margin_s(job: Job, policy: Policy) -> float:
 
 
 def retire_at(job: Job, policy: Policy) -> float | None:
-    """Unix time at which the job's workers retire even if no replacement has come.
-
-    Jobs that start together must not retire together: each does it up to half a margin early, as
-    the numbers in its id say, whatever becomes of the others.
-    """
+    """Return the unix time at which the job's workers retire even without a replacement."""
     end = ends_at(job, policy)
-    return None if end is None else end - margin_s(job, policy) * (1 + _share(job.id) / 2)
-
-
-def _share(job_id: str) -> float:
-    """A number in [0, 1) that is different, and evenly spread, for jobs with successive ids."""
-    return sum(map(int, re.findall(r"\d+", job_id))) * GOLDEN % 1
+    return None if end is None else end - margin_s(job, policy)
 
 
 def expires(job: Job, now: float, policy: Policy) -> bool:
-    """Whether its replacement is due: one more margin before it retires."""
+    """Return whether the job's replacement is due: one more margin before the job retires."""
     end = None if job.expiring else ends_at(job, policy)
-    if end is None:
-        return job.expiring
-    left, margin = end - now, margin_s(job, policy)
-    if left > 2.5 * margin:  # no stagger is longer, and few jobs get past this line
-        return False
-    return left <= margin * (2 + _share(job.id) / 2)
+    return job.expiring if end is None else end - now <= 2 * margin_s(job, policy)

@@ -115,7 +115,7 @@ def look(
         infiniband=infiniband(root),
         nvlink=pairs.joined,
         hidden_gpus=hidden_gpus(root) if gpus else 0,
-        ucx=installed_ucx(root, environ),
+        ucx=installed_ucx(environ),
         gpus=pairs.gpus,
         nvlink_unknown=pairs.unknown,
     )

@@ -10,15 +10,14 @@ from hpcdask.logs import plural, some
 
 from . import ucx_config
 from .topology import Topology
-from .ucx_config import VARIABLES, Link
+from .ucx_config import Link
 from .ucx_install import PREFER_SYSTEM
 
 #: ``fatal``: ucx cannot work, or not as it was asked for; ``slow``: a link is not used; ``none``:
-#: there is no such link, or nobody to use it.
+#: there is no such link, or no worker to use it.
 Severity = Literal["fatal", "slow", "none"]
 Kind = Literal[
-    "workers", "alone", "package", "cuda", "ib", "rdmacm", "port", "interface", "allocator",
-    "setting", "confined", "hardware", "closed", "roce",
+    "workers", "alone", "package", "cuda", "ib", "allocator", "setting", "confined", "hardware",
 ]  # fmt: skip
 
 ASYNC = (
@@ -27,23 +26,18 @@ ASYNC = (
 )
 NO_NVLINK = {"unknown": "NVML does not tell whether NVLink joins", "none": "NVLink does not join"}
 NO_IPC = "by a cgroup or a container, so CUDA IPC and NVLink do not work between"
-NO_PEERS = "GPUs of a node do not reach one another"
-NO_WAY = "nothing to open connections with: it needs tcp on a network interface, or InfiniBand"
-UNREACHABLE = "workers open no connection by UCX (no tcp on an interface, no InfiniBand)"
-NO_COPIES = "leaves out cuda_copy, without which UCX cannot send GPU memory"
 USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
-    f"InfiniBand (its libucp.so must be in LD_LIBRARY_PATH or known to the loader)"
+    f"InfiniBand (with its ucx_info on PATH)"
 )
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that stands in the way.
+    """A fact that keeps workers from ucx or from a link.
 
-    `text` is a sentence for the user, `remedy` what to do about it, where that is not in it. `link`
-    is the one that is not used because of it, empty where it is not about one. `settings` are the
-    user's variables that cause it. `effect` is for the doctor: what is lost, in a few words.
+    `text` is a sentence for the user; `remedy` says what to do where the text does not. `link` is
+    the link that is lost, empty for ucx as a whole. `effect` is what is lost, for the doctor.
     """
 
     kind: Kind
@@ -51,17 +45,16 @@ class Obstacle:
     text: str
     remedy: str = ""
     link: Link | Literal[""] = ""
-    settings: tuple[str, ...] = ()
     effect: str = ""
 
     @property
     def line(self) -> str:
-        """What it is, and what to do."""
+        """The text with its remedy."""
         return f"{self.text}: {self.remedy}" if self.remedy else self.text
 
 
 def obstacles(site: Topology) -> list[Obstacle]:
-    """All that stands in the way of these workers; of each severity and link the first counts."""
+    """Return all obstacles of these workers; of each severity and link the first one counts."""
     return [*_of_workers(site), *_of_nvlink(site), *_of_infiniband(site), *_of_ucx(site)]
 
 
@@ -76,7 +69,9 @@ def _of_workers(site: Topology) -> Iterator[Obstacle]:
 
 
 def _of_nvlink(site: Topology) -> Iterator[Obstacle]:
-    """Why NVLink does not join the GPUs inside a node."""
+    """Yield why NVLink does not join the GPUs inside a node; nothing with ``--enable-nvlink``."""
+    if site.spec.enable_nvlink:
+        return
     if site.mig:
         why = "MIG slices cannot share memory with each other: neither CUDA IPC nor NVLink"
         yield Obstacle("hardware", "none", why, link="nvlink")
@@ -92,24 +87,26 @@ def _of_nvlink(site: Topology) -> Iterator[Obstacle]:
             yield Obstacle("hardware", "none", f"{why} the GPUs of {host}", link="nvlink")
 
 
-def _left_out(site: Topology, link: Literal["nvlink", "infiniband"]) -> Iterator[Obstacle]:
-    """The options and settings that leave out a link."""
-    name = {"nvlink": "NVLink", "infiniband": "InfiniBand"}[link]
+def _left_out(site: Topology, link: Link) -> Iterator[Obstacle]:
+    """Yield the options and settings that leave out a link."""
+    name, transport = {"nvlink": ("NVLink", "cuda_ipc"), "infiniband": ("InfiniBand", "rc")}[link]
     for seat in site.seats:
-        known, effect = seat.fabric, ""
+        known = seat.fabric
         if setting := ucx_config.excluded_by(site.spec, known.ucx.tls, link):
-            if link == "infiniband" and any(port.usable for port in known.infiniband):
-                effect = "InfiniBand is not used (no rc)"
-            elif link == "nvlink" and seat.gpus:
-                lost = "NVLink is not used" if known.nvlink else NO_PEERS
-                effect = f"{lost} (no cuda_ipc)"
-            own = ("UCX_TLS",) if known.ucx.tls else ()
-            why = f"{setting}{f' on {seat.host}' if own else ''} leaves out {name}"
-            yield Obstacle("setting", "slow", why, "", link, own, effect)
+            usable = any(port.usable for port in known.infiniband)
+            effect = f"{name} is not used (no {transport})"
+            if not (usable if link == "infiniband" else seat.gpus):
+                effect = ""
+            elif link == "nvlink" and not known.nvlink:
+                effect = "GPUs of a node do not reach one another (no cuda_ipc)"
+            where = f" on {seat.host}" if known.ucx.tls else ""
+            yield Obstacle(
+                "setting", "slow", f"{setting}{where} leaves out {name}", "", link, effect
+            )
 
 
 def _confined(site: Topology) -> Iterator[Obstacle]:
-    """Workers of one node that cannot map each other's memory."""
+    """Yield the workers of one node that cannot map each other's memory."""
     remedy = "let jobs have whole nodes"
     if site.alone:
         count, host = max((seat.fabric.hidden_gpus, seat.host) for seat in site.seats)
@@ -125,7 +122,7 @@ def _confined(site: Topology) -> Iterator[Obstacle]:
 
 
 def _of_infiniband(site: Topology) -> Iterator[Obstacle]:
-    """Why InfiniBand does not join the nodes."""
+    """Yield why InfiniBand does not join the nodes."""
     yield from _left_out(site, "infiniband")
     without, lacking = site.without_port(), site.lacking("ib")
     if without and (slingshot := site.slingshot()):
@@ -145,27 +142,15 @@ def _of_infiniband(site: Topology) -> Iterator[Obstacle]:
     shut = site.where(lambda fabric: any(port.closed for port in fabric.infiniband))
     if shut := [host for host in shut if host in without]:
         why = f"InfiniBand of {some(shut)} is closed to the workers"
-        yield Obstacle("closed", "slow", why, "they need /dev/infiniband", "infiniband")
+        yield Obstacle("hardware", "slow", why, "they need /dev/infiniband", "infiniband")
     roce = site.where(lambda fabric: any(p.usable and p.roce for p in fabric.infiniband))
     if without and len(roce) == len(site.hosts):
-        switches = "--enable-infiniband"
-        switches += "" if any(_of_nvlink(site)) else " --enable-nvlink"
-        first = f", with a UCX that has InfiniBand ({USE_SYSTEM})" if lacking else ""
-        remedy = f"{switches} uses them{first}, if the network suits"
-        yield Obstacle("roce", "slow", "the nodes have RoCE ports", remedy, "infiniband")
-    for seat in site.seats:
-        ports = [port.name for port in seat.fabric.infiniband if port.usable]
-        devices = seat.fabric.ucx.devices
-        if ports and not any(ucx_config.device_allowed(devices, name) for name in ports):
-            why = f"UCX_NET_DEVICES={devices} on {seat.host} names no port of InfiniBand"
-            lost = "InfiniBand is not used"
-            # a setting that the choice of a transport does not look at
-            yield Obstacle("setting", "slow", why, settings=(VARIABLES[1],), effect=lost)
+        remedy = "--protocol ucx uses them, if the network suits and UCX has InfiniBand"
+        yield Obstacle("hardware", "slow", "the nodes have RoCE ports", remedy, "infiniband")
 
 
 def _of_ucx(site: Topology) -> Iterator[Obstacle]:
-    """What makes ucx impossible, or does not give what was asked for."""
-    spec = site.spec
+    """Yield what makes ucx impossible."""
     for problem in dict.fromkeys(seat.fabric.ucx.problem for seat in site.seats):
         if problem:
             broken = [seat.host for seat in site.seats if seat.fabric.ucx.problem == problem]
@@ -176,39 +161,16 @@ def _of_ucx(site: Topology) -> Iterator[Obstacle]:
         lost = "its NVLink is not used" if joined else "GPU memory cannot be sent"
         lost = f"this UCX has no CUDA transport, so {lost}"
         yield Obstacle("cuda", "fatal", why, "use one that has it", effect=lost)
-    if spec.enable_infiniband and (without := site.without_port()):
-        why = f"--enable-infiniband, and there is no usable port on {some(without)}"
-        yield Obstacle("port", "fatal", why)
-    if spec.enable_infiniband and (lacking := site.lacking("ib")):
-        why = f"the UCX on {some(lacking)} has no InfiniBand"
-        yield Obstacle("ib", "fatal", why, USE_SYSTEM)
-    if spec.enable_rdmacm and (lacking := site.lacking("rdmacm")):
-        why = f"the UCX on {some(lacking)} cannot connect by RDMA (rdmacm)"
-        yield Obstacle("rdmacm", "fatal", why, USE_SYSTEM)
-    yield from _unreachable(site)
     for seat in site.seats:
-        tls = seat.fabric.ucx.tls
+        ucx, tls = seat.fabric.ucx, seat.fabric.ucx.tls
         if seat.gpus and not ucx_config.permits(tls, "copies"):
-            why = f"UCX_TLS={tls} on {seat.host} {NO_COPIES}"
+            why = f"UCX_TLS={tls} on {seat.host} leaves out cuda_copy, so GPU memory is not sent"
             lost = "GPU memory is not sent by UCX (no cuda_copy)"
-            yield Obstacle("setting", "fatal", why, settings=("UCX_TLS",), effect=lost)
-    if spec.rmm_async and any(seat.gpus for seat in site.seats):
+            yield Obstacle("setting", "fatal", why, effect=lost)
+        rdma = "ib" in ucx.transports and ucx_config.permits(tls, "infiniband")
+        if not rdma and not ucx_config.permits(tls, "tcp"):
+            why = f"UCX_TLS={tls} on {seat.host} leaves UCX nothing to open connections with"
+            lost = "workers open no connection by UCX (no tcp, no InfiniBand)" if seat.gpus else ""
+            yield Obstacle("setting", "fatal", why, "add tcp", effect=lost)
+    if site.spec.rmm_async and any(seat.gpus for seat in site.seats):
         yield Obstacle("allocator", "fatal", ASYNC)
-
-
-def _unreachable(site: Topology) -> Iterator[Obstacle]:
-    """Settings that leave UCX no interface to open connections over."""
-    shut: dict[tuple[str, ...], list[str]] = {}
-    for seat in site.seats:
-        own = ucx_config.settings(seat.fabric.ucx)
-        given = {**ucx_config.ucx_environment(site.spec, own), **own}
-        closed = ucx_config.blocking_settings(seat.fabric, given, far=site.others)
-        if closed and not seat.fabric.ucx.problem:
-            named = tuple(one for one in closed if one.partition("=")[0] in own)
-            shut.setdefault(named, []).append(seat.host)
-    for named, hosts in shut.items():
-        what = " and ".join(named) or ucx_config.explicit_flags(site.spec)
-        names = tuple(one.partition("=")[0] for one in named)
-        why = f"{what} leaves UCX on {some(hosts)} {NO_WAY}"
-        lost = UNREACHABLE if any(seat.gpus for seat in site.seats) else ""
-        yield Obstacle("interface", "fatal", why, settings=names, effect=lost)

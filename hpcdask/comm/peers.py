@@ -30,9 +30,7 @@ from hpcdask.logs import complain, say
 from hpcdask.process import mark, raise_descriptor_limit
 from hpcdask.security import webserver
 from hpcdask.upstream import distributed as upstream
-from hpcdask.upstream.cupy import import_cupy
 
-from . import ucx_config
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
 from .warmup import TOPIC, LinkTest, choose_peers, evaluate
 
@@ -52,7 +50,7 @@ MEASUREMENTS = 5
 #: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
 UCX = "hpcdask.comm.ucx"
 #: How distributed sends device memory; numba comes with it, and takes half a second to load.
-SENDING = ("cupyx.scipy.sparse", "distributed.protocol.rmm", "distributed.protocol.cupy")
+SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
 #: Bytes that a worker asks of another in one message, where distributed's 50 MB are not set
 #: otherwise: a worker has one message at a time from each of the others, and one of device memory
 #: takes 4 ms besides what NVLink needs for its bytes.
@@ -218,8 +216,7 @@ class PeerWorker(Worker):
         from . import ucx
 
         ucx.register()
-        host = await asyncio.to_thread(ucx_config.host, get_address_host(self.address))
-        await super().listen(f"ucx://{unparse_host_port(host)}:0")
+        await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
 
@@ -387,8 +384,6 @@ def load(modules: Iterable[str]) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(name)
-    if "cupy" in sys.modules:
-        import_cupy()
 
 
 def _block(count: int, on_device: bool) -> Any:

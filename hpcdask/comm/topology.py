@@ -56,9 +56,8 @@ class Topology:
         return self.where(lambda fabric: not any(map(self._counts, fabric.infiniband)))
 
     def _counts(self, port: Port) -> bool:
-        """Whether ucx should use this port: RoCE needs a network that suits, so only if asked."""
-        asked = port.roce and self.spec.enable_infiniband is True
-        return port.usable and (port.link_layer == "InfiniBand" or asked)
+        """Return whether ucx should use this port: RoCE needs a network that suits, so if asked."""
+        return port.usable and (not port.roce or self.spec.protocol == "ucx")
 
     def slingshot(self) -> str:
         """The interface of Slingshot that all have; empty for none."""

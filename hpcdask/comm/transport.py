@@ -14,7 +14,6 @@ from hpcdask.gpu.driver import cuda_extra
 from hpcdask.logs import some
 from hpcdask.spec.specs import WorkerSpec
 
-from . import ucx_config
 from .fabric import Interface
 from .obstacles import Obstacle, obstacles
 from .topology import NodeLinks, Topology
@@ -62,14 +61,15 @@ def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
 
 def _choose(site: Topology) -> Choice:
     spec = site.spec
-    ucx_config.check(spec)
     found = obstacles(site)
     best = _best(site, found)
     if spec.protocol == "auto":
         return best
     if spec.protocol == "tcp":
-        if asked := ucx_config.explicit_flags(spec, wanted=True):
-            raise UsageError(f"{asked} is for ucx, and --protocol tcp is given: leave one out")
+        if spec.enable_nvlink:
+            raise UsageError(
+                "--enable-nvlink is for ucx, and --protocol tcp is given: leave one out"
+            )
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
         return Choice("tcp", "--protocol tcp", hints)
     if lacking := site.where(lambda fabric: fabric.ucx.missing):
@@ -101,8 +101,8 @@ def _best(site: Topology, found: Sequence[Obstacle]) -> Choice:
         why = fatal.line
     if why:
         warnings = _remedies(site, found)
-        if asked := ucx_config.explicit_flags(site.spec, wanted=True):
-            warnings.append(f"{asked} has no effect on tcp")
+        if site.spec.enable_nvlink:
+            warnings.append("--enable-nvlink has no effect on tcp")
         return Choice("tcp", why, tuple(warnings))
     if infiniband:
         reason = f"NVLink inside nodes, tcp between them: {infiniband.text}"
@@ -132,8 +132,8 @@ def _cautions(site: Topology, found: Sequence[Obstacle]) -> Iterator[str]:
             table = "; ".join(f"{version} on {some(where)}" for version, where in hosts.items())
             yield f"{what} differs between nodes: {table}"
     own = site.where(lambda fabric: bool(fabric.ucx.tls))
-    if own and (switches := ucx_config.explicit_flags(site.spec)):
-        yield f"UCX_TLS is set on {some(own)} and counts more than {switches}"
+    if own and site.spec.enable_nvlink is False:
+        yield f"UCX_TLS is set on {some(own)} and counts more than --disable-nvlink"
     if workers := _first(found, kind="workers"):
         yield f"{workers.text}; {SLOWER}"
         return

@@ -31,7 +31,6 @@ from hpcdask.security import ports
 from hpcdask.upstream import ucxx as upstream
 
 from .ucx_auth import SECRET_NBYTES, authenticate, introduce
-from .ucx_listener import SilentConnections
 from .ucx_progress import Endpoint, progress
 
 logger = logging.getLogger("distributed.hpcdask.ucx")
@@ -40,8 +39,6 @@ logger = logging.getLogger("distributed.hpcdask.ucx")
 AUTHENTICATION_DEADLINE_S = 5.0
 #: Seconds that a connection which ends has to say so.
 CLOSE_DEADLINE_S = 1.0
-#: Connections that may be unproven at a time; those beyond are refused.
-PENDING_LIMIT = 64
 #: Seconds for which a transfer of device memory is polled, before it is left to UCX to report its
 #: end: UCX does not report the end of every copy between devices.
 POLL_S = 1.0
@@ -252,8 +249,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     comm_class = PeerComm
     secret: bytes
-    #: Connections that have not proved themselves yet.
-    pending = 0
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -261,12 +256,10 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
         self.secret = secrets.token_bytes(SECRET_NBYTES)
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._full = False
         self._resource_id = upstream.keep_running_for(self)
         port = upstream.listened_port(self)
         self.ucxx_server = self._listen(port) if port else ports.choose(self._listen)
         self._port = self.ucxx_server.port
-        self._untold = SilentConnections(self._port, AUTHENTICATION_DEADLINE_S)
 
     def _listen(self, port: int) -> Any:
         ports.check_free(port)  # UCX does not say what is wrong
@@ -279,7 +272,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     def stop(self) -> None:
         """Let nobody in any more."""
-        self._untold.stop()
         super().stop()
         for task in self._tasks:
             task.cancel()
@@ -309,14 +301,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     async def _prove(self, raw: Any) -> PeerComm | None:
         """The connection, once it has proved itself."""
-        if self.pending >= PENDING_LIMIT:
-            raw.close_blocking()
-            if not self._full:  # one line, however many knock
-                logger.warning("refused a ucx connection: %d others are unproven", self.pending)
-            self._full = True
-            return None
-        self._full = False
-        self.pending += 1
         try:
             async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
                 endpoint = await introduce(raw, listens=True)
@@ -330,12 +314,11 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
             progress().look()
             if not isinstance(error, Exception):
                 raise
-            # A worker of this cluster that ends while it gets to know others is no stranger
-            level = logging.INFO if _hung_up(error) else logging.WARNING
+            # a worker of this cluster that ends meanwhile closes without an answer
+            stranger = isinstance(error, (PermissionError, TimeoutError))
+            level = logging.WARNING if stranger else logging.INFO
             logger.log(level, "refused a ucx connection to %s: %s", self.address, _reason(error))
             return None
-        finally:
-            self.pending -= 1
 
 
 #: What serves connections that proved themselves: the event loop itself holds tasks weakly.
@@ -346,16 +329,6 @@ def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:
     """UCX has a connection for a listener."""
     if (there := listener()) is not None:
         there.admit(raw)
-
-
-def _hung_up(error: BaseException) -> bool:
-    """Whether the other end closed, which UCX tells in several ways, before it said anything."""
-    if isinstance(error, CommClosedError) and error.__cause__ is not None:
-        error = error.__cause__
-    known = base.ucxx.exceptions
-    gone = (known.UCXCanceledError, known.UCXCloseError, known.UCXConnectionResetError)
-    cut = isinstance(error, known.UCXMessageTruncatedError) and ": 0 (got)" in str(error)
-    return isinstance(error, gone) or cut
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ from hpcdask.jobs.folder import base_path
 from hpcdask.jobs.owner import check_owned
 from hpcdask.node.scratch import base_folder
 from hpcdask.queues.environment import job_id
-from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.queues.registry import queue_class, systems
 from hpcdask.security.credentials import check_configuration
 from hpcdask.upstream.configuration import sources, unreadable
 
@@ -63,7 +63,7 @@ def read() -> Facts:
             if key in FOLDERS and value:
                 values[section, key]["obstacle"] = _obstacle(key, str(value))
     rows = [{"section": section, "key": key, **rest} for (section, key), rest in values.items()]
-    systems = {system_of(row["section"]) for row in rows if row["key"] == "queue" and row["value"]}
+    asked = {system_of(row["section"]) for row in rows if row["key"] == "queue" and row["value"]}
     opened = ""
     try:
         check_configuration()
@@ -76,7 +76,7 @@ def read() -> Facts:
         "interfaces": [one.name for one in interfaces(every=True)],
         "paths": list(map(str, dask.config.paths)),
         # of a job with many nodes, all would ask
-        "queues": {one: _queues(one) for one in systems if one and job_id() is None},
+        "queues": {one: _queues(one) for one in asked if one and job_id() is None},
     }
 
 
@@ -135,7 +135,7 @@ def _writable(folder: Path) -> bool:
 def system_of(section: str) -> str | None:
     """The queueing system of a section such as ``jobqueue.slurm-h200``, if its name tells."""
     name = section.removeprefix("jobqueue.")
-    return next((one for one in SYSTEMS if name == one or name.startswith(f"{one}-")), None)
+    return next((one for one in systems() if name == one or name.startswith(f"{one}-")), None)
 
 
 def _queues(system: str) -> list[str] | None:
@@ -192,7 +192,7 @@ def _no_section(row: Facts) -> Finding:
 
 def _check_section(section: str) -> Iterator[Finding]:
     name = section.removeprefix("jobqueue.")
-    near = difflib.get_close_matches(name, SYSTEMS, 1, ALIKE)
+    near = difflib.get_close_matches(name, systems(), 1, ALIKE)
     if section != "hpcdask" and system_of(section) is None and near:
         value = f"is no queueing system's, and read only with config_name={name!r}"
         yield say.warning(section, value, f"Did you mean jobqueue.{near[0]}?")

@@ -10,19 +10,18 @@ from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.obstacles import USE_SYSTEM, Obstacle, obstacles
 from hpcdask.comm.topology import NodeLinks, Topology
-from hpcdask.comm.ucx_config import VARIABLES
 from hpcdask.comm.ucx_install import PREFER_SYSTEM
 from hpcdask.spec.specs import WorkerSpec
 
 from .findings import Facts, Finding, Reporter, known_gpus
 
 say, of_settings = Reporter("network"), Reporter("settings")
-TLS, DEVICES, MANAGERS = VARIABLES
+TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 #: What to do about a UCX that lacks a transport, by the kind of the obstacle.
 LACKS = {
     "cuda": (
         "UCX and NVLink",
-        f"Use that of the package: unset {PREFER_SYSTEM}, and see UCX_MODULE_DIR",
+        f"Use that of the package: unset {PREFER_SYSTEM}",
     ),
     "ib": ("UCX and InfiniBand", f"UCX from PyPI has none: {USE_SYSTEM}"),
 }
@@ -104,7 +103,7 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
     environ: dict[str, str] = process["env"]
     found: list[Finding] = []
     if "nvlink" in facts.get("fabric", {}):
-        found = [*_of_ucx(environ, facts), *_system_ucx(environ, facts["fabric"]["ucx"])]
+        found = [*_of_ucx(environ, facts)]
     found += _switches(environ, process["config"])
     reported = {finding.topic for finding in found}
     rest = [
@@ -118,56 +117,38 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
 
 
 def _of_ucx(environ: Mapping[str, str], facts: Facts) -> Iterator[Finding]:
-    """What is lost by UCX's variables in one rank."""
-    known = Fabric.from_json(facts["fabric"])
-    own = {name: environ.get(name, "") for name in VARIABLES}
-    ucx = dataclasses.replace(known.ucx, tls=own[TLS], devices=own[DEVICES], managers=own[MANAGERS])
-    found = obstacles_of(facts, [dataclasses.replace(known, ucx=ucx)])
-    yield from (missing := [*_missing(own[DEVICES], known)])
-    shut = any(one.kind == "interface" and DEVICES in one.settings for one in found)
-    ports = f"name a port of {', '.join(sorted(port.name for port in known.infiniband))}"
-    names = f"add one of {', '.join(one.name for one in known.interfaces) or 'lo'}"
-    for name, advice in (
-        (TLS, "Unset UCX_TLS and let UCX choose, or add what is missing"),
-        (DEVICES, f"Unset it, or {names if shut else ports}"),
-        (MANAGERS, "Unset it"),
-    ):
-        told = [one for one in found if name in one.settings and one.effect]
-        told.sort(key=lambda one: one.kind == "interface")
-        if name == DEVICES:
-            told = [] if missing else told[-1:]
-        elif name == MANAGERS:  # of several that do it together, the others are told
-            told = [one for one in told if one.settings == (name,)]
-        if lost := ", ".join(one.effect for one in told):
-            yield of_settings.slow(name, f"with {own[name]}, {lost}", advice)
+    """Yield what UCX's variables lose in one rank."""
+    known, tls = Fabric.from_json(facts["fabric"]), environ.get(TLS, "")
+    known = dataclasses.replace(known, ucx=dataclasses.replace(known.ucx, tls=tls))
+    found = obstacles_of(facts, [known])
+    if lost := ", ".join(one.effect for one in found if one.kind == "setting" and one.effect):
+        advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
+        yield of_settings.slow(TLS, f"with {tls}, {lost}", advice)
+    yield from _of_devices(environ.get(DEVICES, ""), known)
 
 
-def _missing(devices: str, known: Fabric) -> Iterator[Finding]:
-    """Devices that are named and not there."""
+def _of_devices(devices: str, known: Fabric) -> Iterator[Finding]:
+    """Yield devices that are named and not there, and InfiniBand that is not among them.
+
+    UCX takes patterns, too: only plain names are checked.
+    """
+    listed = {*devices.split(",")} - {""}
+    if not listed or devices.startswith("^") or "all" in listed or set(devices) & set("*?~"):
+        return
     ports = {port.name for port in known.infiniband}
+    ports |= {name.partition(":")[0] for name in ports}
     there = ports | {one.name for one in known.interfaces}
-    there |= {name.partition(":")[0] for name in ports}
-    listed = {*devices.split(",")} if not devices.startswith("^") else set()
-    # UCX takes beginnings and patterns, too, so only plain names are checked
-    wrong = [name for name in listed - there - {"", "lo", "all"} if not set(name) & set("*?~")]
-    if wrong:
+    if wrong := listed - there - {"lo"}:
         have = ", ".join(sorted(there)) or "none"
         yield of_settings.error(
             DEVICES,
             f"{devices}: this node has no {', '.join(sorted(wrong))}",
             f"UCX would find no network here. This node has {have}: choose of these, or unset it",
         )
-
-
-def _system_ucx(environ: Mapping[str, str], ucx: Facts) -> Iterator[Finding]:
-    value = environ.get(PREFER_SYSTEM, "false")
-    if value.lower() != "false" and ucx["source"] == "package" and ucx["ucx"]:
-        yield of_settings.warning(
-            PREFER_SYSTEM,
-            f"{value}, but the system's UCX is not found",
-            "The package's is used instead: load the site's UCX (module load ucx), with its "
-            "libucp.so on LD_LIBRARY_PATH, or unset the variable",
-        )
+    elif not listed & ports and any(port.usable for port in known.infiniband):
+        named = ", ".join(sorted(port.name for port in known.infiniband))
+        lost = f"with {devices}, InfiniBand is not used"
+        yield of_settings.slow(DEVICES, lost, f"Unset it, or name a port of {named}")
 
 
 def _switches(environ: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -1,30 +1,19 @@
-"""What a worker's first Dask task would wait for, used once while the program still starts.
+"""Warm up CUDA libraries during start-up, so that the first Dask task does not pay for them.
 
 On an H100, the first use of twenty usual operations of CuPy takes 0.9 s with a filled kernel cache
-and 4 s with an empty one. A thread uses them once, and ends with the first Dask task: what is left
-then is left to the Dask tasks. Before that, `hpcdask.node.early_imports` loads `MODULES`, which
-take 1.4 s to import.
+and 4 s with an empty one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Iterator
 
-from hpcdask.upstream.cupy import import_cupy
-
-#: What a Dask task with arrays imports; the second comes with numba.
-MODULES = ("dask.array", "distributed.protocol.cupy")
-#: What the scheduler has a worker do.
-IMPORT = "hpcdask-import"
-
 
 class FirstUse:
-    """A thread that uses libraries and kernels of the device once, until it is stopped.
-
-    What Dask tasks are unpickled from was imported before: in two threads at once, both can fail.
-    """
+    """A thread that uses libraries and kernels of the device once, and ends with a Dask task."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -53,11 +42,14 @@ class FirstUse:
 
 
 def _steps() -> Iterator[None]:
-    """What is used, the most likely first. Between two steps the thread may end.
+    """Use one thing after the other, the most likely first. Between two steps the thread may end.
 
     Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
     """
-    cupy = import_cupy()
+    import cupy
+
+    # results are sent by it; numba comes with it, and takes half a second to load
+    importlib.import_module("distributed.protocol.cupy")
     yield
     random = cupy.random.RandomState(1)
     for dtype in ("f8", "f4"):

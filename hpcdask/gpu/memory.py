@@ -15,7 +15,6 @@ from dask.utils import format_bytes
 
 from hpcdask.errors import DeviceError
 from hpcdask.logs import say
-from hpcdask.upstream.cupy import import_cupy
 
 from .memory_plan import ALIGNMENT, MemoryPlan
 from .oom import device_out_of_memory, free, holders
@@ -85,7 +84,7 @@ def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
 def _allocate_through_rmm(library: str) -> None:
     # dask-cuda's RMMSetup does the same, for CuPy and PyTorch only
     if library == "cupy":
-        cupy = import_cupy()
+        import cupy
         from rmm.allocators.cupy import rmm_cupy_allocator
 
         cupy.cuda.set_allocator(rmm_cupy_allocator)

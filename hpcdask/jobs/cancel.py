@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
-from hpcdask.errors import NoTags, NotHere, QueueError
+from hpcdask.errors import NotHere, QueueError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.commands import COMMAND_TIMEOUT_S
 from hpcdask.queues.job_state import OVER
 from hpcdask.spec.tags import parse_tag
 
-from .detached import scheduler_job, scheduler_tag
 from .folder import ClusterFolder
 
 #: Seconds that cancelling and verifying may take. More than an unanswered submission counts.
@@ -21,31 +20,6 @@ END_S = 150.0
 UNANSWERED_S = COMMAND_TIMEOUT_S + 15
 #: Least and most seconds between two looks at the queue.
 PAUSE_S = (0.5, 10.0)
-
-
-async def find_tags(
-    queue: Queue, folders: Collection[ClusterFolder]
-) -> tuple[dict[str, str], bool]:
-    """Ids of this user's jobs with a tag of hpcdask, with the tag, and whether the queue says so.
-
-    Of a queue that shows no tags, those that are recorded in these folders, over or not. Jobs of a
-    submission that got no answer are not known there.
-    """
-    try:
-        return await queue.tagged(), True
-    except NoTags:
-        tags = {job_id: tag for one in folders for job_id, tag in one.tags().items()}
-        schedulers = {scheduler_job(folder): scheduler_tag(folder) for folder in folders}
-        return tags | {job_id: tag for job_id, tag in schedulers.items() if job_id}, False
-
-
-async def find_jobs(queue: Queue, folders: Collection[ClusterFolder]) -> dict[str, str]:
-    """The same, of jobs that are not over."""
-    tags, shown = await find_tags(queue, folders)
-    if shown or not tags:
-        return tags
-    seen = await queue.query(tags)
-    return {job_id: tags[job_id] for job_id, job in seen.items() if job.state not in OVER}
 
 
 async def end_jobs(
@@ -100,7 +74,7 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
         mine: list[str] = []
         problem: QueueError | None = None
         try:
-            found = await find_jobs(queue, [folder])
+            found = await queue.tagged()
             mine = [job_id for job_id, tag in found.items() if parse_tag(tag)[0] == folder.name]
         except QueueError as error:
             problem = error

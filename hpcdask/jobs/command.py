@@ -16,7 +16,7 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.spec.tags import parse_tag
 
 from . import runs
-from .cancel import end_jobs, find_jobs, may_bring_more
+from .cancel import end_jobs, may_bring_more
 from .detached import NOTEBOOK, holder
 from .discovery import ClusterRecord, choose, survey
 from .folder import BATCH, prune
@@ -120,7 +120,7 @@ async def _end(cluster: ClusterRecord) -> str | None:
     queue = queue_class(cluster.queue)()
 
     async def find() -> list[str]:
-        tags = await find_jobs(queue, [cluster.folder] if cluster.folder else [])
+        tags = await queue.tagged()
         mine = [job_id for job_id, tag in tags.items() if parse_tag(tag)[0] == cluster.name]
         # a notebook that lives may submit others for ever
         return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine

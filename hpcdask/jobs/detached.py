@@ -42,7 +42,6 @@ class ControlRecord:
 
     `name` is the user's. `why` says why it ends or has ended. `ends` is when the walltime of its
     scheduler is reached, as a unix time; None if it has none. `tls` tells whether keys are needed.
-    `agent` is where an agent is to call that submits, and `problem` says why nothing is submitted.
     """
 
     name: str
@@ -53,8 +52,6 @@ class ControlRecord:
     gpus: bool = False
     tls: bool = True
     why: str = ""
-    agent: str = ""
-    problem: str = ""
 
     def write(self, folder: ClusterFolder) -> None:
         """Tell it to all processes of this user."""

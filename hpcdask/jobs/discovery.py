@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
-from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.tags import parse_tag
 
-from .cancel import find_tags
 from .detached import SCHEDULER, scheduler_job
 from .folder import ClusterFolder, list_clusters
 from .state import WAITING, JobReport, JobState
@@ -49,7 +48,7 @@ class ClusterRecord:
     @property
     def elsewhere(self) -> str | None:
         """The other machine whose processes its jobs are, if they are."""
-        known = self.folder and self.queue in SYSTEMS
+        known = self.folder and self.queue in systems()
         if self.folder is None or not (known and queue_class(self.queue).is_local):
             return None
         host = self.folder.owner.host
@@ -95,11 +94,9 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]
     }
     problems = {}
     # a system that a folder names comes first: another one's commands may be wrappers around it
-    systems = sorted(SYSTEMS, key=lambda name: name not in named)
-    answers = await asyncio.gather(
-        *(_ask(name, name in named, list(folders.values())) for name in systems)
-    )
-    for system, answer in zip(systems, answers, strict=True):
+    names = sorted(systems(), key=lambda name: name not in named)
+    answers = await asyncio.gather(*(_ask(name, name in named) for name in names))
+    for system, answer in zip(names, answers, strict=True):
         if isinstance(answer, HpcdaskError):
             if system in named:
                 problems[system] = str(answer)
@@ -118,17 +115,14 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]
     return list(clusters.values()), problems
 
 
-async def _ask(
-    name: str, named: bool, folders: list[ClusterFolder]
-) -> dict[str, tuple[str, QueueStatus]] | HpcdaskError:
+async def _ask(name: str, named: bool) -> dict[str, tuple[str, QueueStatus]] | HpcdaskError:
     """The jobs with a tag of hpcdask that are not over, by id."""
     try:
         queue: Queue = queue_class(name)()
         queue.check("The other systems are shown", "nothing is known of the jobs of")
         if not named:
             queue.timeout_s = GUESS_TIMEOUT_S
-        mine = [folder for folder in folders if folder.queue == name and folder.ended is None]
-        tags, _ = await find_tags(queue, mine)
+        tags = await queue.tagged()
         seen = await queue.query(tags) if tags else {}
     except HpcdaskError as error:
         return error

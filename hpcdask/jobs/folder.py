@@ -33,7 +33,6 @@ from pathlib import Path
 from hpcdask.errors import UsageError
 from hpcdask.process import home_folder
 from hpcdask.security.private import make_folders, write_private
-from hpcdask.spec.tags import group_id
 
 from . import state
 from .owner import Owner, append, check_owned, read_end
@@ -170,13 +169,8 @@ class ClusterFolder:
         self._write()
 
     def write_reports(self, reports: Iterable[state.JobReport]) -> None:
-        """Tell other processes how the jobs are. What cannot be written leaves nothing older."""
-        path = self.path / "jobs.json"
-        try:
-            write_private(str(path), state.to_json(reports))
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+        """Tell other processes how the jobs are."""
+        write_private(str(self.path / "jobs.json"), state.to_json(reports))
 
     def reports(self) -> dict[str, state.JobReport]:
         """What the cluster told last of its jobs, by id; empty if that cannot be read."""
@@ -236,14 +230,6 @@ class ClusterFolder:
     def ids(self) -> list[str]:
         """All jobs that are recorded, in the order of each group's submissions."""
         return [job_id for submission in self.submissions() for job_id in submission.ids()]
-
-    def tags(self) -> dict[str, str]:
-        """What each recorded job carries."""
-        return {
-            job_id: f"hpcdask:{group_id(self.name, submission.group)}"
-            for submission in self.submissions()
-            for job_id in submission.ids()
-        }
 
     def submitted(self) -> dict[str, float]:
         """When each recorded job was submitted, as a unix time."""
@@ -369,11 +355,8 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
         if folder.ended is not None and folder.ended < limit:
             shutil.rmtree(folder.path, ignore_errors=True)
             removed.append(folder.name)
-            _remove_link(base_path() / folder.name)
-    with contextlib.suppress(OSError):
-        for path in base_path().iterdir():  # a file system may be missing for a while
-            if path.is_symlink() and not path.exists() and path.lstat().st_mtime < limit:
-                _remove_link(path)
+            if (link := base_path() / folder.name).is_symlink():
+                link.unlink(missing_ok=True)
     return removed
 
 
@@ -381,11 +364,6 @@ def _write_script(path: Path, text: str) -> Path:
     write_private(str(path), text)
     path.chmod(0o700)
     return path
-
-
-def _remove_link(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
 
 
 def _words(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distributed.comm import CommClosedError
@@ -17,22 +17,20 @@ from distributed.protocol.serialize import dask_deserialize
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
-from hpcdask.client.batching import pace, send_at_once
+from hpcdask.client.batching import send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, make_context
-from hpcdask.gpu.first_use import IMPORT, FirstUse
+from hpcdask.gpu.first_use import FirstUse
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.logs import say, set_log_level, sign_lines
 from hpcdask.process import mark, marks
 from hpcdask.security import ports
-from hpcdask.upstream.distributed_p2p import ArrayRechunkSpec
 
-from . import early_imports, forkserver
+from . import forkserver
 from .observe import make_observable
-from .profiling import task_range
 
 #: What a worker and its nanny are asked by who looks at them.
 LOOK = "hpcdask_look"
@@ -78,7 +76,6 @@ class DeviceWorker(PeerWorker):
                 set_log_level("CRITICAL")  # the nanny says it, in one line
                 raise
             mark("device memory set up")
-        take_device_arrays()
         make_observable()
         if bind_gpu is None:
             dask_deserialize.register_lazy("cupy", _receive_cupy_arrays)
@@ -89,19 +86,7 @@ class DeviceWorker(PeerWorker):
         if bind_gpu is not None:
             self._reporter = GpuReporter(self, bind_gpu)
         self.handlers[LOOK] = self._tell_work
-        self.stream_handlers[IMPORT] = self._import
-        if bind_gpu is None:  # on a GPU, it waits for the first exchange
-            self.startup_information[IMPORT] = lambda worker: True
         send_at_once(self.batched_stream)
-
-    async def _import(self, modules: Sequence[str]) -> None:
-        """Import what Dask tasks will need. Those that come wait until this returns.
-
-        If some run already, they import for themselves: see `EarlyImports`.
-        """
-        if self.state.all_running_tasks:
-            return
-        await early_imports.load(*modules)
 
     def _tell_work(self) -> dict[str, Any]:
         """What it runs, and since when, for who looks at the cluster from outside."""
@@ -130,9 +115,7 @@ class DeviceWorker(PeerWorker):
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run a Dask task, and survive that its device is full, or that it broke the context."""
         self._first_use.stop()
-        pace(self.batched_stream, ready=len(self.state.ready))
-        with task_range(args[0]):
-            event = await super().execute(*args, **kwargs)
+        event = await super().execute(*args, **kwargs)
         event = await oom.explained(self, self.device_memory, event)
         if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
             if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
@@ -176,23 +159,6 @@ class DeviceWorker(PeerWorker):
         except CommClosedError:
             # Its nanny ended while it was told, and distributed's worker stays half closed then
             os._exit(1)
-
-
-def take_device_arrays() -> None:
-    """Have rechunks by P2P in this process take device arrays; the first one imports what for.
-
-    `hpcdask.comm.p2p` has the rest of what depends on private parts of distributed's P2P.
-    """
-    kind: Any = ArrayRechunkSpec
-    create_run: Callable[..., Any] = kind.create_run_on_worker
-
-    def create_device_run(spec: ArrayRechunkSpec, **kwargs: Any) -> Any:
-        from hpcdask.comm import p2p
-
-        return p2p.with_device_arrays(create_run(spec, **kwargs), kwargs["plugin"].worker)
-
-    if create_run.__name__ != create_device_run.__name__:
-        kind.create_run_on_worker = create_device_run
 
 
 def _receive_cupy_arrays() -> None:

@@ -53,12 +53,11 @@ class ForkedProcess:
 class Forker:
     """Forks children that hold nothing of the rank but their own socket.
 
-    The pipes of janitor and probe, and the listener for light ranks, only the rank may hold.
+    The pipes of janitor and probe only the rank may hold.
     """
 
     janitor: Janitor
     probe: GpuProbe | None = None
-    light: socket.socket | None = None
     _socks: list[socket.socket] = field(default_factory=list)
 
     def close_in_child(self) -> None:
@@ -66,7 +65,7 @@ class Forker:
         self.janitor.release_in_child()
         if self.probe is not None:
             self.probe.release_in_child()
-        for sock in (*self._socks, *([self.light] if self.light else ())):
+        for sock in self._socks:
             sock.close()
 
     def fork(self, body: Callable[[socket.socket], None]) -> ForkedProcess:

@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import multiprocessing
 import os
-import platform
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from multiprocessing import connection
 from typing import TYPE_CHECKING, NoReturn
 
-from hpcdask.bootstrap import ranks
 from hpcdask.comm import ucx_hooks
-from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import devices, driver
-from hpcdask.process import FILES, SIGNALS, detach_standard_streams, process_start
+from hpcdask.process import FILES, SIGNALS, detach_standard_streams
 from hpcdask.upstream import multiprocessing as upstream
 
 if TYPE_CHECKING:
@@ -36,8 +30,9 @@ if TYPE_CHECKING:
 
     from .forking import Forker
 
-#: Seconds that the template has to fork a worker.
-_deadline_s = 240.0
+#: What the template imports, as far as it is installed; none of it makes a CUDA call. dask-cuda,
+#: which has the device's store, takes 0.2 s to import cuda.core.
+PRELOAD = ("dask.array", "cuda.core")
 
 
 def leave_signals_to_the_rank() -> None:
@@ -67,10 +62,6 @@ def start(folder: str, in_child: Callable[[], None], preimport: Sequence[str] = 
     distributed.preload_nothing()
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
     _start_resource_tracker()
-    # the folder is for a fork server of multiprocessing's, if this one is lost
-    short = folder if len(os.fsencode(folder)) < 80 else None
-    upstream.name_files(f"/hpcdask-{'.'.join(_life(os.getpid()))}", short)
-    _purge_semaphores()
     # A socket's path may have 107 characters, the folder's may have more
     address = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/template"
     listener = socket.socket(socket.AF_UNIX)
@@ -135,34 +126,12 @@ _offered: list[tuple[int, socket.socket]] = []
 def _connect(fds: list[int]) -> tuple[int, int]:
     """In the place of multiprocessing's function: a new process, from the template or offered.
 
-    Returns where the process's id and exit code can be read, and where it expects its work. Raises
-    ClusterError if the template does not answer, or not as it should.
+    Returns where the process's id and exit code can be read, and where it expects its work.
     """
     while _offered:
         if told := _give_order(*_offered.pop(), fds):
             return told
-    answer: Future[tuple[int, int]] = Future()
-    threading.Thread(target=_ask_template, args=(fds, answer), daemon=True).start()
-    try:
-        return answer.result(_deadline_s)
-    except TimeoutError:
-        problem = f"has not answered for {_deadline_s:g} s. Its imports may hang in a file system"
-    except Exception as error:
-        problem = f"failed ({root_cause(error)}), with Python {platform.python_version()}"
-    raise ClusterError(
-        f"the template on {socket.gethostname()}, of which workers are forks, {problem}. Start "
-        f"again; if it stays, leave the node out"
-    )
-
-
-def _ask_template(fds: list[int], answer: Future[tuple[int, int]]) -> None:
-    """Have the template fork, in a thread of its own: nothing else ends a wait for it."""
-    try:
-        status, data = upstream.ask_server(fds)
-        connection.wait([status])  # for the id of the new process
-        answer.set_result((status, data))
-    except Exception as error:
-        answer.set_exception(error)
+    return upstream.ask_server(fds)
 
 
 def _give_order(pid: int, line: socket.socket, fds: list[int]) -> tuple[int, int] | None:
@@ -197,21 +166,6 @@ def _tell_end(pid: int, status: int) -> None:
 def stop() -> None:
     """Close this process's hold on the template, which ends when its workers have too."""
     upstream.leave_server()
-
-
-def _life(pid: int) -> tuple[str, str, str]:
-    """One process for good: its id, its start, and in which namespace they mean something."""
-    return str(os.stat("/proc/self/ns/pid").st_ino), str(pid), process_start(pid)
-
-
-def _purge_semaphores() -> None:
-    """Remove what ranks of this node left that died with their tracker (`scancel JOB.STEP`)."""
-    for path in glob.glob("/dev/shm/sem.hpcdask-*"):
-        with contextlib.suppress(OSError, ValueError):
-            space, pid, start = os.path.basename(path).split("-")[1].split(".")
-            here, _, now = _life(int(pid))
-            if os.lstat(path).st_uid == os.getuid() and space == here and start != now:
-                os.unlink(path)
 
 
 def _start_resource_tracker() -> None:
@@ -249,41 +203,8 @@ def prepare_forks() -> None:
     from distributed.versions import get_versions
 
     get_versions()
-    _drop_idle_hook()
-    _keep_pools_off_mpi()
     gc.freeze()
     gc.enable()
-
-
-def _keep_pools_off_mpi() -> None:
-    """Have processes that a program or a Dask task starts leave MPI alone, as these do."""
-    if ranks.leaves_mpi_alone() and multiprocessing.get_all_start_methods()[0] == "forkserver":
-        multiprocessing.set_forkserver_preload(["hpcdask.bootstrap.mpi_off"])
-
-
-def _drop_idle_hook() -> None:
-    """Take away the import hook that comes with dask-cuda, where it has nothing to patch any more.
-
-    To look for patches of a module of Dask it holds Python's import lock, and waits with it for
-    the module's package. A process hangs for good where another thread is importing that package.
-    The patches of dask and distributed themselves are done by now.
-    """
-    hook = sys.modules.get("rapids_dask_dependency")
-    if hook is None or hook.__file__ is None:
-        return
-    folder = os.path.join(os.path.dirname(hook.__file__), "patches")
-    files = {
-        os.path.relpath(os.path.join(at, name), folder)
-        for at, _, names in os.walk(folder)
-        for name in names
-        if name.endswith(".py")
-    }
-    if files <= {"__init__.py", "dask/__init__.py", "distributed/__init__.py"}:
-        sys.meta_path[:] = [
-            finder
-            for finder in sys.meta_path
-            if not type(finder).__module__.startswith(f"{hook.__name__}.")
-        ]
 
 
 def start_forkserver(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: bool) -> None:
@@ -291,11 +212,8 @@ def start_forkserver(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: b
 
     ``peers``: there may be other workers on GPUs to exchange data with.
     """
-    global _deadline_s
     import dask.config
 
-    if spec.death_timeout:
-        _deadline_s = 0.8 * spec.death_timeout  # the nanny waits so long, and does not say for what
     cuda = spec.device != "cpu" and driver.has_nvidia_driver()
     likely = cuda and spec.protocol == "auto" and peers
 
@@ -304,7 +222,6 @@ def start_forkserver(spec: WorkerSpec, scratch: str, forker: Forker, *, peers: b
         if spec.protocol == "ucx" or likely:
             ucx_hooks.install(dask.config.get("distributed.nanny.environ", None))
 
-    # dask-cuda, which has the device's store, takes 0.2 s to import it; it makes no CUDA call
-    start(scratch, in_child, ["cuda.core"] if cuda else [])
+    start(scratch, in_child, PRELOAD)
     if cuda:
         devices.start_nvml()

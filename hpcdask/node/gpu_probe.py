@@ -39,8 +39,6 @@ PROBE_DEADLINE_S = 30.0
 HOLD_S = 60.0
 #: Seconds that the probe gets to be gone.
 DISMISSAL_S = 0.5
-#: The variable that is 0 where no probe is to become a worker, to see what depends on it.
-SWITCH = "HPCDASK_PRESTART"
 
 
 class EarlyOptions(NamedTuple):
@@ -60,7 +58,7 @@ class EarlyOptions(NamedTuple):
     def read(cls, arguments: Sequence[str], *, in_run: bool) -> EarlyOptions:
         """Look at all words, the program's too."""
         words = {word for argument in arguments for word in argument.split("=")}
-        elsewhere = bool(words & {"cpu", "dedicated"})
+        elsewhere = "cpu" in words
         groups = kinds.kinds(" ".join(words)) if "--groups" in words else ()
         return cls(in_run, elsewhere, "tcp" in words, "--oversubscribe" in words, groups)
 
@@ -267,7 +265,7 @@ def _one_start() -> Iterator[None]:
 
 def _may_prestart(rank: ranks.Rank | None, early: EarlyOptions) -> bool:
     """Whether this rank may have one worker, and has a core for its imports beside its own."""
-    if rank is None or early.elsewhere or os.environ.get(SWITCH) == "0":
+    if rank is None or early.elsewhere:
         return False
     if rank.local_size == 1 and _count_visible() != 1:
         return False  # a worker for each, or one that the job chooses

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from distributed.comm import connect, parse_host_port
+from distributed.comm import connect
 from distributed.core import rpc
 
 from hpcdask.bootstrap.ranks import Rank, detect
@@ -20,7 +20,6 @@ from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, plural, say
-from hpcdask.process import mark
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
@@ -48,8 +47,6 @@ LEAVE_BEHIND_DEADLINE_S = 2.0
 SETTLE_S = 1.0
 #: Seconds that a scheduler which takes a connection has to say who it is, beside those to connect.
 HANDSHAKE_DEADLINE_S = 3.0
-#: Seconds in which a scheduler whose connection broke must answer again.
-RECONNECT_DEADLINE_S = 2.0
 #: Seconds in which the scheduler has to say which workers it has.
 ANSWER_DEADLINE_S = 5.0
 FOREVER_S = 1e8
@@ -93,10 +90,8 @@ class JobAgent:
         try:
             placements = await self._alive(asyncio.to_thread(self._place))
             self.line = await self._alive(self._connect(self.spec.death_timeout))
-            mark("scheduler answers")
             self.gone = asyncio.ensure_future(self._scheduler_gone())
             await self._alive(self._start(placements))
-            mark("workers run")
             code = await self._watch()
         except _Signalled:
             code = await self._end_by_signal()
@@ -196,11 +191,8 @@ class JobAgent:
                 return line
         except OSError as error:
             waited = f" within {timeout:g} s" if timeout else ""
-            # the deadline may have cut off the last attempt before it was refused
-            refused = "connection refused" if await _refuses(address) else ""
             raise ClusterError(
-                f"no answer from the scheduler at {address}{waited}: "
-                f"{refused or root_cause(error)}. {advice}"
+                f"no answer from the scheduler at {address}{waited}: {root_cause(error)}. {advice}"
             ) from error
         except Exception as error:  # what another program sends may be any
             raise ClusterError(
@@ -235,11 +227,8 @@ class JobAgent:
         return 0
 
     async def _check_scheduler(self) -> None:
-        """Raise if the scheduler is gone, rather than one of its connections."""
-        await asyncio.sleep(0.1)  # all break at once, and are noticed one by one
-        if self.line is None:
-            answers_s = RECONNECT_DEADLINE_S + HANDSHAKE_DEADLINE_S
-            await asyncio.wait([self.gone], timeout=answers_s + SETTLE_S)
+        """Raise if the scheduler is gone."""
+        await asyncio.sleep(0.1)  # its connections break at once, and are noticed one by one
         if self.gone.done():
             raise self._loss()
 
@@ -252,14 +241,11 @@ class JobAgent:
         )
 
     async def _scheduler_gone(self) -> None:
-        """Return when the scheduler ends its side of the line and does not answer any more."""
-        while self.line is not None:
-            with contextlib.suppress(OSError):
-                await self.line.read()
-            self.line = None
-            if not await _refuses(self.asked.scheduler):
-                with contextlib.suppress(ClusterError):
-                    self.line = await self._connect(RECONNECT_DEADLINE_S)
+        """Wait until the scheduler's side of the connection ends."""
+        assert self.line is not None
+        with contextlib.suppress(OSError):
+            await self.line.read()
+        self.line = None
 
     async def _end_by_signal(self) -> int:
         number = self.signalled.result()
@@ -294,18 +280,6 @@ class JobAgent:
         except Exception as error:  # whatever the scheduler answers, this job ends
             say(f"the scheduler does not take over what the workers hold: {root_cause(error)}")
         return there
-
-
-async def _refuses(address: str) -> bool:
-    """Whether nobody listens there: a scheduler that has ended does not come back to its port."""
-    host, port = parse_host_port(address.rpartition("://")[2])
-    try:
-        async with asyncio.timeout(RECONNECT_DEADLINE_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except OSError as error:  # TimeoutError is one
-        return isinstance(error, ConnectionRefusedError)
-    writer.close()
-    return False
 
 
 async def _retire(scheduler: Any, names: set[str]) -> None:

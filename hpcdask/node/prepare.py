@@ -13,35 +13,28 @@ from hpcdask.logs import complain
 from hpcdask.upstream.configuration import reading
 
 if TYPE_CHECKING:
-    import socket
-
     from .gpu_probe import GpuProbe
 
 
 class Prepared(NamedTuple):
-    """What a rank or job has before its imports; on rank 0 of a run, where light ranks ask."""
+    """The processes that a rank or job has before its imports."""
 
     janitor: Janitor
     probe: GpuProbe | None
-    light: socket.socket | None
 
 
 def prepare_rank(arguments: Sequence[str], *, in_run: bool) -> Prepared:
     """Execute the command again, then fork the janitor and the probe.
 
     ``arguments`` are those of the command line, which nobody has read yet. With ``in_run`` it is a
-    rank of a run, which a launcher may have started. A light one does not return.
+    rank of a run, which a launcher may have started.
     """
     reexec.end_on_interrupt()
     reexec.reexecute()
     from hpcdask.bootstrap import ranks, resources
 
-    light = None
     if in_run:
-        from . import light_rank
-
         ranks.note_launcher()
-        light = light_rank.begin(ranks.detect(), arguments)
     janitor = Janitor.start()
     resources.widen(resources.launcher_cores())  # the imports and the probe need more than one
     if in_run:
@@ -49,13 +42,8 @@ def prepare_rank(arguments: Sequence[str], *, in_run: bool) -> Prepared:
     from .gpu_probe import EarlyOptions, GpuProbe
     from .prestart import prestart
 
-    def in_child() -> None:
-        janitor.release_in_child()
-        if light is not None:
-            light.close()
-
     early = EarlyOptions.read(arguments, in_run=in_run)
-    prepared = Prepared(janitor, GpuProbe.start(in_child, early, prestart), light)
+    prepared = Prepared(janitor, GpuProbe.start(janitor.release_in_child, early, prestart))
     _read_configuration()
     return prepared
 

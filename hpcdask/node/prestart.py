@@ -23,8 +23,8 @@ from hpcdask.process import detach_standard_streams, mark
 from . import forkserver
 from .gpu_probe import EarlyOptions, has_peers
 
-#: What the template and the worker import besides, where it is there.
-PACKAGES = ("cuda.core", "dask_cuda.device_host_file", "rmm.allocators.cupy")
+#: What a worker imports besides, where it is installed.
+PACKAGES = (*forkserver.PRELOAD, "dask_cuda.device_host_file", "rmm.allocators.cupy")
 
 
 def prestart(

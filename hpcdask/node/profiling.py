@@ -1,59 +1,44 @@
-"""Profiles of workers: py-spy beside each of them, or their rank under nsys."""
+"""Profiles of workers: py-spy beside each of their processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from hpcdask.bootstrap import ranks, reexec
-from hpcdask.bootstrap.janitor import Janitor
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
 from hpcdask.spec.specs import WorkerSpec
 
 from .observe import find_spy
 
-#: In the environment of a rank that runs under nsys.
-UNDER_NSYS = "HPCDASK_UNDER_NSYS"
 #: Seconds that py-spy has to write its file.
 WRITE_DEADLINE_S = 30.0
 
 
 def folder_of(spec: WorkerSpec) -> Path:
-    """Where the profiles go."""
+    """Return the folder for the profiles."""
     return Path(spec.profile_folder or "hpcdask-profile").absolute()
 
 
 def check(spec: WorkerSpec) -> None:
-    """Make the folder. Raises UsageError if that or the tool is missing here."""
+    """Make the folder. Raise UsageError if that fails, or if py-spy is missing here."""
     if spec.profile == "none":
         return
-    host = socket.gethostname()
-    if spec.profile == "py-spy" and find_spy() is None:
-        lacks = "py-spy is not installed there: pip install py-spy"
-    elif spec.profile == "nsys" and shutil.which("nsys") is None:
-        lacks = "there is no nsys on PATH. Load the module that has NVIDIA Nsight Systems"
-    elif spec.profile == "nsys" and find_spec("nvtx") is None:
-        lacks = "nvtx, which names Dask tasks in the profile, is not installed: pip install nvtx"
-    else:
-        try:
-            folder_of(spec).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--profile-folder: {folder_of(spec)} cannot be made on {host}: {error.strerror}"
-            ) from None
-        return
-    raise UsageError(f"--profile {spec.profile} on {host}: {lacks}")
+    host, folder = socket.gethostname(), folder_of(spec)
+    if find_spy() is None:
+        raise UsageError(
+            f"--profile py-spy on {host}: py-spy is not installed there: pip install py-spy"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--profile-folder: {folder} cannot be made on {host}: {error.strerror}"
+        ) from None
 
 
 class Profiler:
@@ -74,7 +59,7 @@ class Profiler:
         )
 
     async def end(self) -> bool:
-        """Have it write its file; say why it did not."""
+        """Have py-spy write its file. Return whether it did; if not, tell the user why."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
@@ -87,36 +72,3 @@ class Profiler:
         why = (told.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         say(f"warning: no profile of worker {self._worker}: py-spy failed: {why}")
         return False
-
-
-def run_under_nsys(spec: WorkerSpec, name: str, janitor: Janitor) -> None:
-    """Execute this command once more under nsys, if it is asked for; ``name`` is the file's."""
-    if spec.profile != "nsys" or UNDER_NSYS in os.environ or shutil.which("nsys") is None:
-        return  # what is missing is told with all else that is wrong here
-    folder = folder_of(spec)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # `check` says it
-    given = {**ranks.given(), ranks.LAUNCHER_PID: ranks.launcher_text(), UNDER_NSYS: "1"}
-    janitor.dismiss()
-    reexec.restore_environment()
-    command = ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--trace-fork-before-exec=true"]
-    command += ["--sample=none", "--cpuctxsw=none", "--output", str(folder / name)]
-    os.execvpe(command[0], [*command, sys.executable, *sys.orig_argv[1:]], {**os.environ, **given})
-
-
-@contextlib.contextmanager
-def task_range(key: object) -> Iterator[None]:
-    """Show a Dask task as a range of the profile, if there is one."""
-    if UNDER_NSYS not in os.environ:
-        yield
-        return
-    import nvtx
-    from dask.utils import key_split
-
-    mark: Any = nvtx.start_range(message=key_split(key), domain="dask")
-    try:
-        yield
-    finally:
-        nvtx.end_range(mark)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NoReturn
 
 from distributed import Security
@@ -53,7 +51,6 @@ class WorkerGroup:
         self._spec, self._host, self._tells = spec, host, tells
         self._ending = False
         self._watchers: list[asyncio.Task[None]] = []
-        self._given_up: set[BoundNanny] = set()
         self._first = True
 
     def dismiss_probe(self) -> None:
@@ -95,7 +92,7 @@ class WorkerGroup:
         for nanny in self.nannies[:1]:
             nanny.parts = self.parts
         for nanny in self.nannies:
-            nanny.profile = self._spec if self._spec.profile == "py-spy" else None
+            nanny.profile = self._spec if self._spec.profile != "none" else None
         if len(placements) == 1:
             self.nannies[0].prestarted = self.probe
         elif self.probe is not None and self.probe.uuid is not None:
@@ -119,24 +116,10 @@ class WorkerGroup:
 
     async def _tell_end(self, nanny: BoundNanny) -> None:
         await nanny.finished()  # type: ignore[no-untyped-call]
-        if not self._ending and nanny not in self._given_up:
+        if not self._ending:
             await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
             if not self._ending:
                 say(f"worker {nanny.name} on {self._host} has ended")
-
-    async def give_up(self, names: Collection[str]) -> None:
-        """End some workers at once, for good: what they stand for is gone."""
-        ended = [nanny for nanny in self.nannies if nanny.name in names]
-        self._given_up.update(ended)
-        pids = [nanny.pid for nanny in ended if nanny.pid is not None]
-        closings = [asyncio.create_task(one.close(timeout=CLOSE_DEADLINE_S)) for one in ended]
-        await asyncio.sleep(0)  # they close first, so that none starts its worker again
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for error in await asyncio.gather(*closings, return_exceptions=True):
-            if isinstance(error, Exception):
-                say(f"warning: a worker of a rank that is gone does not close: {error!r}")
 
     async def close(self) -> None:
         """Close the workers, by force after `CLOSE_DEADLINE_S`."""

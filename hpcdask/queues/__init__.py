@@ -1,4 +1,4 @@
 """Clusters whose workers are jobs of a queueing system.
 
-`hpcdask.queues.base.Queue` is the door to one queueing system; a module per system implements it.
+`hpcdask.queues.base.Queue` is a queueing system; a module per system implements it.
 """

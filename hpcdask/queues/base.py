@@ -1,9 +1,8 @@
-"""The door to a queueing system: the only place that runs its commands."""
+"""Base class of queueing systems: the only place that runs their commands."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -21,18 +20,16 @@ from .helpers import AGAIN, parse_clock, words
 from .job_state import WAITING, QueueStatus
 from .script import first_number, option_values, quoted_header, render
 
-#: Files of Docker, Podman, Singularity, Apptainer and enroot in the containers that they start.
-CONTAINER_MARKS = (
-    *("/.dockerenv", "/run/.containerenv", "/.singularity.d", "/.apptainer.d"),
-    *("/.enroot", "/.lock"),
+#: Advice where the commands of a queueing system are missing.
+WHERE_TO_RUN = (
+    "Run this on a login node of the site. A container needs the queue's commands and their "
+    "configuration bound into it"
 )
-#: Variables that Apptainer and Singularity set there.
-CONTAINER_VARIABLES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one job asks for beside what dask-jobqueue's header asks for already.
+    """Request of one job, beside what dask-jobqueue's header asks for already.
 
     `name` is as the user gave it. By `tag`, ``hpcdask:CLUSTER``, `hpcdask jobs` and
     `hpcdask cleanup` know the job. `folder` is the existing 0700 folder of the cluster's logs,
@@ -59,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What a batch job asks for, in the words of `hpcdask submit`.
+    """Request of a batch job, in the words of `hpcdask submit`.
 
     Each GPU gets one rank; without GPUs each node has one. `walltime` is in the queueing system's
     forms, or None for what is configured. `memory` is host memory per node in bytes: 0 for all of
@@ -87,13 +84,13 @@ class Allocation:
 
 
 class Queue(Commands, ABC):
-    """One queueing system. Its commands count as hanging after `timeout_s`.
+    """Queueing system. Its commands count as hanging after `timeout_s`.
 
     What is not said by a class attribute is said by a method that the system's class overrides.
     """
 
-    #: Class of dask-jobqueue that writes the header: its module, which is also the name of its
-    #: section of the configuration, and its name.
+    #: Class that writes the header, of dask-jobqueue: its module, which is also the name of its
+    #: section of the configuration, and its name; with a module before it for a class elsewhere.
     jobqueue: ClassVar[tuple[str, str]]
     #: Types and texts of the cluster class's keywords that other systems have not, or otherwise.
     keywords: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
@@ -105,10 +102,6 @@ class Queue(Commands, ABC):
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
-    #: Others that it runs where they are there.
-    more_programs: ClassVar[tuple[str, ...]] = ()
-    #: What its commands need beside themselves, for a container into which they are bound.
-    companions: ClassVar[str] = "its configuration"
     #: Prints the names of its queues, one on each line; empty where no command does.
     list_queues: ClassVar[tuple[str, ...]] = ()
     #: How to list what may be asked for, per kind of refusal.
@@ -137,7 +130,7 @@ class Queue(Commands, ABC):
     walltime_forms: ClassVar[str] = "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS"
     #: Variable that names a file with the job's nodes.
     node_file: ClassVar[str] = ""
-    #: What may start the ranks of a batch job, the usual one first.
+    #: What may start the ranks of a batch job, the usual one first; none without batch jobs.
     launchers: ClassVar[tuple[str, ...]] = ("mpirun",)
     #: Shell line and option that an mpirun of several nodes needs.
     mpirun_setup: ClassVar[str] = ""
@@ -149,13 +142,13 @@ class Queue(Commands, ABC):
 
     @classmethod
     def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
-        """The door for a cluster; takes out of its keywords what belongs to the system."""
+        """Make the queue of a cluster, and take the queue's own keywords out of `keywords`."""
         return cls()
 
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        """The job script: the header, what `request` adds to it, `preamble`, and `command`.
+        """Return the job script: header, additions of `request`, `preamble`, and `command`.
 
         `job` is an instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
         ``_job_script_prologue`` are used. The lines of `preamble` go before that prologue, which is
@@ -180,30 +173,30 @@ class Queue(Commands, ABC):
             )
 
     def job_name(self, request: Request) -> str:
-        """The job's name as the queue takes it."""
+        """Return the job's name as the queue takes it."""
         return request.name
 
     def name_directive(self, name: str) -> str:
-        """The option that gives the job this name."""
+        """Return the option that gives the job this name."""
         return f"{self.name_option} {name}"
 
     def quote(self, value: str) -> str:
-        """A value as the reader of directives takes it."""
+        """Quote a value for the reader of directives."""
         return value if value.startswith('"') else shlex.quote(value)
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """The header, asking for the request's GPUs where it asks for other resources."""
+        """Add the request's GPUs to the resources of the header."""
         return lines
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        """The header with the tag, the file of the queue's own output, and what else it needs."""
+        """Add the tag, the file of the queue's own output, and other lines to the header."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how a job of {self.title} carries its tag, and "
             f"where its log is: override with_directives, or script"
         )
 
     def guard(self, request: Request) -> list[str]:
-        """Shell lines that end a job which the queue started before.
+        """Return shell lines that end a job which the queue started before.
 
         Some queues run a job again under its id and do not tell the job. Its workers would come
         with names that the scheduler may still know, so the job ends, and the cluster replaces it.
@@ -214,12 +207,12 @@ class Queue(Commands, ABC):
         return [f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"]
 
     def replaced(self, job: Any) -> list[str]:
-        """Directives that the user wrote and that `script` overrules with the tag."""
+        """Return the user's directives that `script` overrules with the tag."""
         return []
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """GPUs that a user's directive requests for a job of so many nodes; None for no request.
+        """Return the GPUs that a user's directive requests for a job of so many nodes, or None.
 
         The directive has no prefix. ``--cpus-per-gpu=8`` and ``-p gpus`` request none.
         """
@@ -233,7 +226,7 @@ class Queue(Commands, ABC):
     async def allocation(
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Keywords of dask-jobqueue's class for a batch job, where they depend on the system.
+        """Return keywords of dask-jobqueue's class for a batch job that depend on the system.
 
         `directives` are the site's and the user's, `site` is its section of Dask's configuration.
         Raises UsageError for what it does not have.
@@ -246,14 +239,14 @@ class Queue(Commands, ABC):
 
     @classmethod
     def node_count(cls, environ: Mapping[str, str]) -> int:
-        """Number of nodes of the job whose variables these are; 0 or 1 where it is not said."""
+        """Return the number of nodes of the job with these variables; 0 if it is unknown."""
         with contextlib.suppress(OSError), open(environ.get(cls.node_file, "")) as file:
             return len(set(file.read().split()))
         return 0
 
     @classmethod
     def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
-        """Words that start a command on every node of this job; none where that is done, or one.
+        """Return the words that start a command on every node of this job, if it needs any.
 
         Raises UsageError if there are several nodes and no such command.
         """
@@ -267,7 +260,7 @@ class Queue(Commands, ABC):
     # What is asked of the queue
 
     async def limit(self) -> int:
-        """Most jobs that one submission may hold."""
+        """Return the largest number of jobs of one submission."""
         return 1
 
     @abstractmethod
@@ -282,13 +275,13 @@ class Queue(Commands, ABC):
 
     @abstractmethod
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """The jobs as the queue shows them now, with one command; what it does not show is missing.
+        """Ask for jobs with one command; those that the queue does not show are missing.
 
         Raises QueueError when it does not answer.
         """
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """How jobs ended that `query` does not show any more, as far as accounting knows."""
+        """Ask accounting how jobs ended that `query` does not show any more."""
         return {}
 
     async def cancel(self, ids: Collection[str]) -> None:
@@ -303,14 +296,11 @@ class Queue(Commands, ABC):
 
     @abstractmethod
     async def tagged(self) -> dict[str, str]:
-        """Ids of all jobs of this user in the queue that carry a tag of hpcdask, with the tag.
-
-        Raises NoTags where the queue does not show them.
-        """
+        """Return the tags of this user's jobs in the queue that carry one of hpcdask's, by id."""
 
     @classmethod
     def lasting(cls, reason: str) -> str | None:
-        """What to do about jobs that wait for this reason; None where that ends by itself."""
+        """Return advice on jobs that wait for this reason; None where that ends by itself."""
         return cls.advice if re.search(r"\bheld\b|never run", reason, re.I) else None
 
     @classmethod
@@ -338,7 +328,7 @@ class Queue(Commands, ABC):
         return found
 
     def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
-        """The error of a submission that failed: for now if its words match `limits`."""
+        """Return the error of a submission that failed: for now if its words match `limits`."""
         text = words(done)
         return Refused(
             f"{done.args[0]} refused the job: {text}. Script kept at {script}. {self.advice}",
@@ -356,25 +346,8 @@ class Queue(Commands, ABC):
         to the system's name.
         """
         for program in self.programs:
-            if self.runner is None and shutil.which(program) is None:
+            if shutil.which(program) is None:
                 raise UsageError(
                     f"there is no {program} on this machine, so {lacks} {self.title}. "
-                    f"{where_to_run(self)}. {instead}"
+                    f"{WHERE_TO_RUN}. {instead}"
                 )
-
-
-def in_container() -> bool:
-    """Whether this process seems to run inside a container."""
-    return any(map(os.environ.get, CONTAINER_VARIABLES)) or any(
-        os.path.exists(mark) for mark in CONTAINER_MARKS
-    )
-
-
-def where_to_run(queue: Queue) -> str:
-    """Return where the commands of a queueing system are, as advice."""
-    if not in_container():
-        return "Run this on a login node of the site"
-    return (
-        f"This is inside a container, which does not have the queue's commands: submit from the "
-        f"host, or bind into the container {', '.join(queue.programs)} and {queue.companions}"
-    )

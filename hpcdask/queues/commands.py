@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, NotHere, QueueError
@@ -31,9 +31,6 @@ class Commands:
     ignored_variables: ClassVar[tuple[str, ...]] = ()
     #: What commands say on a host that may not use them, or whose jobs may not.
     denied: ClassVar[re.Pattern[str]] = NOTHING
-    #: In a process whose host may not run some of the commands: what runs them instead of `run`,
-    #: given the queue, the command, its input and its variables.
-    runner: ClassVar[Callable[..., Awaitable[subprocess.CompletedProcess[str]]] | None] = None
 
     def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
@@ -51,14 +48,6 @@ class Commands:
         return kind(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
 
     async def run(
-        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one command, here or by `runner`. Raises what `run_here` raises."""
-        if self.runner is not None:
-            return await self.runner(self, command, input, env)
-        return await self.run_here(*command, input=input, env=env)
-
-    async def run_here(
         self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run one command in a thread; it may not take longer than `timeout_s`.

@@ -6,62 +6,59 @@ import os
 import re
 from collections.abc import Mapping
 
-from .registry import SYSTEMS, queue_class, system_of_job
+from .registry import queue_class, system_of_job, systems
 
-#: Systems for which there is no door: their variable in a job, name, and how to ask for a GPU.
-OTHERS = {
-    "COBALT_JOBID": ("Cobalt", "#COBALT -q <a queue with GPUs>"),
-    "FLUX_JOB_ID": ("Flux", "flux run --gpus-per-task=1"),
-}
-#: By which a job of each system is known.
-VARIABLES = (*(system.job for system in SYSTEMS.values() if system.job), *OTHERS)
+#: Variables of a job of Flux, which starts ranks though it has no class of queue.
+FLUX = ("FLUX_ENCLOSING_ID", "FLUX_JOB_ID")
 #: Those that are set where the job, or its step, has GPUs on this node: their numbers, or how many.
 GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_AssignedGPUs")
 GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """Id of the queueing system's job that this process runs in, or None.
+    """Return the id of the queueing system's job that this process runs in, or None.
 
     A requeued SLURM job keeps its id, so the id carries the restart count.
     """
     environ = os.environ if environ is None else environ
     if name := system_of_job(environ):
-        system = SYSTEMS[name]
+        system = systems()[name]
         if system.task:
             return f"{environ.get(system.number)}.{environ.get(system.task)}"
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
-    return next((f"{environ[other]}.r0" for other in OTHERS if environ.get(other)), None)
+    return next((f"{environ[name]}.r0" for name in FLUX if environ.get(name)), None)
 
 
 def is_job_of_queue(job: str) -> bool:
-    """Whether the queueing system's variables speak of this very job, not of one around it."""
+    """Return whether the queueing system's variables are this job's, not an outer job's."""
 
     def number(text: str) -> str:
         return re.split(r"\D", text, maxsplit=1)[0]
 
-    names = (*VARIABLES, *(system.number for system in SYSTEMS.values()))
+    names = {*FLUX, *(name for one in systems().values() for name in (one.job, one.number))}
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 
 def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The job's system as users call it, and how one asks it for a GPU; empty outside of a job."""
+    """Return the name of the job's system and how to ask it for a GPU; empty without a job."""
     environ = os.environ if environ is None else environ
     if name := system_of_job(environ):
         queue = queue_class(name)
         return queue.title, queue.gpu_example
-    return next((facts for name, facts in OTHERS.items() if environ.get(name)), ("", ""))
+    if any(map(environ.get, FLUX)):
+        return "Flux", "flux run --gpus-per-task=1"
+    return "", ""
 
 
 def granted(environ: Mapping[str, str]) -> str:
-    """By which variable the job has GPUs on this node, as ``NAME=value``; empty for none."""
+    """Return the variable that tells the job's GPUs on this node, as ``NAME=value``, or ""."""
     named = [name for name in GRANTED if environ.get(name)]
     named += [name for name in GRANTED_COUNTS if environ.get(name, "0") not in ("", "0")]
     return f"{named[0]}={environ[named[0]]}" if named else ""
 
 
 def how_to_request(job: str | None) -> str:
-    """A sentence that tells how to get a GPU, in a queueing system's job or on a workstation."""
+    """Return advice on how to get a GPU, in a queueing system's job or on a workstation."""
     if job is None:
         return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
     _, way = title_and_request()

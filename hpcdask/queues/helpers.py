@@ -1,4 +1,4 @@
-"""What doors to queueing systems share: what commands say, times, states, exit codes."""
+"""Functions that queueing systems share: output of commands, times, states, exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ End = tuple[QueueState, str, int | None]
 
 
 def walltime_text(value: Any) -> str:
-    """A walltime as it is written, of which YAML may have made a number.
+    """Return a walltime as text.
 
     Raises UsageError if it is one: 7200 is what YAML makes of 02:00:00, and SLURM takes it as
     minutes.
@@ -104,7 +104,7 @@ def read_xml(text: str, command: str) -> ElementTree.Element:
 
 
 def pick(ids: Collection[str], found: Mapping[str, T]) -> dict[str, T]:
-    """Of what was found, the jobs with these ids."""
+    """Return the jobs with these ids."""
     return {job_id: found[job_id] for job_id in ids if job_id in found}
 
 
@@ -120,7 +120,7 @@ def fold(
     walltime: float | None = None,
     nodes: str = "",
 ) -> QueueStatus:
-    """One job, from the queue's word for its state and what else the queue says of it.
+    """Return a job's status from the queue's word for its state and other facts.
 
     `waits` is why it waits, if it does, and `again` tells whether it has run before; `end` is asked
     how it ended if it is over.
@@ -137,7 +137,7 @@ def fold(
 
 
 def elements(text: str) -> list[int]:
-    """Numbers of an array's elements, listed as in ``1,3-7:2``."""
+    """Return the numbers of an array's elements, listed as in ``1,3-7:2``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", text)
     return [
         number
@@ -147,7 +147,7 @@ def elements(text: str) -> list[int]:
 
 
 def ended(code: int | None) -> tuple[QueueState, str]:
-    """State and reason of a job that ended by itself with this exit code; 128 + n is signal n."""
+    """Return state and reason of a job that ended with this exit code; 128 + n is signal n."""
     if code is None or code == 0:
         return QueueState.COMPLETED, ""
     if code == AGAIN:
@@ -166,5 +166,5 @@ def unix_time(text: str | None, form: str) -> float | None:
 
 
 def user() -> str:
-    """Name of this user, as queues show it."""
+    """Return the name of this user, as queues show it."""
     return pwd.getpwuid(os.geteuid()).pw_name

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class QueueState(StrEnum):
-    """What a queueing system says of a job; `JobState` is what its cluster concludes."""
+    """State of a job in its queueing system; `JobState` is what its cluster concludes."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
     REQUEUED = "requeued"  # pending again under the same id
@@ -32,19 +32,16 @@ OVER = frozenset(
 )
 #: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
-#: How the reason of a job begins that runs for the queue, but whose processes are stopped.
-PAUSED = ("suspended", "SUSPENDED", "STOPPED")
 #: What the reason of a job says that waits until an administrator releases it, as a start failed.
 STUCK = ("launch failed requeued held", "JobHoldMaxRequeue")
 
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """One job as a query of the queue shows it.
+    """Job as a query of the queue shows it.
 
     `id` may be that of an array's element, such as ``123_4``. A `state` in words that nobody knows
-    is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words; see
-    also `PAUSED`.
+    is UNKNOWN. `reason`, why it waits or how it ended, and `nodes` are in the queue's words.
 
     `exit_code` is that of a job that is over, 128 + n after signal n; None if unknown. `restarts`
     counts how often the queue has started it again under the same id. `started` and `ends`, when it

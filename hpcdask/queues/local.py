@@ -2,8 +2,7 @@
 
 A job is a session of processes under coreutils' ``timeout``, which ends them at the walltime, and
 kills what is left 5 s after a SIGTERM even when the one who sent it is gone by then. Its processes
-carry its id and tag in their environment, where the user's other programs find them. Its script is
-opened before it starts, so that it runs whatever becomes of the script's folder.
+carry its id and tag in their environment, where the user's other programs find them.
 
 Pending jobs exist only in the process that submitted them, and end with it.
 """
@@ -29,7 +28,6 @@ from hpcdask.upstream import dask_jobqueue
 
 from . import local_processes
 from .base import Queue, Request
-from .commands import COMMAND_TIMEOUT_S
 from .job_state import OVER, QueueState, QueueStatus
 from .registry import requested_gpus
 
@@ -67,14 +65,14 @@ class Entry:
     held: list[str] = field(default_factory=list)
 
     def end(self, state: QueueState, reason: str = "", exit_code: int | None = None) -> None:
-        """Note that it is over."""
+        """Record the job's end."""
         self.state, self.reason, self.exit_code = state, reason, exit_code
 
 
 def locked_in_thread(
     method: Callable[Concatenate[LocalQueue, P], T],
 ) -> Callable[Concatenate[LocalQueue, P], Coroutine[Any, Any, T]]:
-    """Have a method run in a thread, and one at a time."""
+    """Run a method in a thread, one at a time."""
 
     async def run(self: LocalQueue, /, *args: P.args, **kwargs: P.kwargs) -> T:
         def locked() -> T:
@@ -91,7 +89,7 @@ class LocalQueue(Queue):
 
     A job gets as many of the GPUs, given by UUID, as it requests for itself, or waits. With None
     they are not counted, and every job starts at once. A job gets SIGTERM after `walltime_s`, if
-    that is given. `timeout_s` is as for every queue, though no command here could hang.
+    that is given.
     """
 
     title = "this machine"
@@ -102,18 +100,15 @@ class LocalQueue(Queue):
     its own; jobs that find none free are pending."""
     of_all_jobs = ("walltime",)
     is_local = True
+    launchers = ()
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
     job_id = f"${local_processes.JOB}"
 
     def __init__(
-        self,
-        gpus: Sequence[str] | None = None,
-        *,
-        walltime_s: float | None = None,
-        timeout_s: float = COMMAND_TIMEOUT_S,
+        self, gpus: Sequence[str] | None = None, *, walltime_s: float | None = None
     ) -> None:
-        super().__init__(timeout_s)
+        super().__init__()
         self.gpus = None if gpus is None else tuple(gpus)
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}
@@ -121,7 +116,7 @@ class LocalQueue(Queue):
         self._lock = threading.Lock()
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        """The job script; one line below the shebang says what it asks for."""
+        """Return the job script, whose second line holds the request."""
         self.refuse_nodes(request)
         asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
         prologue = filter(None, dask_jobqueue.prologue(job))
@@ -130,7 +125,7 @@ class LocalQueue(Queue):
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """As in the words of any system: this one has none of its own."""
+        """Read a request in the words of any system: this one has none of its own."""
         return requested_gpus(directive, nodes)
 
     @classmethod
@@ -144,7 +139,7 @@ class LocalQueue(Queue):
         return timedelta(seconds=seconds)
 
     async def limit(self) -> int:
-        """Most jobs that one submission may hold."""
+        """Return the largest number of jobs of one submission."""
         return 1000
 
     # In a thread, one at a time
@@ -171,7 +166,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """The jobs as they are now. Pending jobs for which there are GPUs by now are started."""
+        """Return the jobs' status, after pending jobs for which there are GPUs were started."""
         found = self._advance()
         seen = {}
         for job_id in ids:
@@ -185,7 +180,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """Jobs of a program that has ended, of which no process is left."""
+        """Return jobs of a program that has ended, of which no process is left."""
         seen = {}
         for job_id in set(ids) - set(self._entries) - set(local_processes.living()):
             if job_id in self._cancelled:
@@ -210,7 +205,7 @@ class LocalQueue(Queue):
 
     @locked_in_thread
     def tagged(self) -> dict[str, str]:
-        """Running jobs of this user and ``HPCDASK_HOME``, and those that wait in this process."""
+        """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         home = home_folder()
         running = self._advance().items()
         tags = {job_id: found[0].tag for job_id, found in running if found[0].home == home}
@@ -237,7 +232,6 @@ class LocalQueue(Queue):
             if now - asked > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
                 local_processes.kill(found.get(job_id, ()))
         for entry in running:
-            local_processes.keep_locks(entry.held)
             if entry.ended is not None:
                 self._settle(entry, found.get(entry.id, ()), now - entry.ended)
         self._start_pending()
@@ -246,7 +240,7 @@ class LocalQueue(Queue):
     def _settle(
         self, entry: Entry, left: Sequence[local_processes.Process], since_s: float
     ) -> None:
-        """Its leader is gone: it is over when all the others are."""
+        """End a job without its leader as soon as its other processes are gone."""
         if left:
             entry.reason = f"ending: {len(left)} of its processes are left"
             if since_s > KILL_WAIT_S:
@@ -269,7 +263,7 @@ class LocalQueue(Queue):
             entry.end(QueueState.FAILED, how, exit_code)
 
     def _start_pending(self) -> None:
-        """First come, first served, but jobs that need no GPU never wait."""
+        """Start jobs first come, first served; those that need no GPU never wait."""
         short = ""
         for entry in self._entries.values():
             if entry.state is QueueState.PENDING:
@@ -279,7 +273,7 @@ class LocalQueue(Queue):
                     entry.reason = short
 
     def _start(self, entry: Entry) -> str:
-        """Start a job; or else return what it waits for."""
+        """Start a job, or return what it waits for."""
         given: dict[str, str] = {}
         locks: list[int] = []
         try:
@@ -311,16 +305,14 @@ class LocalQueue(Queue):
         environment["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         path = os.path.join(entry.folder, f"queue-{entry.id}.log")
         limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
-        with open(entry.script, "rb") as script, open(path, "ab", opener=_private) as output:
-            # bash would open the script by its name only after this has returned
-            read = ["bash", "-c", f". /proc/self/fd/{script.fileno()}", entry.script]
+        with open(path, "ab", opener=_private) as output:
             return subprocess.Popen(
-                ["timeout", *limit, *read],
+                ["timeout", *limit, "bash", entry.script],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=environment,
-                pass_fds=[*locks, script.fileno()],
+                pass_fds=locks,
                 start_new_session=True,
             )
 
@@ -342,7 +334,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read_directive(script: str) -> dict[str, Any]:
-    """What a script asks for: its tag, GPUs and folder."""
+    """Read a script's request: its tag, GPUs and folder."""
     try:
         with open(script, newline="\n") as file:
             lines = [line for line in file if line.startswith(DIRECTIVE)]

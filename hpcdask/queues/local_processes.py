@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,6 @@ from hpcdask.security import private
 JOB = "HPCDASK_LOCAL_JOB"
 TAG = "HPCDASK_TAG"
 HOME = "HPCDASK_HOME"
-#: Looks at a process that seems to have no environment.
-EXEC_LOOKS = 5
-#: The kernel's PF_KTHREAD.
-KERNEL_THREAD = 0x00200000
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,8 @@ def living() -> dict[str, list[Process]]:
         try:
             if os.stat(f"/proc/{entry}").st_uid != user:
                 continue  # root could read everybody's
-            content = _environment(entry)
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                content = file.read()
             if JOB.encode() not in content:
                 continue
             variables = dict(
@@ -69,23 +65,6 @@ def living() -> dict[str, list[Process]]:
             process = Process(int(entry), int(status[4]), tag, home, started)
             found.setdefault(variables[JOB], []).append(process)
     return found
-
-
-def _environment(pid: str) -> bytes:
-    """What a process was started with; empty for a zombie and for the kernel's own."""
-    for _ in range(EXEC_LOOKS):
-        if content := _read(f"/proc/{pid}/environ"):
-            return content
-        status = process_status(int(pid))
-        if not status or status[1] in "ZX" or int(status[7]) & KERNEL_THREAD:
-            break
-        time.sleep(0.001)  # in the middle of an exec there is none for a moment
-    return b""
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def terminate(processes: Sequence[Process]) -> None:
@@ -124,27 +103,11 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
             f"the folder in which GPUs in use are noted cannot be made in /tmp: {error.strerror}"
         ) from None
     locked: list[tuple[str, int]] = []
-    guard = _lock(os.path.join(folder, "all"))
-    if guard is None:
-        return []  # another program chooses just now; two that take half each would both wait
-    try:
-        for uuid in uuids:
-            if len(locked) < count and (file := _lock(_path(uuid))) is not None:
-                locked.append((uuid, file))
-    finally:
-        os.close(guard)
-    return locked
-
-
-def keep_locks(uuids: Iterable[str]) -> None:
-    """Refresh the files of locks, for those who clean /tmp by age."""
     for uuid in uuids:
-        with contextlib.suppress(OSError):
-            os.utime(_path(uuid))
-
-
-def _path(uuid: str) -> str:
-    return os.path.join(lock_folder(), uuid.replace("/", "_"))
+        path = os.path.join(folder, uuid.replace("/", "_"))
+        if len(locked) < count and (file := _lock(path)) is not None:
+            locked.append((uuid, file))
+    return locked
 
 
 def _lock(path: str) -> int | None:

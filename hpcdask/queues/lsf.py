@@ -45,7 +45,7 @@ REASONS = {
 
 
 class LsfQueue(Queue):
-    """The door to LSF.
+    """IBM Spectrum LSF.
 
     Scripts go to the standard input of ``bsub``, which reads its options from there everywhere.
     Jobs are marked as never rerunnable, and one that is requeued by hand ends at once, since its
@@ -62,7 +62,6 @@ class LsfQueue(Queue):
         ("use_stdin", bool, "Of dask-jobqueue; it has no effect here."),
     )
     programs = ("bsub", "bjobs", "bkill")
-    more_programs = ("bparams",)
     denied = re.compile(r"non-LSF host")
     advice = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
     # Not those of a queue's hard limits on time and memory, which do not pass
@@ -104,7 +103,7 @@ class LsfQueue(Queue):
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """``-gpu "num=2:gmodel=A100"``; ``-gpu -`` is one GPU."""
+        """Read ``-gpu "num=2:gmodel=A100"``; ``-gpu -`` is one GPU."""
         for value in option_values(directive, "-gpu"):
             return first_number(cls.gpu_pattern, [value]) or 1
         return first_number(USAGE, option_values(directive, "-R"))
@@ -175,7 +174,7 @@ class LsfQueue(Queue):
 
 
 def _without_seconds(walltime: str | None) -> str | None:
-    """LSF's form, hours and minutes; a minute that has begun counts."""
+    """Return a walltime in hours and minutes, rounded up."""
     found = re.fullmatch(r"(\d+):(\d\d):(\d\d)", (walltime or "").strip())
     if found is None:
         return walltime
@@ -192,7 +191,7 @@ def _id(record: Mapping[str, str]) -> str:
 
 
 def _seen(record: Mapping[str, str]) -> QueueStatus:
-    """One record of ``bjobs -json -o``."""
+    """Return the job of one record of ``bjobs -json -o``."""
     hosts = re.split(r"[:\s]+", record.get("EXEC_HOST", "").strip("-"))
     return helpers.fold(
         _id(record),

@@ -31,14 +31,13 @@ STATES = {
     "Terminated": (QueueState.COMPLETED, ""),
     "Error": (QueueState.FAILED, ""),
 }
-RESUBMITTED = "RESUBMIT_JOB_AUTOMATICALLY"
 #: Paths of output that oarsub takes.
 NAMEABLE = re.compile(r"[\w./%\\ -]+", re.ASCII)
 DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
 
 
 class OarQueue(Queue):
-    """The door to OAR, which gives each element of an array, and each restart, an id of its own."""
+    """OAR, which gives each element of an array, and each restart, an id of its own."""
 
     title = "OAR"
     jobqueue = ("oar", "OARJob")
@@ -82,7 +81,7 @@ class OarQueue(Queue):
         return super().name_directive(shlex.quote(name))
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """The header with the GPUs in its resources, unless the user's resources have them.
+        """Add the GPUs to the header's resources, unless the user's resources have them.
 
         GPUs stand below the node, and bring the cores that belong to them: dask-jobqueue's own
         ``/nodes=1/core=8`` becomes ``/nodes=1/gpu=2``. The type is the property ``gpu_model``, or
@@ -171,7 +170,7 @@ class OarQueue(Queue):
 
 
 def _command(script: str, text: str) -> str:
-    """What the node runs, through a shell; oarstat shows it, so the tag is in it."""
+    """Return the command that the node runs; oarstat shows it, so it holds the tag."""
     tag = re.search(f"^{TAG}(\\S+)", text, re.M)
     interpreter = shlex.split(text.partition("\n")[0].removeprefix("#!"))
     setting = [f"HPCDASK_TAG={tag[1]}"] if tag else []
@@ -203,7 +202,7 @@ def _add(spec: str, request: Request) -> str:
 
 
 def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
-    """One job of ``oarstat -f -J``."""
+    """Return one job of ``oarstat -f -J``."""
     return helpers.fold(
         job,
         word := facts.get("state", ""),
@@ -217,9 +216,9 @@ def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
 
 
 def _copies(facts: Mapping[str, Any]) -> list[str]:
-    """Jobs by which OAR itself replaced one that it could not start; the cluster does so, too."""
+    """Return jobs by which OAR replaced one that it could not start; the cluster does so, too."""
     events = facts.get("events") or ()
-    told = [e.get("description", "") for e in events if e.get("type") == RESUBMITTED]
+    told = [e["description"] for e in events if e.get("type") == "RESUBMIT_JOB_AUTOMATICALLY"]
     return [found[1] for text in told if (found := re.search(r"=> (\d+)", text))]
 
 

@@ -1,8 +1,9 @@
-"""PBS Professional, OpenPBS and Torque, and SLURM behind the commands of PBS.
+"""PBS Professional, OpenPBS and Torque.
 
 Directives are split into words as ``qsub`` splits them: quotes of both kinds hold text as it is,
 a backslash outside of them escapes (``make_argv`` of OpenPBS's ``qsub.c``, the same in Torque).
-Options: qsub(1B) of both.
+Options: qsub(1B) of both. Attributes: qstat(1B), pbs_job_attributes(7B). Exit codes and substates:
+PBS Professional User's Guide, "Job Exit Status", and OpenPBS's ``job.h``. Times are local.
 """
 
 from __future__ import annotations
@@ -11,21 +12,34 @@ import math
 import re
 import shlex
 import shutil
+import signal
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hpcdask.errors import NoTags, UsageError
+from hpcdask.errors import UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .commands import COMMAND_TIMEOUT_S
-from .job_state import QueueStatus
-from .pbs_output import Flavour, parse_qstat, seen
+from .job_state import QueueState, QueueStatus
 from .script import clean_name, one_line
+
+TIME = "%a %b %d %H:%M:%S %Y"
+KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME
+SUBSTATE_TERMINATED = "91"
+STATES = {
+    "Q": (QueueState.PENDING, ""),
+    "H": (QueueState.PENDING, "held"),
+    "W": (QueueState.PENDING, "waits for its time"),
+    "T": (QueueState.PENDING, "moves"),
+    "M": (QueueState.PENDING, "moved"),
+    **dict.fromkeys("REB", (QueueState.RUNNING, "")),
+    **dict.fromkeys("SU", (QueueState.RUNNING, "suspended")),
+    **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
+}
 
 
 class PbsQueue(Queue):
-    """The door to PBS.
+    """PBS Professional, OpenPBS or Torque.
 
     A job array is always rerunnable, and its elements do not learn how often they were started, so
     a job that PBS starts again ends at once and is replaced.
@@ -38,15 +52,14 @@ class PbsQueue(Queue):
     advice = "Queues: qstat -Q, their limits: qstat -Q -f"
     limits = re.compile(
         r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
-        r"|MaxSubmit|submit limit|MaxArraySize|[Tt]emporar|timed out|Unable to contact"
+        r"|timed out"
     )
     canceller = "qdel"
     gone = re.compile("unknown job|has finished|no such job|does not exist|history", re.I)
-    # SLURM sets PBS_JOBID only where the site loads its plugin for that
-    job_id = '"${PBS_JOBID:-${SLURM_JOB_ID:-}}"'
+    job_id = '"$PBS_JOBID"'
     needs_guard = True
-    # Of the job that the notebook may run in; SLURM's commands pass them on
-    ignored_variables = (*("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB"), *("SLURM_ARRAY_", "SLURM_JOB"))
+    # Of the job that the notebook may run in
+    ignored_variables = ("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB")
     quoted_options = "-q -A"
     gpu_example = "#PBS -l select=1:ngpus=1"
     gpu_options = ("-l", "-L", "-W")
@@ -58,9 +71,8 @@ class PbsQueue(Queue):
     walltime_forms = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
     node_file = "PBS_NODEFILE"
 
-    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        super().__init__(timeout_s)
-        self._flavour: Flavour | None = None
+    #: What ``qstat --version`` has printed.
+    version = ""
 
     # What the script says
 
@@ -68,7 +80,7 @@ class PbsQueue(Queue):
         return clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """The header with the GPUs in its resources, unless the user's resources have them.
+        """Add the GPUs to the header's resources, unless the user's resources have them.
 
         ``select=1:ncpus=8:ngpus=2`` is PBS Professional's form, ``nodes=1:ppn=8:gpus=2`` Torque's,
         taken where the user's resources begin like that. The type of GPU is a resource that the
@@ -95,7 +107,9 @@ class PbsQueue(Queue):
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
     ) -> dict[str, Any]:
         keywords = await super().allocation(asked, directives, site)
-        torque = await self._is_torque()
+        # Grid Engine has a qstat as well, and no pbsnodes
+        here = self.version or shutil.which("pbsnodes")
+        torque = bool(here) and await self.is_torque()
         self.counts_ranks = not torque
         if any(re.search("(select|nodes)=", line) for line in asked.directives):
             keywords["job_directives_skip"] = ["#PBS -l select=", "#PBS -l nodes="]
@@ -108,78 +122,53 @@ class PbsQueue(Queue):
             spec += f":{memory}" if nbytes else ""
         return {**keywords, "resource_spec": spec}
 
-    async def _is_torque(self) -> bool:
-        """Whether PBS Professional's form of resources is not understood, as far as one can see."""
-        if None in map(shutil.which, self.programs) or shutil.which("qconf"):  # Grid Engine's
-            return False
-        return await self.flavour() != "pbs"
-
     # What is asked of the queue
 
-    async def flavour(self) -> Flavour:
-        """Whose commands these are."""
-        if self._flavour is None:
+    async def is_torque(self) -> bool:
+        """Return whether the commands are Torque's instead of PBS Professional's."""
+        if not self.version:
             done = await self.run("qstat", "--version")
-            text = done.stdout + done.stderr
-            if "pbs_version" in text:
-                self._flavour = "pbs"
-            else:
-                torque = done.returncode == 0 and re.search(r"version:\s*\d", text, re.I)
-                self._flavour = "torque" if torque else "slurm"
-        return self._flavour
+            if done.returncode:
+                raise self.failed(done)
+            self.version = helpers.words(done)  # Torque's is among the errors
+        return "pbs_version" not in self.version
 
     async def limit(self) -> int:
-        flavour = await self.flavour()
-        if flavour == "slurm":  # its qstat cannot tell the elements of an array
-            return 1
         done = await self.run("qstat", "-B", "-f")
         found = re.search(r"max_(?:job_)?array_size = (\d+)", done.stdout)
         return int(found[1]) if found else 10_000  # the default of PBS Professional
 
     async def submit(self, script: str, count: int) -> list[str]:
-        flavour = await self.flavour()
-        command = ["qsub"]
+        array = []
         if count > 1:
-            command += ["-t" if flavour == "torque" else "-J", f"0-{count - 1}"]
-        if flavour == "slurm":
-            # That qsub pastes its arguments into a shell command, and ignores -o in the script
-            folder = _log_folder(await helpers.read(script)).replace("%", "%%")  # %j is the job's
-            log = f"{folder}queue-%j.log"
-            command += ["-V", "-j", "oe", "-o", shlex.quote(log)]
-        path = shlex.quote(script) if flavour == "slurm" else script
+            array = ["-t" if await self.is_torque() else "-J", f"0-{count - 1}"]
         form = r"(?:^|\s)((\d+)(?:\[\])?(\.\S+)?)\s*\Z"
-        job, number, server = (await self.take(script, form, *command, path)).groups("")
+        job, number, server = (await self.take(script, form, "qsub", *array, script)).groups("")
         if count == 1:
             return [job]
         return [f"{number}[{index}]{server}" for index in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        flavour = await self.flavour()
+        torque = await self.is_torque()
         # An array shows its elements when asked for the whole
         asked = dict.fromkeys(re.sub(r"\[\d+\]", "[]", job) for job in ids)
-        options = {"pbs": ["-x", "-t", "-w"], "torque": ["-t", "-1"], "slurm": []}[flavour]
+        options = ["-t", "-1"] if torque else ["-x", "-t", "-w"]
         done = await self.run("qstat", "-f", *options, *asked)
-        # The wrapper says nothing where it knows none of them
-        if done.returncode and done.stderr.strip() and not self.gone.search(done.stderr):
+        if done.returncode and not self.gone.search(done.stderr):
             raise self.failed(done)
         # The server's name may be shortened
-        shown = {name.split(".")[0]: facts for name, facts in parse_qstat(done.stdout).items()}
+        shown = {name.split(".")[0]: facts for name, facts in _parse_qstat(done.stdout).items()}
         numbers = {job: job.split(".")[0] for job in ids}
         return {
-            job: seen(job, shown[number], flavour)
+            job: _read_job(job, shown[number], torque)
             for job, number in numbers.items()
             if number in shown
         }
 
     async def tagged(self) -> dict[str, str]:
-        flavour = await self.flavour()
-        if flavour == "slurm":
-            raise NoTags(
-                "the commands of PBS over SLURM show no tags of jobs. See them with squeue --me"
-            )
-        text = await self.answer("qstat", "-f", "-t", "-w" if flavour == "pbs" else "-1")
+        text = await self.answer("qstat", "-f", "-t", "-1" if await self.is_torque() else "-w")
         found = {}
-        for job, facts in parse_qstat(text).items():
+        for job, facts in _parse_qstat(text).items():
             mine = facts.get("Job_Owner", "").startswith(f"{helpers.user()}@")
             tag = re.search(r"\bHPCDASK_TAG=(hpcdask:[^,\s]+)", facts.get("Variable_List", ""))
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
@@ -187,14 +176,8 @@ class PbsQueue(Queue):
         return found
 
 
-def _log_folder(script: str) -> str:
-    """Folder of the queue's own output in a script's text, with a slash at its end."""
-    line = re.search(r"^#PBS -o (.*)", script, re.M)
-    return shlex.split(line[1])[0] if line else ""
-
-
 def _with_tag(lines: list[str], tag: str) -> list[str]:
-    """The header with the tag among the job's variables; of several ``-v`` the last one counts."""
+    """Add the tag to the job's variables; of several ``-v`` the last one counts."""
     own = [number for number, line in enumerate(lines) if line.startswith("#PBS -v ")]
     variable = f"HPCDASK_TAG={tag}"
     if not own:
@@ -218,9 +201,7 @@ def _add_to_select(chunk: str, request: Request) -> str:
     new = [f"ngpus={request.gpus}"]
     if request.gpu_type is not None:
         new.append(_kind(request.gpu_type))
-    # SLURM's reader of these lines wants the memory last
-    at = next((n for n, part in enumerate(parts) if part.startswith("mem=")), len(parts))
-    return ":".join([*parts[:at], *new, *parts[at:]])
+    return ":".join([*parts, *new])
 
 
 def _add_to_nodes(chunk: str, request: Request) -> str:
@@ -237,3 +218,65 @@ def _check_chunk(chunk: str) -> None:
             f"resource_spec asks for different nodes ({chunk}), and hpcdask cannot tell which of "
             f"them have the GPUs. Write the GPUs into resource_spec, and leave gpus_per_job out"
         )
+
+
+# What qstat says
+
+
+def _parse_qstat(text: str) -> dict[str, dict[str, str]]:
+    """Return the attributes of each job that ``qstat -f`` printed, by its id.
+
+    Attributes stand behind four spaces, and long ones go on behind a tab.
+    """
+    blocks = re.split(r"^Job Id:\s*(\S+)\n", text.replace("\n\t", ""), flags=re.M)[1:]
+    return {
+        job: dict(re.findall(r"^    ([\w.]+) = (.*)", block, re.M))
+        for job, block in zip(blocks[::2], blocks[1::2], strict=True)
+    }
+
+
+def _read_job(job: str, facts: Mapping[str, str], torque: bool) -> QueueStatus:
+    """Return one job of ``qstat -f``."""
+    started = helpers.unix_time(facts.get("start_time" if torque else "stime"), TIME)
+    walltime = _seconds(facts.get("Resource_List.walltime"))
+    hosts = re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))
+    return helpers.fold(
+        job,
+        facts.get("job_state", ""),
+        STATES,
+        lambda: _end(facts, walltime),
+        waits=facts.get("comment", ""),
+        again=int(facts.get("run_count", 0)),
+        started=started,
+        walltime=walltime,
+        nodes="+".join(dict.fromkeys(hosts)),
+    )
+
+
+def _end(facts: Mapping[str, str], limit: float | None) -> helpers.End:
+    """Return how a job ended: state, reason and exit code."""
+    text = facts.get("Exit_status", facts.get("exit_status"))
+    code = int(text) if text and re.fullmatch(r"-?\d+", text) else None
+    if code is not None and code >= 256:  # 256 + n after signal n
+        code -= 128
+    used = _seconds(facts.get("resources_used.walltime"))
+    comment = facts.get("comment", "")
+    if code == KILLED_BY_WALLTIME or (code and code > 128 and used and limit and used >= limit):
+        return QueueState.TIMEOUT, comment, code
+    # Nothing but qdel ends a job by SIGTERM
+    if facts.get("substate") == SUBSTATE_TERMINATED or code == 128 + signal.SIGTERM:
+        return QueueState.CANCELLED, comment, code
+    if code is not None and code < 0:
+        return QueueState.FAILED, comment or "PBS could not start it", code
+    state, reason = helpers.ended(code)
+    return state, reason or comment, code
+
+
+def _seconds(clock: str | None) -> float | None:
+    """Return the seconds of ``HOURS:MINUTES:SECONDS``."""
+    if not clock or not re.fullmatch(r"\d+(:\d+)*", clock):
+        return None
+    seconds = 0
+    for number in clock.split(":"):
+        seconds = 60 * seconds + int(number)
+    return seconds

@@ -1,4 +1,4 @@
-"""Which queueing systems there are: a line here, and a module that defines one class of queue.
+"""Queueing systems by name: those of hpcdask, and those of installed packages.
 
 The first moments of a rank ask for the job's id, and `import hpcdask` for the names of its classes.
 What both need stands here, since `hpcdask.queues.base` loads asyncio: nothing else is imported.
@@ -6,6 +6,7 @@ What both need stands here, since `hpcdask.queues.base` loads asyncio: nothing e
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Mapping
@@ -16,15 +17,20 @@ from hpcdask.errors import UsageError
 if TYPE_CHECKING:
     from .base import Queue
 
+#: Group of the entry points by which a package adds systems; each names a `System`.
+GROUP = "hpcdask.queues"
+
 
 class System(NamedTuple):
-    """The name of a system's cluster class, and the variables by which a job knows its id.
+    """Names of a system's classes, and the variables by which a job knows its id.
 
-    Only the system's jobs have the variable `job`; its value is the id if there is no `task`.
-    `restarts` counts how often a job was started again under its id. The elements of an array share
-    a `number`, and `task` tells them apart.
+    `queue` is ``module:Class``, imported when it is used; `cluster` is the name under which
+    `hpcdask` offers the cluster class. Only the system's jobs have the variable `job`; its value is
+    the id if there is no `task`. `restarts` counts how often a job was started again under its id.
+    The elements of an array share a `number`, and `task` tells them apart.
     """
 
+    queue: str
     cluster: str
     job: str = ""
     restarts: str = ""
@@ -35,54 +41,64 @@ class System(NamedTuple):
 #: In the order in which commands are looked for: SLURM, Grid Engine and Moab may have a qsub too.
 SYSTEMS = {
     "slurm": System(
-        "SLURMCUDACluster", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID"
+        "hpcdask.queues.slurm:SlurmQueue",
+        "SLURMCUDACluster",
+        "SLURM_JOB_ID",
+        "SLURM_RESTART_COUNT",
+        "SLURM_ARRAY_JOB_ID",
     ),
-    # An instance of Flux within the job says so; flux run alone has FLUX_JOB_ID
-    "flux": System("FluxCUDACluster", "FLUX_ENCLOSING_ID"),
-    "lsf": System("LSFCUDACluster", "LSB_JOBID"),
+    "lsf": System("hpcdask.queues.lsf:LsfQueue", "LSFCUDACluster", "LSB_JOBID"),
     # JOB_ID alone might be anybody's
-    "sge": System("SGECUDACluster", "SGE_JOB_SPOOL_DIR", number="JOB_ID", task="SGE_TASK_ID"),
-    "moab": System("MoabCUDACluster"),  # its jobs are PBS's too
-    "pbs": System("PBSCUDACluster", "PBS_JOBID"),
-    "oar": System("OARCUDACluster", "OAR_JOB_ID"),
-    "htcondor": System("HTCondorCUDACluster", "_CONDOR_JOB_AD"),
-    "local": System("LocalCUDAJobCluster"),
+    "sge": System(
+        "hpcdask.queues.sge:SgeQueue",
+        "SGECUDACluster",
+        "SGE_JOB_SPOOL_DIR",
+        number="JOB_ID",
+        task="SGE_TASK_ID",
+    ),
+    "moab": System("hpcdask.queues.moab:MoabQueue", "MoabCUDACluster"),  # its jobs are PBS's too
+    "pbs": System("hpcdask.queues.pbs:PbsQueue", "PBSCUDACluster", "PBS_JOBID"),
+    "oar": System("hpcdask.queues.oar:OarQueue", "OARCUDACluster", "OAR_JOB_ID"),
+    "htcondor": System(
+        "hpcdask.queues.htcondor:HtcondorQueue", "HTCondorCUDACluster", "_CONDOR_JOB_AD"
+    ),
+    "local": System("hpcdask.queues.local:LocalQueue", "LocalCUDAJobCluster"),
 }
 
 
+@functools.cache
+def systems() -> dict[str, System]:
+    """Return all systems: hpcdask's own first, then those of installed packages."""
+    from importlib.metadata import entry_points
+
+    return SYSTEMS | {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+
+
 def queue_class(name: str) -> type[Queue]:
-    """The class of a queueing system; its module is imported now.
+    """Return the class of a queueing system; its module is imported now.
 
     Raises UsageError if there is none of this name.
     """
-    from .base import Queue
-
-    if name not in SYSTEMS:
-        raise UsageError(f"there is no queue {name!r}. There are: {', '.join(SYSTEMS)}")
-    module = importlib.import_module(f"hpcdask.queues.{name}")
-    (found,) = (
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, Queue)
-        and value.__module__ == module.__name__
-    )
+    if name not in systems():
+        raise UsageError(f"there is no queue {name!r}. There are: {', '.join(systems())}")
+    module, _, queue = systems()[name].queue.partition(":")
+    found: type[Queue] = getattr(importlib.import_module(module), queue)
     return found
 
 
 def batch_systems() -> list[str]:
-    """Those that take batch jobs: all but this machine."""
-    return [name for name in SYSTEMS if not queue_class(name).is_local]
+    """Return the systems for which `hpcdask submit` writes a batch job."""
+    return [name for name in systems() if queue_class(name).launchers]
 
 
 def requested_gpus(directive: str, nodes: int = 1) -> int | None:
-    """As `Queue.requested_gpus`, in the words of any system."""
+    """Return what `Queue.requested_gpus` reads in the words of any system."""
     queues = map(queue_class, batch_systems())
     counts = (queue.requested_gpus(directive, nodes) for queue in queues)
     return next((count for count in counts if count is not None), None)
 
 
 def system_of_job(environ: Mapping[str, str] | None = None) -> str | None:
-    """The system whose job this process runs in, by the job's variables."""
+    """Return the system whose job this process runs in, by the job's variables."""
     environ = os.environ if environ is None else environ
-    return next((name for name, system in SYSTEMS.items() if environ.get(system.job)), None)
+    return next((name for name, system in systems().items() if environ.get(system.job)), None)

@@ -60,7 +60,7 @@ def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str
 
 
 def check_lines(value: Any, what: str) -> None:
-    """Refuse a value with line ends, alone or in a list or mapping; see `one_line`."""
+    """Raise UsageError for a value with line ends, alone or in a list or mapping."""
     if isinstance(value, str):
         one_line(value, what)
     elif isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def option_words(line: str, *, comments: bool = False) -> list[str]:
 
 
 def option_values(directive: str, *options: str) -> Iterator[str]:
-    """What follows options: ``--name=VALUE``, ``--name VALUE``, ``-l VALUE`` or ``-lVALUE``."""
+    """Yield values of options: ``--name=VALUE``, ``--name VALUE``, ``-l VALUE``, ``-lVALUE``."""
     words = option_words(directive)
     for word, following in zip(words, [*words[1:], ""], strict=False):
         for option in options:
@@ -111,6 +111,6 @@ def option_values(directive: str, *options: str) -> Iterator[str]:
 
 
 def first_number(pattern: re.Pattern[str], values: Iterable[str]) -> int | None:
-    """The number in the first value that matches; one where it has none."""
+    """Return the number in the first value that matches; one where it has none."""
     found = next(filter(None, map(pattern.search, values)), None)
     return int(next(filter(None, found.groups()), 1)) if found else None

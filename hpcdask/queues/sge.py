@@ -26,7 +26,7 @@ TIME = "%a %b %d %H:%M:%S %Y"
 
 
 class SgeQueue(Queue):
-    """The door to Grid Engine.
+    """Grid Engine.
 
     Jobs are marked as not rerunnable, since they do not learn how often they were started. Those
     that Grid Engine holds back in error state, which only an administrator ends, are deleted.
@@ -120,7 +120,7 @@ class SgeQueue(Queue):
         return jobs
 
     async def _list(self) -> list[QueueStatus]:
-        """All jobs of this user."""
+        """Return all jobs of this user."""
         return parse_qstat(
             await self.answer("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
         )
@@ -178,7 +178,7 @@ def _local(text: str | None) -> float | None:
 
 
 def _elements(number: str, tasks: str) -> list[str]:
-    """Ids of an array's elements, listed as in ``1,3-7:2``; a job without any is its own."""
+    """Return ids of an array's elements, listed as in ``1,3-7:2``, or of a job without any."""
     return [f"{number}.{task}" for task in helpers.elements(tasks)] or [number]
 
 

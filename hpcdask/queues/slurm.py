@@ -33,9 +33,6 @@ ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
 CLUSTERS = "SLURM_CLUSTERS"
 #: Most expressions of job ids in one call of scancel.
 CANCELLED_AT_ONCE = 1000
-SHOW_CONFIGURATION = ("scontrol", "show", "config")
-#: Seconds for which SLURM's settings, and the difference of clocks, count as known.
-CONFIGURATION_S = 600.0
 #: SLURM's MaxArraySize where the site does not set it.
 MAX_ARRAY_SIZE = 1001
 
@@ -46,7 +43,7 @@ WALLTIME_FORMS = (
 
 
 class SlurmQueue(Queue):
-    """The door to SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
+    """SLURM; `gpu_request` is the option by which the site takes a request of GPUs."""
 
     title = "SLURM"
     jobqueue = ("slurm", "SLURMJob")
@@ -61,11 +58,10 @@ class SlurmQueue(Queue):
         ("job_cpu", int, "Cores that a job asks for. Default: ``cores``."),
         ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
     )
-    programs, more_programs = ("sbatch", "squeue", "scancel"), ("scontrol", "sacct")
+    programs = ("sbatch", "squeue", "scancel")
     list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
     lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)
-    companions = "SLURM's configuration (/etc/slurm), its plugins, munge's socket (/run/munge)"
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
     # sbatch takes these for options that beat the script's, or hands them to the job, where they
@@ -101,8 +97,6 @@ class SlurmQueue(Queue):
             raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
         self.gpu_request = gpu_request
         self._site: dict[str, str] = {}
-        self._read = 0.0  # when that was read, by the monotonic clock
-        self._skew_s = 0.0
         self._shown: set[str] = set()  # by the last query
 
     @classmethod
@@ -113,7 +107,7 @@ class SlurmQueue(Queue):
     # What the script says
 
     def refuse_nodes(self, request: Request) -> None:
-        """SLURM's jobs may have several: srun starts the workers on all of them."""
+        """Take any number of nodes: srun starts the workers on all of them."""
 
     def name_directive(self, name: str) -> str:
         return f"--job-name={double_quoted(name, 'job_name')}"
@@ -165,9 +159,9 @@ class SlurmQueue(Queue):
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``; types are optional.
+        """Read ``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``.
 
-        The first two count for each node.
+        Types are optional. The first two count for each node.
         """
         items = [item for value in option_values(directive, "--gres") for item in value.split(",")]
         if found := list(filter(cls.gpu_pattern.fullmatch, items)):
@@ -196,7 +190,7 @@ class SlurmQueue(Queue):
 
     @classmethod
     def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
-        """One task on each node, unless this is a task."""
+        """Start one task on each node, unless this is a task."""
         nodes = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
         if nodes == 1 or "SLURM_STEP_ID" in environ:
             return []
@@ -225,26 +219,18 @@ class SlurmQueue(Queue):
     # What is asked of the queue
 
     async def limit(self) -> int:
-        """MaxArraySize of the site, and ``max_array_tasks``; 1 where it has no arrays."""
+        """Return MaxArraySize of the site or ``max_array_tasks``; 1 where it has no arrays."""
         site = await self._configuration()
         tasks = re.search(r"max_array_tasks=(\d+)", site.get("SchedulerParameters", ""))
         size = int(site.get("MaxArraySize", MAX_ARRAY_SIZE))
         return max(1, min(size, int(tasks[1])) if tasks else size)
 
     async def _configuration(self) -> dict[str, str]:
-        """SLURM's settings; from the same answer, by how much its clock is ahead of ours."""
-        if not self._site or time.monotonic() > self._read + CONFIGURATION_S:
-            asked = time.time()
-            try:
-                text = await self.answer(*SHOW_CONFIGURATION, env=slurm_output.ENVIRONMENT)
-            except QueueError:
-                if self._site:
-                    return self._site
-                raise
-            self._skew_s = slurm_output.parse_skew(text, asked, time.time())
+        """Return SLURM's settings, which are read once."""
+        if not self._site:
+            text = await self.answer("scontrol", "show", "config")
             pairs = (line.partition("=") for line in text.splitlines())
             self._site = {key.strip(): value.strip() for key, _, value in pairs}
-            self._read = time.monotonic()
         return self._site
 
     async def submit(self, script: str, count: int) -> list[str]:
@@ -263,34 +249,18 @@ class SlurmQueue(Queue):
         if done.returncode:
             raise self.refused(done, script)
         # a site's greetings may come before it
-        match = re.search(r"^(\d+)(?:;(\S+))?\s*\Z", done.stdout, re.M)
-        if match is None:
+        job = re.search(r"^(\d+)(?:;\S+)?\s*\Z", done.stdout, re.M)
+        if job is None:
             raise QueueError(
                 f"sbatch answered {done.stdout[:200]!r} for {script}, without a job id"
             )
-        job, cluster = match.groups()
-        if cluster and await self._is_elsewhere(cluster):
-            raise QueueError(
-                f"sbatch sent job {job} of {script} to the cluster {cluster}, where squeue and "
-                f"scancel do not look for it. Cancel it with: scancel -M {cluster} {job}. To "
-                f"submit there, set {CLUSTERS}={cluster} in the environment"
-            )
-        return [f"{job}_{n}" for n in range(count)] if arrays else [job]
-
-    async def _is_elsewhere(self, cluster: str) -> bool:
-        """Whether squeue and scancel do not ask this cluster."""
-        if os.environ.get(CLUSTERS):
-            return False
-        try:
-            return (await self._configuration()).get("ClusterName") != cluster
-        except QueueError:  # the job's id must be told all the same
-            return True
+        return [f"{job[1]}_{n}" for n in range(count)] if arrays else [job[1]]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
             return {}
         text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
-        seen = slurm_output.parse_squeue(text, time.time(), self._skew_s)
+        seen = slurm_output.parse_squeue(text, time.time())
         self._shown = set(seen)
         wanted = pick(ids, seen)
         return {
@@ -335,7 +305,7 @@ class SlurmQueue(Queue):
         }
 
     async def _squeue(self, *names: str) -> str:
-        """All jobs of this user, over for a while or not: an unknown id would be an error."""
+        """List all jobs of this user, also ended ones: an unknown id would be an error."""
         options = ("--noheader", "--states=all", f"--user={os.getuid()}")
         columns = f"--Format={slurm_output.columns(*names)}"
         return await self.answer("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
@@ -348,13 +318,8 @@ class SlurmQueue(Queue):
 
 
 def _refuse_others(lines: Sequence[str]) -> None:
-    """Refuse lines that are no directives, and those that send a job where nobody looks for it."""
+    """Raise UsageError for directives that send a job where nobody looks for it."""
     for line in lines:
-        if not line.startswith("#SBATCH"):
-            raise UsageError(
-                f"a keyword of the job has a line end, so that {line[:100]!r} would be a line of "
-                f"the script. Take it out"
-            )
         if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
             raise UsageError(
                 f"{found} in the line {line!r} is for sbatch alone: squeue and scancel would not "
@@ -369,13 +334,13 @@ def _words(line: str) -> list[str]:
 
 
 def _last_number(item: str) -> int:
-    """The count behind a type; a type alone is one GPU."""
+    """Return the count behind a type; a type alone is one GPU."""
     last = re.split("[:=]", item)[-1]
     return int(last) if last.isdecimal() else 1
 
 
 def _single_output(script: str) -> list[str]:
-    """The option for a job that is no element of an array, whose %a would be 4294967294."""
+    """Return the option for a job outside of an array, whose %a would be 4294967294."""
     for line in script.split("\n"):
         if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
             path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])

@@ -60,8 +60,6 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
             f"sbatch got no answer for {script}: {text}. See with squeue whether the job is there"
         )
     limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
-    if wrong := re.search(r"invalid partition specified: (\S+)", text):
-        text += _origin(wrong[1].rstrip(";"))
     advice = _advice(text)
     return Refused(
         f"sbatch refused the job: {text}. Script kept at {script}{advice and f'. {advice}'}",
@@ -70,20 +68,8 @@ def refused(done: subprocess.CompletedProcess[str], script: str) -> QueueError:
     )
 
 
-def _origin(partition: str) -> str:
-    """What sends jobs to a partition: Dask's configuration, or else the user."""
-    import dask.config  # commands and the watchdog, which import this module, do without it
-
-    from hpcdask.upstream import configuration
-
-    for name, section in dask.config.get("jobqueue", {}).items():
-        if section and section.get("queue") == partition:
-            return f". {partition} is from {configuration.named(f'jobqueue.{name}.queue')}"
-    return f". {partition} is from queue=… or -q"
-
-
 def lasting(reason: str) -> str | None:
-    """What to do about jobs that wait for this reason; None where that ends by itself."""
+    """Return advice on jobs that wait for this reason; None where that ends by itself."""
     return _advice(reason) if LASTING.match(reason) else None
 
 

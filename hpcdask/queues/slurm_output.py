@@ -5,7 +5,6 @@ States: "JOB STATE CODES" of squeue(1) and sacct(1).
 
 from __future__ import annotations
 
-import pwd
 import re
 from collections.abc import Collection, Iterator
 
@@ -84,7 +83,7 @@ def rows(text: str, count: int) -> Iterator[list[str]]:
 
 
 def expand(job: str) -> list[str]:
-    """Return the ids in what stands for the waiting elements of an array: ``12_[0-8:2,11%5]``.
+    """Return the ids of an array's waiting elements from ``12_[0-8:2,11%5]``.
 
     ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
     Raises QueueError if it is not shown whole.
@@ -98,30 +97,16 @@ def expand(job: str) -> list[str]:
     return [f"{array}_{index}" for index in helpers.elements(elements.partition("%")[0])]
 
 
-def parse_skew(text: str, asked: float, answered: float) -> float:
-    """Seconds by which the controller's clock is ahead of ours, from what ``scontrol`` shows.
-
-    Its first line tells the second in which the controller answered. By our clock that was between
-    two unix times; where this may be so by the controller's as well, there is no difference.
-    """
-    match = re.search(r"^Configuration data as of (\d+)$", text, re.M)
-    if match is None:
-        return 0.0
-    least, most = float(match[1]) - answered, float(match[1]) + 1 - asked
-    return 0.0 if least <= 0 <= most else (least + most) / 2
-
-
-def parse_squeue(text: str, now: float, skew_s: float = 0.0) -> dict[str, QueueStatus]:
+def parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS` and `LAST_COLUMN`.
 
-    `skew_s` is by how much the controller's clock is ahead. A state that is not known here is
-    `QueueState.UNKNOWN`.
+    A state that is not known here is `QueueState.UNKNOWN`.
     """
     seen = {}
     for row in rows(text, len(COLUMNS) + 1):
         job, word, restarts, status, started, ends, nodes, reason = row
         state = STATES.get(word, QueueState.UNKNOWN)
-        start, end = _time(started, skew_s), _time(ends, skew_s)
+        start, end = _time(started), _time(ends)
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
             state = QueueState.REQUEUED  # its end is that of its next life
         if state is QueueState.PENDING and int(restarts):
@@ -158,7 +143,7 @@ def parse_sacct(text: str) -> dict[str, QueueStatus]:
                 seen[job_id] = QueueStatus(
                     job_id,
                     state,
-                    reason=_reason(word, f"by {_user(by)}" if by else ""),
+                    reason=_reason(word, f"by user {by}" if by else ""),
                     exit_code=_code(word, status),
                     started=_time(started),
                     nodes="" if nodes.startswith("None") else nodes,
@@ -167,7 +152,7 @@ def parse_sacct(text: str) -> dict[str, QueueStatus]:
 
 
 def left(ids: Collection[str], shown: Collection[str]) -> dict[str, QueueStatus]:
-    """Elements that are over because their array is shown without them.
+    """Return elements that are over because their array is shown without them.
 
     An element that is cancelled while it waits leaves the array without a record of its own, in the
     controller and in accounting.
@@ -186,7 +171,7 @@ def _reason(word: str, reason: str) -> str:
 
 
 def _code(word: str, status: str) -> int | None:
-    """Exit code from ``code:signal``, or from the status of wait(2) that squeue prints."""
+    """Return the exit code of ``code:signal``, or of the status of wait(2) from squeue."""
     if STATES.get(word) not in OVER or word in NOT_BY_ITSELF:
         return None
     code, colon, signal = status.partition(":")
@@ -199,12 +184,5 @@ def _code(word: str, status: str) -> int | None:
     return exited if exited or word == "COMPLETED" else None
 
 
-def _time(text: str, skew_s: float = 0.0) -> float | None:
-    return float(text) - skew_s if text.isdecimal() else None
-
-
-def _user(uid: str) -> str:
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except (KeyError, ValueError):
-        return f"user {uid}"
+def _time(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None

@@ -21,7 +21,7 @@ from . import protocol
 from .assignment import fill_from_first_rank
 from .control import ControlServer, open_to_ranks
 from .events import Events
-from .protocol import ProgramEnded, Signal, WorkerFailed, read
+from .protocol import Signal, WorkerFailed, read
 from .rendezvous import Rendezvous
 
 #: Seconds that the other ranks get to leave.
@@ -65,10 +65,7 @@ class Arrivals:
 
     async def arrived(self, message: Message, channel: MessageStream) -> None:
         """Note a rank by its report, and listen to it until it is gone."""
-        await self.take(RankReport.from_json(message), channel)
-
-    async def take(self, report: RankReport, channel: MessageStream) -> None:
-        """The same for a report that was read."""
+        report = RankReport.from_json(message)
         index = report.rank
         self.reports[index] = report
         self._channels[index] = channel
@@ -79,8 +76,6 @@ class Arrivals:
                     self._events.happened("signal", number)
                 case WorkerFailed(name, error):
                     self._events.happened("failed", (index, name, error))
-                case ProgramEnded(code):
-                    self._events.happened("program", code)
         self._events.happened("lost", index)
 
     @property

@@ -37,7 +37,7 @@ def fill_from_first_rank(inventories: Sequence[Inventory]) -> list[Inventory]:
             if shown and not gpus:
                 raise DeviceError(
                     f"rank {one.rank} sees GPUs on {one.host} that the first rank there does "
-                    f"not: let all ranks of a node see the same ones, or set HPCDASK_PRESTART=0"
+                    f"not: let all ranks of a node see the same ones"
                 )
             one = dataclasses.replace(one, gpus=gpus)
         whole.append(one)
@@ -217,7 +217,7 @@ def place_workers(
     `rank` is rank 0: started by hand, it gets a worker for every GPU. The result has only ranks
     with workers. Raises DeviceError as `assign_gpus` does.
     """
-    working = [one for index, one in sorted(inventories.items()) if index >= spec.first_worker_rank]
+    working = [one for _, one in sorted(inventories.items())]
     by_hand = rank.launcher == "none"
     numbered = bool(kinds.kinds(spec.groups))
     if numbered:

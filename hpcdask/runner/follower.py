@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from functools import partial
 
-from hpcdask.errors import ClusterError, LaunchError
+from hpcdask.errors import LaunchError
 from hpcdask.logs import complain
 from hpcdask.node.channel import MessageStream
 from hpcdask.process import TERM_DEADLINE_S
@@ -46,12 +46,7 @@ async def follow(agent: RankAgent, rendezvous: Rendezvous) -> int:
         match protocol.read(order):
             case protocol.StartWorkers() as wanted:
                 work.append(asyncio.create_task(_work(agent, channel, wanted)))
-            case protocol.StartProgram(address, on_gpus):
-                work.append(asyncio.create_task(_run_program(agent, channel, address, on_gpus)))
-            case protocol.Signal(number):
-                agent.pass_on(number)
             case protocol.EndRun(code):
-                agent.end_program()
                 await agent.close_workers()
                 return code
     if agent.rank.index == 1:
@@ -59,7 +54,6 @@ async def follow(agent: RankAgent, rendezvous: Rendezvous) -> int:
             f"rank 0 on {info.host} is gone: its host failed or it was killed. See what it "
             f"printed. The run ends"
         )
-    agent.end_program()
     return 1
 
 
@@ -68,19 +62,6 @@ async def _work(agent: RankAgent, channel: MessageStream, wanted: protocol.Start
         channel.send(**protocol.WorkerFailed(name, text).to_json())
 
     await agent.start_workers(wanted.placements, wanted.scheduler, failed)
-
-
-async def _run_program(
-    agent: RankAgent, channel: MessageStream, address: str, on_gpus: bool
-) -> None:
-    assert agent.program is not None
-    try:
-        agent.start_program(address, on_gpus)
-        code = await agent.program.wait()
-    except ClusterError as error:
-        complain(error)
-        code = error.exit_code
-    channel.send(**protocol.ProgramEnded(code).to_json())
 
 
 def unreachable(timeout: float, info: RendezvousInfo, failed: Mapping[str, str]) -> str:

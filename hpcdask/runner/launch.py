@@ -6,13 +6,12 @@ A rank consists of
   line to rank 0;
 - the janitor, which outlives it by a moment and cleans up;
 - the template, from which workers are forked, and forked again after a restart;
-- on rank 0 the scheduler and (rank 1 with ``--layout dedicated``) the user's program.
+- on rank 0 the scheduler and the user's program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import traceback
 from collections.abc import Awaitable
@@ -99,16 +98,15 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 
 
 def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
-    process.mark("options read")
-    janitor, probe, light = prepared
+    janitor, probe = prepared
     _check_configuration(rank)
     import distributed  # noqa: F401  (once per rank: all that follows is forked)
 
-    from hpcdask.node import forking, profiling
+    from hpcdask.node import forking
     from hpcdask.node.forkserver import start_forkserver
     from hpcdask.security import ports
 
-    from . import light_ranks, rendezvous, scheduler
+    from . import rendezvous, scheduler
     from .agent import RankAgent
 
     process.mark("distributed imported")
@@ -117,14 +115,10 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     if rank is not None and spec.profile_ranks and not has_rank(spec.profile_ranks, rank.index):
         spec = dataclasses.replace(spec, profile="none")
         request = dataclasses.replace(request, spec=spec)
-    profiling.run_under_nsys(spec, f"rank-{rank.index if rank else os.getpid()}", janitor)
-    if light is not None and not light_ranks.may_be(spec):
-        light.close()
-        light = None
     scratch, problem = _prepare(request, janitor, rank)
-    forker = forking.Forker(janitor, probe, light)
+    forker = forking.Forker(janitor, probe)
     program = None  # without a rank MPI must be asked, after all forks: prepare for any answer
-    if request.program and (rank is None or rank.index == spec.program_rank):
+    if request.program and (rank is None or rank.index == 0):
         forked = forker.fork_into()
         if isinstance(forked, socket.socket):
             await_start(forked)
@@ -136,15 +130,14 @@ def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) ->
     scheduler_child = forker.fork(scheduler.main) if leads else None
     start_forkserver(spec, scratch, forker, peers=has_peers(rank))
 
-    process.mark("processes forked")
     meeting = None
     if rank is None or rank.size > 1:
         rank, meeting = rendezvous.meet(rank, spec.timeout)
-    if program is not None and rank.index != spec.program_rank:
+    if program is not None and rank.index != 0:
         program.sock.close()
         program = None
     agent = RankAgent(spec, rank, janitor, scratch, program, probe, problem)
-    work = _part_of(request, agent, meeting, scheduler_child, light)
+    work = _part_of(request, agent, meeting, scheduler_child)
     return run_in_loop(end_with(work, agent))
 
 
@@ -183,7 +176,6 @@ def _part_of(
     agent: RankAgent,
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
-    light: socket.socket | None,
 ) -> Awaitable[int]:
     """What this rank does until the run is over: lead or follow."""
     from hpcdask.node.forking import ForkedProcess
@@ -206,9 +198,8 @@ def _part_of(
         meeting,
         scheduler,
         attached=attached,
-        light=light,
         program=request.program.name if request.program else "" if attached else None,
-        early_error=early_error(request, agent.rank),
+        early_error=early_error(request),
     )
     if isinstance(meeting, FileRendezvous):
         agent.janitor.remove_at_end(meeting.folder)

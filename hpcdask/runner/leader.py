@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable
 
@@ -21,7 +20,7 @@ from hpcdask.node.forking import ForkedProcess
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement, owned_cores
 from hpcdask.node.profiling import WRITE_DEADLINE_S
-from hpcdask.process import TERM_DEADLINE_S, mark
+from hpcdask.process import TERM_DEADLINE_S
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import create_credentials
 
@@ -30,7 +29,6 @@ from .agent import RankAgent
 from .arrivals import Arrivals
 from .assignment import Plan, make_plan
 from .events import Event, Events, Interrupted
-from .light_ranks import LightRanks
 from .messages import (
     LOOPBACK,
     WarmupNotes,
@@ -58,8 +56,8 @@ class Leader:
 
     `rendezvous` is where the other ranks look for rank 0, None when there are none; `scheduler` and
     `attached` are the process that becomes the scheduler, and the line to a program that started
-    this rank itself. `program` names the program, if there is one. Light ranks ask at `light`.
-    After an `early_error` the others are told, then all end.
+    this rank itself. `program` names the program, if there is one. After an
+    `early_error` the others are told, then all end.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Leader:
         *,
         program: str | None,
         attached: ForkedProcess | None = None,
-        light: socket.socket | None = None,
         early_error: HpcdaskError | None = None,
     ) -> None:
         self.agent = agent
@@ -80,13 +77,10 @@ class Leader:
         self.early_error = early_error
         self.events = Events()
         self.arrivals = Arrivals(self.rank, self.events)
-        self.light = LightRanks(light, self.arrivals)
         self.wanted = WantedWorkers(self.spec)
         warmup = WarmupNotes(self.wanted)
         self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
-        self.program = UserProgram(
-            agent, self.arrivals, self.events, exists=program is not None, line=attached
-        )
+        self.program = UserProgram(agent, self.events, exists=program is not None, line=attached)
         self.address = ""
         self.files = RunFiles(agent, program or "")
         self.dashboard_host, self.dashboard = "", 0
@@ -100,7 +94,6 @@ class Leader:
         )
         if self.spec.tls:
             self.agent.credentials = create_credentials()
-            mark("credentials made")
         else:
             say(
                 "warning: --no-tls: any user who reaches a port of this run runs code as you, also "
@@ -132,7 +125,6 @@ class Leader:
         if self.spec.interface != AUTO:
             self._start_scheduler(self.spec.interface)
         seen = await self._meet()
-        mark("ranks met")
         fabrics = {index: report.fabric for index, report in self.arrivals.reports.items()}
         plan = make_plan(self.spec, self.rank, seen, fabrics)
         if self.spec.interface == AUTO:
@@ -141,7 +133,6 @@ class Leader:
         self._widen_scheduler(seen)
         self.events.start(self.scheduler.listen())
         started = (await self._next("the scheduler to start", {"scheduler"})).value
-        mark("scheduler listens")
         if isinstance(started, protocol.SchedulerFailed):
             raise ClusterError(started.error)
         self.address, self.dashboard_host = started.address, started.dashboard_host
@@ -190,7 +181,6 @@ class Leader:
         """Have every rank say what it sees."""
         self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
         if self.rendezvous is not None:
-            await self.light.open()
             await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)
             while not self.arrivals.complete:
                 await self._next(
@@ -199,7 +189,6 @@ class Leader:
                     lambda: self.arrivals.too_late(self.spec.timeout),
                 )
             self.arrivals.close()
-            self.light.close()
             self.rendezvous.close()
         return self.arrivals.inventories()
 
@@ -215,17 +204,14 @@ class Leader:
         resources.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, placements: dict[int, list[WorkerPlacement]]) -> None:
-        own = {index: placements[index] for index in placements.keys() & {0, *self.light.indices}}
-        rank_of = {one.name: index for index, group in own.items() for one in group}
-        for index in placements.keys() - own.keys():
+        for index in placements.keys() - {0}:
             self.arrivals.send(index, protocol.StartWorkers(self.address, placements[index]))
 
         def failed(name: str | None, text: str) -> None:
-            self.events.happened("failed", (rank_of.get(name or "", 0), name, text))
+            self.events.happened("failed", (0, name, text))
 
-        if own:
-            here = [one for index in sorted(own) for one in own[index]]
-            self.events.start(self.agent.start_workers(here, self.address, failed))
+        if 0 in placements:
+            self.events.start(self.agent.start_workers(placements[0], self.address, failed))
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -272,7 +258,7 @@ class Leader:
 
     async def _watch(self) -> int:
         """From ready to the end of the program, or of the cluster."""
-        self.program.start(self.address, self.wanted.on_device, self.scheduler.import_module)
+        self.program.start(self.address, self.wanted.on_device)
         lost = False
         while True:
             event = await self.events.get()
@@ -326,10 +312,8 @@ class Leader:
                 say(failure_of(event, self.arrivals))
             return enough
         self.arrivals.forget(event.value)
-        enough = event.value != self.spec.program_rank and self.wanted.enough_without(event.value)
+        enough = self.wanted.enough_without(event.value)
         if enough:
-            if event.value in self.light.indices:
-                self.events.start(self.agent.workers.give_up(self.wanted.of_rank(event.value)))
             say(
                 f"{self.arrivals.name(event.value)} is gone; the run goes on with "
                 f"{plural(len(self.wanted.names), 'worker')} "

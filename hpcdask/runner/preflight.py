@@ -5,23 +5,16 @@ from __future__ import annotations
 import re
 import socket
 
-from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 
 from .options import RunRequest
 
 
-def early_error(request: RunRequest, rank: ranks.Rank) -> HpcdaskError | None:
-    """Bad input that only rank 0 can see."""
+def early_error(request: RunRequest) -> HpcdaskError | None:
+    """Return what is wrong with a request and only rank 0 can see."""
     from hpcdask.client import scheduler_file
 
     try:
-        if request.spec.layout == "dedicated" and rank.size < 3:
-            raise UsageError(
-                f"--layout dedicated needs at least 3 ranks (scheduler, program, one worker), "
-                f"there {'is' if rank.size == 1 else 'are'} {rank.size}: start more with -n, or "
-                f"use --layout shared"
-            )
         if request.spec.groups and request.spec.device != "auto":
             raise UsageError(
                 f"--groups {' '.join(request.spec.groups)} says what each rank computes on, and "

@@ -205,13 +205,11 @@ def await_start(sock: socket.socket) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     restore_environment()
     from hpcdask.client.connect import configure_client
-    from hpcdask.node import early_imports
     from hpcdask.node.observe import make_observable
 
     configure_client(order.address, order.file, on_gpus=order.on_gpus)
     make_observable()
     _free_blas(order.threads)
-    early_imports.watch(os.path.dirname(order.file))
 
 
 def hear_start(sock: socket.socket) -> StartProgram | None:

@@ -27,6 +27,22 @@ def read(data: Mapping[str, Any]) -> Message:
     return kinds[fields.pop("op")].from_json(fields)
 
 
+# From rank 0 to the program's process
+
+
+@dataclass(frozen=True)
+class StartProgram(Message):
+    """The cluster is ready: become the program.
+
+    `file` is a scheduler file, `threads` are BLAS's; `on_gpus` are the workers.
+    """
+
+    address: str
+    on_gpus: bool
+    file: str
+    threads: int
+
+
 # From rank 0 to another
 
 
@@ -39,35 +55,10 @@ class StartWorkers(Message):
 
 
 @dataclass(frozen=True)
-class StartProgram(Message):
-    """The cluster is ready: become the program.
-
-    `file` is a scheduler file, `threads` are BLAS's; `on_gpus` are the workers.
-    """
-
-    address: str
-    on_gpus: bool
-    file: str = ""
-    threads: int = 0
-
-
-@dataclass(frozen=True)
-class Signal(Message):
-    """A signal for the program, or one that another rank got."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class EndRun(Message):
     """The run is over: leave, with this exit code."""
 
     code: int
-
-
-@dataclass(frozen=True)
-class TakenIn(Message):
-    """Rank 0 runs the worker of this rank, which is a light one."""
 
 
 # From another rank to rank 0
@@ -82,10 +73,10 @@ class WorkerFailed(Message):
 
 
 @dataclass(frozen=True)
-class ProgramEnded(Message):
-    """The program has ended."""
+class Signal(Message):
+    """A signal that the rank got."""
 
-    code: int
+    number: int
 
 
 # From rank 0 to the scheduler's process
@@ -101,13 +92,6 @@ class StartScheduler(Message):
     credentials: Credentials
     dashboard: str
     scratch: str
-
-
-@dataclass(frozen=True)
-class ImportModule(Message):
-    """The program imports this: so should the scheduler and the workers."""
-
-    module: str
 
 
 @dataclass(frozen=True)

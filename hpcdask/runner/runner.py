@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Iterator
-from typing import Any, Literal
+from typing import Any, Unpack, get_type_hints
 
 from distributed import Security, default_client
 from distributed.core import Status
@@ -29,7 +29,8 @@ from hpcdask.logs import complain
 from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import signal_name
 from hpcdask.spec.argv import to_argv
-from hpcdask.spec.signatures import Keyword, describe, optional, spell_out
+from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
+from hpcdask.spec.signatures import Keyword, describe, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
 from .program import hear_start
@@ -47,7 +48,7 @@ class Runner:
             ...  # rank 0 only; the other ranks never come here
 
     The keywords are the fields of `hpcdask.spec.specs.RunSpec`, which are the options of
-    ``python -m hpcdask.run``; all but ``layout="dedicated"``.
+    ``python -m hpcdask.run``.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ class Runner:
         ranks when the cluster has ended.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[RunKeywords]) -> None:
         unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
         if unknown:
             raise UsageError(
@@ -78,11 +79,6 @@ class Runner:
                 f"python -m hpcdask.run, with _ in place of -"
             )
         self.spec = RunSpec.from_keywords(options)
-        if self.spec.layout != "shared":
-            raise UsageError(
-                "--layout dedicated needs python -m hpcdask.run: a program that runs on "
-                "every rank itself continues on rank 0"
-            )
         self.status = Status.created
         self.scheduler_address: str | None = None
         self.security = Security()
@@ -227,7 +223,10 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def initialize(
-    *, exit: bool = True, worker_options: dict[str, Any] | None = None, **options: Any
+    *,
+    exit: bool = True,
+    worker_options: dict[str, Any] | None = None,
+    **options: Unpack[InitializeKeywords],
 ) -> bool:
     """Turn the ranks into a Dask cluster, in the place of ``dask_mpi.initialize()``.
 
@@ -250,12 +249,12 @@ def initialize(
     bool
         Whether this rank goes on as the client.
     """
-    options = {name: value for name, value in options.items() if value is not None}
-    options.pop("dashboard", None)
-    for name, _, instead, _ in _DASK_MPI_ONLY:
-        if options.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
+    given: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
+    given.pop("dashboard", None)
+    for name, instead in _INSTEAD.items():
+        if given.pop(name, None) not in (None, True, "distributed.Nanny", "distributed.Worker"):
             raise UsageError(f"hpcdask.initialize() does not take {name}: {instead}")
-    runner = Runner(**options, **(worker_options or {}))
+    runner = Runner(**given, **(worker_options or {}))
     if runner.start():
         return True
     if exit:
@@ -263,14 +262,13 @@ def initialize(
     return False
 
 
-_WORKER = Literal["distributed.Worker", "distributed.Nanny"]
-_DASK_MPI_ONLY = [
-    Keyword("nanny", Literal[True], "workers always have a nanny"),
-    Keyword("worker_class", _WORKER, "device chooses between GPU and CPU workers"),
-    Keyword("comm", type(None), "it uses the launcher's ranks"),
-]
-_DASHBOARD = Keyword("dashboard", bool, "it costs nothing until somebody looks at it")
-_ALL = map(optional, [*_FIELDS, *_DASK_MPI_ONLY, _DASHBOARD])
+#: Keywords of dask-mpi that choose nothing here, and the reason.
+_INSTEAD = {
+    "nanny": "workers always have a nanny",
+    "worker_class": "device chooses between GPU and CPU workers",
+    "comm": "it uses the launcher's ranks",
+}
+_ALL = [Keyword(name, one, "") for name, one in get_type_hints(InitializeKeywords).items()]
 initialize.__signature__ = spell_out(initialize, _ALL)  # type: ignore[attr-defined]
 
 

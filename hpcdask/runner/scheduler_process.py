@@ -74,10 +74,6 @@ class SchedulerProcess:
         self._usage_told.set()
         self._events.happened("scheduler-closed" if closed else "scheduler-lost")
 
-    def import_module(self, module: str) -> None:
-        """Have it and its workers import what the program imports."""
-        self.tell(protocol.ImportModule(module))
-
     async def gpu_usage(self) -> list[str]:
         """What the GPUs did, in lines for the user, if it answers in time."""
         if not self._usage_told.is_set():

@@ -1,24 +1,20 @@
-"""Rank 0's hold on the user's program, wherever it runs."""
+"""Rank 0's hold on the user's program."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 
 from hpcdask.logs import say
-from hpcdask.node import early_imports
 from hpcdask.node.forking import ForkedProcess
 from hpcdask.process import TERM_DEADLINE_S
 
-from . import protocol
 from .agent import RankAgent
-from .arrivals import Arrivals
 from .events import Events
 
 
 class UserProgram:
-    """The program of a run: here, at rank 1, in the process that started this rank, or none.
+    """The program of a run: a process of rank 0, the one that started this rank, or none.
 
     Its end is the event ``program``; if it does not end in time after a signal, ``deadline``.
     `line` leads to the program that started this rank, or is None: its end is the program's.
@@ -28,7 +24,6 @@ class UserProgram:
     def __init__(
         self,
         agent: RankAgent,
-        arrivals: Arrivals,
         events: Events,
         *,
         exists: bool,
@@ -37,21 +32,15 @@ class UserProgram:
         self.exists = exists
         self.attached = line is not None
         self.signalled: int | None = None
-        self._agent, self._arrivals, self._events, self._line = agent, arrivals, events, line
+        self._agent, self._events, self._line = agent, events, line
 
-    def start(self, address: str, on_gpus: bool, imports: Callable[[str], None]) -> None:
-        """The cluster is ready at this address, with workers on GPUs or none.
-
-        `imports` is told when the program begins to import a collection of Dask's.
-        """
+    def start(self, address: str, on_gpus: bool) -> None:
+        """Start the program: the cluster is ready at this address, with workers on GPUs or none."""
         if self._line is not None:
             self._events.start(self._attend(self._line, address, on_gpus))
         elif self._agent.program is not None:
-            early_imports.listen(self._agent.scratch, imports)
             self._agent.start_program(address, on_gpus)
             self._events.start(self._wait(self._agent.program))
-        elif self.exists:
-            self._arrivals.send(1, protocol.StartProgram(address, on_gpus))
 
     async def _wait(self, program: ForkedProcess) -> None:
         self._events.happened("program", await program.wait())
@@ -80,7 +69,4 @@ class UserProgram:
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
-        if self._agent.program is not None:
-            self._agent.pass_on(number)
-        elif self._agent.spec.layout == "dedicated":
-            self._arrivals.send(1, protocol.Signal(int(number)))
+        self._agent.pass_on(number)

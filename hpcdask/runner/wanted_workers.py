@@ -35,13 +35,9 @@ class WantedWorkers:
         least = self.least
         return len(registered) >= least and len(registered & self.names) >= least
 
-    def of_rank(self, rank: int) -> set[str]:
-        """The names of its workers."""
-        return self._by_rank.get(rank, set())
-
     def enough_without(self, rank: int, name: str | None = None) -> bool:
         """Give up a worker of a rank, by default all; say whether --workers-min is still met."""
-        self.names -= {name} if name else self.of_rank(rank)
+        self.names -= {name} if name else self._by_rank.get(rank, set())
         return self._spec.workers_min is not None and len(self.names) >= self._spec.workers_min
 
     def give_up(self) -> None:

@@ -26,15 +26,12 @@ def optional(keyword: Keyword) -> Keyword:
     return keyword._replace(type=takes, default=None)
 
 
-def spell_out(
-    function: Callable[..., Any], keywords: Iterable[Keyword], **unknown: Any
-) -> inspect.Signature:
-    """A function's signature with keywords in the place of ``**keywords``.
+def spell_out(function: Callable[..., Any], keywords: Iterable[Keyword]) -> inspect.Signature:
+    """Return a function's signature with keywords in the place of ``**keywords``.
 
-    Those that the function names itself are left out. `unknown` are names in its annotations that
-    only type checkers know.
+    Keywords that the function names itself are left out.
     """
-    signature = inspect.signature(function, eval_str=True, locals=unknown)
+    signature = inspect.signature(function, eval_str=True)
     own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     spelled = [
         inspect.Parameter(

@@ -8,15 +8,15 @@ exists in one place.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from hpcdask.errors import UsageError
 
 from .argv import make_command, option_name, options, read, to_argv
+from .keywords import Device, Profile, Protocol, RunKeywords
 from .parsing import (
     _choice,
     _count,
@@ -34,11 +34,6 @@ from .parsing import (
     parse_seconds,
 )
 from .signatures import Keyword, describe
-
-Device = Literal["auto", "cuda", "cpu"]
-Protocol = Literal["auto", "tcp", "ucx"]
-Layout = Literal["shared", "dedicated"]
-Profile = Literal["none", "nsys", "py-spy"]
 
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
@@ -60,15 +55,12 @@ def _documented(cls: Any) -> Any:
 
 
 def keywords_of(spec: type) -> list[Keyword]:
-    """The fields of a spec as keywords, which take what the fields' parsers do."""
-    fields = get_type_hints(spec)
-    found = []
-    for item in dataclasses.fields(spec):
-        parse = item.metadata["parse"]
-        accepted = get_type_hints(parse)[next(iter(inspect.signature(parse).parameters))]
-        takes = fields[item.name] if accepted is Any else accepted
-        found.append(Keyword(item.name, takes, item.metadata["help"], item.default))
-    return found
+    """Return the fields of a spec as keywords."""
+    types = get_type_hints(RunKeywords)
+    return [
+        Keyword(item.name, types[item.name], item.metadata["help"], item.default)
+        for item in dataclasses.fields(spec)
+    ]
 
 
 @_documented
@@ -125,16 +117,11 @@ class WorkerSpec:
         _parse_memory_limit,
     )
     enable_nvlink: bool | None = _network(
-        None, "Let ucx use NVLink, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_infiniband: bool | None = _network(
-        None, "Let ucx use InfiniBand, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_rdmacm: bool | None = _network(
-        None, "Let ucx connect by RDMA, or not. Default: UCX chooses.", _switch, flag=True
-    )
-    enable_tcp_over_ucx: bool | None = _network(
-        None, "Let ucx use tcp beside the others, or not. Default: yes.", _switch, flag=True
+        None,
+        "Choose ucx as if NVLink joined the GPUs of each node, or keep ucx from NVLink. Default: "
+        "as NVML says.",
+        _switch,
+        flag=True,
     )
     rmm_pool_size: int | float | None = _memory(
         None,
@@ -201,9 +188,8 @@ class WorkerSpec:
 
     profile: Profile = _profile(
         "none",
-        "Profile the workers: py-spy (Python; a flame graph for each worker) or nsys (CUDA and "
-        "Dask tasks; a report for each rank).",
-        _choice("none", "nsys", "py-spy"),
+        "Profile the workers: py-spy writes a flame graph of each.",
+        _choice("none", "py-spy"),
     )
     profile_folder: str | None = _profile(
         None,
@@ -257,12 +243,6 @@ class RunSpec(WorkerSpec):
         As those of `WorkerSpec`.
     """
 
-    layout: Layout = _start(
-        "shared",
-        "shared: every rank has a worker; scheduler and program run beside that of rank 0. "
-        "dedicated: rank 0 is the scheduler, rank 1 the program, as in dask-mpi.",
-        _choice("shared", "dedicated"),
-    )
     scheduler_file: str | None = _start(
         None,
         "Write the cluster's address to this file, for hpcdask.connect(FILE) elsewhere.",
@@ -297,13 +277,3 @@ class RunSpec(WorkerSpec):
         "Default: all; the loss of a rank ends the run.",
         _count(1),
     )
-
-    @property
-    def program_rank(self) -> int:
-        """The rank whose node runs the program."""
-        return 1 if self.layout == "dedicated" else 0
-
-    @property
-    def first_worker_rank(self) -> int:
-        """Ranks before this one have no worker."""
-        return 2 if self.layout == "dedicated" else 0

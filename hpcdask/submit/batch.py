@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 from dataclasses import dataclass
@@ -19,22 +20,16 @@ from hpcdask.queues.registry import batch_systems, queue_class
 from hpcdask.security.private import make_folders, write_private
 
 from . import header
-from .launch_lines import launch_lines
 from .request import BatchRequest
 
 
 def find_system() -> str | None:
-    """The queueing system whose commands are on this machine, or None."""
-    return next((name for name in batch_systems() if _has(queue_class(name)())), None)
-
-
-def _has(queue: Queue) -> bool:
-    """Whether this machine has a system's commands."""
-    try:
-        queue.check()
-    except UsageError:
-        return False
-    return True
+    """Return the queueing system whose commands are on this machine, or None."""
+    for name in batch_systems():
+        with contextlib.suppress(UsageError):
+            queue_class(name)().check()
+            return name
+    return None
 
 
 @dataclass
@@ -52,11 +47,11 @@ class Batch:
 
     @property
     def tag(self) -> str:
-        """By which `hpcdask jobs` knows the job."""
+        """Tag by which `hpcdask jobs` knows the job."""
         return f"hpcdask:{BATCH}{self.label}"
 
     def log(self, job_id: str) -> Path:
-        """Where the job writes."""
+        """Return the path of the job's log."""
         return Path(self.logs) / f"hpcdask-{job_id}.log"
 
     def keep(self) -> Path:
@@ -82,7 +77,7 @@ class Batch:
         return path
 
     async def submit(self) -> str:
-        """Submit it, and return the job's id.
+        """Submit the job, and return its id.
 
         Raises Refused, with the queue's own text, if the queue does not want it. Raises QueueError
         if the queue does not answer and the job is not there.
@@ -123,7 +118,7 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
         memory=asked.memory or 0,
         alone=True,
     )
-    launch = launch_lines(queue, asked, settings.python)
+    launch = _launch_lines(queue, asked, settings.python)
     batch.text = queue.script(settings.job, request, _preamble(batch, asked), "\n".join(launch))
     return batch
 
@@ -136,3 +131,33 @@ def _preamble(batch: Batch, asked: BatchRequest) -> list[str]:
         log = f"{shlex.quote(batch.logs)}/hpcdask-{batch.queue.job_id}.log"
         lines += ["umask 077", f"exec >>{log} 2>&1"]
     return [*lines, f"umask {mask:04o}", "export PYTHONUNBUFFERED=1"]
+
+
+def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
+    """Return shell lines that start the runner, one rank per GPU; `python` is in shell words."""
+    launcher = asked.launcher or queue.launchers[0]
+    if launcher not in queue.launchers:
+        usable = " or ".join(queue.launchers)
+        raise UsageError(f"--launcher {launcher} is not {queue.title}'s: use {usable}")
+    if asked.container:
+        python = f"{asked.container} python"
+    program = f"{python} -P -m hpcdask.run {shlex.join(asked.words)}"
+    if launcher == "srun":
+        # sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02
+        cpus = asked.cpus_per_gpu
+        exports = [f"export SRUN_CPUS_PER_TASK={cpus}"] if cpus else []
+        return [*exports, f"exec srun -K {program}"]
+    total = f"-n {asked.nodes * asked.ranks}"
+    if asked.nodes == 1 or queue.counts_ranks:
+        return [f"exec mpirun {total} {program}"]
+    return [
+        *filter(None, [queue.mpirun_setup]),
+        "# each MPI has its own option for the ranks per node",
+        'case "$(mpirun --version 2>&1)" in',
+        f'*"Open MPI"* | *OpenRTE* | *PRRTE*) per_node="--map-by ppr:{asked.ranks}:node" ;;',
+        f'*) per_node="-ppn {asked.ranks}" ;;',
+        "esac",
+        " ".join(
+            ["exec mpirun", total, *filter(None, [queue.mpirun_option]), "$per_node", program]
+        ),
+    ]

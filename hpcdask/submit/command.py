@@ -1,4 +1,4 @@
-"""``hpcdask submit`` and ``hpcdask script``."""
+"""``hpcdask submit``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from click.core import ParameterSource
 
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
-from hpcdask.queues.base import where_to_run
+from hpcdask.queues.base import WHERE_TO_RUN
 from hpcdask.queues.registry import batch_systems, queue_class
-
-SYSTEM = click.Choice(batch_systems())
-#: What follows the program's name belongs to the program.
-CONTEXT = {"allow_interspersed_args": False}
-PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 
 
 @click.command(
-    context_settings=CONTEXT,
+    # What follows the program's name belongs to the program
+    context_settings={"allow_interspersed_args": False},
     epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py",
 )
 @click.option(
-    "--system", type=SYSTEM, help="Queueing system. Default: the one whose commands are found here."
+    "--system",
+    type=click.Choice(batch_systems()),
+    help="Queueing system. Default: the one whose commands are found here.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
 @click.option(
@@ -93,8 +91,8 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 )
 @click.option(
     "--launcher",
-    type=click.Choice(["srun", "flux", "mpirun"]),
-    help="What starts the ranks. Default: srun with SLURM, flux with Flux, else mpirun.",
+    type=click.Choice(["srun", "mpirun"]),
+    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
 )
 @click.option(
     "--container",
@@ -109,7 +107,7 @@ PROGRAM = "[PROGRAM [ARGUMENTS]...]"
 )
 @click.option("--groups", hidden=True)
 @click.option("-m", "is_module", is_flag=True, help="The program is a module.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=PROGRAM)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[PROGRAM [ARGUMENTS]...]")
 def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     """Submit a Python program as one batch job with a Dask cluster.
 
@@ -130,24 +128,6 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
         title = queue_class(system).title
         say(f"no queueing system is found here: this is a script for {title}; see --system")
     click.echo(asyncio.run(prepare(system, asked)).text, nl=False)
-
-
-@click.command(
-    context_settings={"ignore_unknown_options": True, **CONTEXT},
-    epilog="Example: hpcdask script pbs -N 2 --gpus-per-node 4 script.py > job.sh",
-)
-@click.argument("system", type=SYSTEM, metavar="SYSTEM")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS] " + PROGRAM)
-@click.pass_context
-def script(context: click.Context, system: str, words: tuple[str, ...]) -> None:
-    """Print the script that hpcdask submit would submit.
-
-    The same as hpcdask submit --dry-run --system SYSTEM, with the same options. It needs no
-    queueing system here.
-    """
-    arguments = ["--dry-run", "--system", system, *words]
-    with submit.make_context(f"script {system}", arguments, parent=context.parent) as inner:
-        submit.invoke(inner)
 
 
 def _read(job: dict[str, Any]) -> Any:
@@ -172,13 +152,12 @@ async def _submit(system: str | None, asked: Any, *, wait: bool) -> int:
     from .batch import prepare
     from .follow import submit_and_wait, tell
 
-    instead = "hpcdask script SYSTEM shows what would be submitted"
+    instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
     if system is None:
-        queues = [queue_class(name)() for name in batch_systems()]
-        commands = ", ".join(queue.programs[0] for queue in queues)
+        commands = ", ".join(queue_class(name).programs[0] for name in batch_systems())
         raise UsageError(
             f"no queueing system is found here: none of {commands} is on PATH with its "
-            f"companions. {where_to_run(queues[0])}. {instead}"
+            f"companions. {WHERE_TO_RUN}. {instead}"
         )
     queue_class(system)().check(instead.replace("SYSTEM", system))
     batch = await prepare(system, asked)

@@ -11,7 +11,6 @@ import dask.config
 from hpcdask.clusters.configuration import import_job_class
 from hpcdask.clusters.keywords import job_keywords
 from hpcdask.clusters.options import JobOptions, read_job_options
-from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import walltime_text
 
@@ -49,10 +48,11 @@ async def read(queue: Queue, asked: BatchRequest) -> JobOptions:
 async def _keywords(
     queue: Queue, asked: BatchRequest, site: Mapping[str, Any], known: set[str]
 ) -> dict[str, Any]:
-    """Keywords of dask-jobqueue's Job class; `known` are those that there are."""
-    if asked.queue and "queue" not in known:
-        raise UsageError(f"--queue: {queue.title} has none. Leave it out")
-    directives = [*_site_directives(queue, site), *asked.directives]
+    """Return keywords of dask-jobqueue's Job class, which takes those in `known`."""
+    # GPUs in the configuration are those of a worker's job
+    configured = map(str, site.get("job-extra-directives") or ())
+    directives = [line for line in configured if queue.requested_gpus(line) is None]
+    directives += asked.directives
     prologue = [*(site.get("job-script-prologue") or ()), *asked.prologue]
     account = "account" if "account" in known else "project"  # its old name
     keywords = {
@@ -70,13 +70,4 @@ async def _keywords(
         walltime_text(site["walltime"])
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
-    given = {key: value for key, value in keywords.items() if key in known}
-    return {key: value for key, value in given.items() if value not in (None, "")}
-
-
-def _site_directives(queue: Queue, site: Mapping[str, Any]) -> list[str]:
-    """Those of the configuration; its GPUs are those of a worker's job."""
-    found = site.get("job-extra-directives") or []
-    if isinstance(found, Mapping):
-        found = [f"{key} = {value}" for key, value in found.items()]
-    return [str(line) for line in found if queue.requested_gpus(str(line)) is None]
+    return {key: value for key, value in keywords.items() if value not in (None, "")}

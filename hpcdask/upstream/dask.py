@@ -7,15 +7,8 @@ from typing import Any
 import dask.highlevelgraph
 from dask._expr import FinalizeCompute as FinalizeCompute
 from dask._task_spec import Alias as Alias
-from dask._task_spec import List as List
 from dask._task_spec import Task as Task
-from dask._task_spec import TaskRef as TaskRef
 from dask._task_spec import convert_legacy_graph as convert_legacy_graph
-
-
-def meta_of(collection: Any) -> Any:
-    """What the chunks of an array or the partitions of a DataFrame are, without elements."""
-    return collection._meta
 
 
 def cull_by_layer() -> None:

@@ -9,14 +9,6 @@ from .parts import require
 SEEN = "dask-cuda 26.10"
 
 
-def device_limit(store: Any) -> int | None:
-    """Bytes of results above which a worker's store spills device memory; None if it never does."""
-    if not hasattr(store, "device_buffer"):
-        return None
-    require(SEEN, store.device_buffer, "n")
-    return int(store.device_buffer.n)
-
-
 def on_device(store: Any) -> Any:
     """Results that are on the device, a buffer of zict's; None where the store is another."""
     fast = getattr(getattr(store, "device_buffer", None), "fast", None)

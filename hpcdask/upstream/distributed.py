@@ -6,10 +6,10 @@ asked for at run time: tests/unit/test_upstream.py finds them in distributed's s
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from .parts import refuse, require
+from .parts import require
 
 Result = TypeVar("Result")
 
@@ -40,76 +40,6 @@ def set_interval(stream: Any, seconds: float) -> None:
     """Set the seconds between two messages; no configuration has them."""
     require(SEEN, stream, "interval")
     stream.interval = seconds
-
-
-def gathered(stream: Any) -> int:
-    """How many messages wait to be sent."""
-    require(SEEN, stream, "buffer")
-    return len(stream.buffer)
-
-
-def send_now(stream: Any) -> None:
-    """Send what has gathered, whatever the interval."""
-    require(SEEN, stream, "buffer", "next_deadline", "waker")
-    if stream.buffer:
-        stream.next_deadline = None
-        stream.waker.set()
-
-
-#: ``distributed.scheduler.worker-saturation`` where nobody has configured it.
-USUAL_SATURATION = 1.1
-
-
-def replace_filling(scheduler: Any, fill: Callable[..., None]) -> Callable[..., None]:
-    """Have a function called when workers may take queued tasks; returns the usual one.
-
-    There is no public way to send several at a time, other than to send all at once.
-    """
-    require(SEEN, scheduler, "stimulus_queue_slots_maybe_opened", "WORKER_SATURATION")
-    require(SEEN, scheduler, "idle_task_count", "check_idle_saturated", "transitions")
-    usual: Callable[..., None] = scheduler.stimulus_queue_slots_maybe_opened
-    scheduler.stimulus_queue_slots_maybe_opened = fill
-    return usual
-
-
-def send_queued(
-    scheduler: Any,
-    groups: Iterable[Collection[Any]],
-    saturation: float,
-    are_meant: Callable[[], bool],
-    stimulus_id: str,
-) -> None:
-    """Fill one group of workers after the other, as long as the next queued tasks are meant.
-
-    The saturation is so high only meanwhile: what becomes ready by itself is sent as ever.
-    """
-    usual, free = scheduler.WORKER_SATURATION, scheduler.idle_task_count
-    scheduler.WORKER_SATURATION = saturation
-    filled: list[Any] = []
-    try:
-        for workers in groups:
-            filled += workers
-            scheduler.idle_task_count = set(workers)
-            while scheduler.idle_task_count and scheduler.queued and are_meant():
-                scheduler.transitions({scheduler.queued.peek().key: "processing"}, stimulus_id)
-    finally:
-        scheduler.WORKER_SATURATION, scheduler.idle_task_count = usual, free
-        for worker in filled:
-            scheduler.check_idle_saturated(worker)
-
-
-def before_graphs(scheduler: Any, wait: Callable[[], Awaitable[None]]) -> None:
-    """Have graphs wait for this before they are unpickled, and what their clients send later."""
-    handlers = scheduler.stream_handlers
-    if "update-graph" not in handlers:
-        refuse(SEEN, "Scheduler.stream_handlers: update-graph")
-    known = handlers["update-graph"]
-
-    async def update_graph(**message: Any) -> None:
-        await wait()
-        await known(**message)
-
-    handlers["update-graph"] = update_graph
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:

@@ -7,85 +7,33 @@ paid once. Here is the standard library only: the probe passes through before al
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
-import platform
 import socket
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, reduction, resource_tracker, util
+from multiprocessing import forkserver, reduction, resource_tracker
 from typing import Any
 
-from hpcdask.errors import UsageError
+from .parts import require
 
+SEEN = "Python 3.11 to 3.14"
 Connect = Callable[[list[int]], tuple[int, int]]
 _server: Any = forkserver
 
 
 def check() -> None:
-    """Refuse a Python whose fork server has other private parts than those that are used here.
-
-    Otherwise workers would not start, and nobody would say why.
-    """
-    process = multiprocessing.current_process()
-    key = ["_forkserver_authkey"] if wants_key() else []
-    parts: list[tuple[str, Any, list[str]]] = [
-        ("forkserver", _server, ["MAXFDS_TO_SEND", "connect_to_new_process", "write_signed"]),
-        (
-            "forkserver._forkserver",
-            getattr(_server, "_forkserver", None),
-            ["_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid", *key],
-        ),
-        (
-            "resource_tracker._resource_tracker",
-            getattr(resource_tracker, "_resource_tracker", None),
-            ["_fd", "_pid"],
-        ),
-        ("current_process()", process, ["_config"]),
-    ]
-    moved = [
-        f"{where}.{name}"
-        for where, holder, names in parts
-        for name in names
-        if not hasattr(holder, name)
-    ]
-    if "semprefix" not in getattr(process, "_config", {"semprefix": ""}):
-        moved.append('current_process()._config["semprefix"]')
-    calls: dict[str, tuple[tuple[object, ...], dict[str, int]]] = {
-        "main": ((0, 0, []), {"authkey_r": 0} if key else {}),
-        "_serve_one": ((0, [], [], {}), {}),
-    }
-    for name, (arguments, options) in calls.items():
-        try:
-            inspect.signature(getattr(_server, name)).bind(*arguments, **options)
-        except (AttributeError, TypeError):
-            moved.append(f"forkserver.{name}()")
-    _refuse(moved)
-
-
-def _refuse(moved: Sequence[str]) -> None:
-    if moved:
-        parts = ", ".join(f"multiprocessing.{part}" for part in moved)
-        raise UsageError(
-            f"hpcdask starts workers through private parts of Python, which Python "
-            f"{platform.python_version()} has moved or changed: {parts}. Use Python "
-            f"3.11 to 3.14, or a newer hpcdask"
-        )
+    """Raise UsageError if this Python's fork server lacks a private part that is used here."""
+    require(SEEN, forkserver, "_forkserver", "_serve_one", "main", "write_signed")
+    require(SEEN, forkserver, "MAXFDS_TO_SEND", "connect_to_new_process")
+    names = ["_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"]
+    require(SEEN, _server._forkserver, *names, *["_forkserver_authkey"] * wants_key())
+    require(SEEN, resource_tracker, "_resource_tracker")
+    require(SEEN, resource_tracker._resource_tracker, "_fd", "_pid")
 
 
 def wants_key() -> bool:
     """Whether this Python's fork server serves only who has its key, as from 3.14 on."""
     main = getattr(_server, "main", None)
     return callable(main) and "authkey_r" in inspect.signature(main).parameters
-
-
-def name_files(semaphores: str, folder: str | None) -> None:
-    """What semaphores' names begin with, and the folder of sockets, if it is to be another."""
-    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["semprefix"] = semaphores
-    if folder is not None:
-        config["tempdir"] = folder
-        if util.get_temp_dir() != folder:
-            _refuse(['current_process()._config["tempdir"]'])
 
 
 def use_tracker(fd: int) -> None:

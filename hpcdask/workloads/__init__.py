@@ -13,6 +13,7 @@ import itertools
 import math
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from typing import Any, Literal, cast, get_args
@@ -31,6 +32,8 @@ SLABS_PER_SLOT = 4
 MIN_SLAB_NBYTES = 1 << 20
 #: Dask takes 0.2 ms to 1 ms for a task, and a kilobyte or more to know it.
 MAX_SLABS = 1_000_000
+#: Partial results of a few bytes: so many are one message per worker.
+SPLIT_EVERY = 64
 
 CUPY_INSTALL = 'pip install "hpcdask[cuda13]"'
 
@@ -50,7 +53,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the tolerance; false for NaN."""
+        """Return whether the difference is within the tolerance; false for NaN."""
         return bool(abs(self.value - self.expected) <= self.tolerance)
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,19 +62,19 @@ class Check:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number of 0 or more, such as a seed, before anything is computed."""
+    """Raise WorkloadError unless the value, such as a seed, is a whole number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
 
 
 def check_device(device: object) -> None:
-    """Refuse what is no `Device`."""
+    """Raise WorkloadError unless the value is a `Device`."""
     if device not in get_args(Device):
         raise WorkloadError(f'device={device!r} is not accepted: "cuda" or "cpu"')
 
 
 def check_dask(x: object) -> None:
-    """Refuse what is no dask array."""
+    """Raise WorkloadError unless ``x`` is a dask array."""
     if not isinstance(x, da.Array):
         raise WorkloadError(
             f"x is {type(x).__name__}, not a dask array: "
@@ -80,13 +83,13 @@ def check_dask(x: object) -> None:
 
 
 def check_sizes(x: da.Array) -> None:
-    """Refuse an array whose chunks nobody knows the size of."""
+    """Raise WorkloadError if an array has chunks of unknown size."""
     if any(math.isnan(size) for sizes in x.chunks for size in sizes):
         raise WorkloadError("x has chunks of unknown size; call x.compute_chunk_sizes() first")
 
 
 def check_unmasked(block: Any) -> None:
-    """Refuse a masked array, whose mask NumPy's functions would drop."""
+    """Raise WorkloadError for a masked array, whose mask NumPy's functions would drop."""
     if isinstance(block, np.ma.MaskedArray):
         raise WorkloadError(
             "a chunk is a masked array: fill it first, x = da.ma.filled(x, fill_value)"
@@ -118,8 +121,8 @@ def client_cupy() -> Any:
         n_devices, why = 0, str(exc)
     if not n_devices:
         raise WorkloadError(
-            f"the stock form on CuPy builds arrays on a GPU of the client: {why}; "
-            "run it where the client has a GPU, or use the tuned form, which needs none"
+            f"plain dask.array on CuPy builds arrays on a GPU of the client: {why}; "
+            "run it where the client has a GPU"
         )
     return cupy
 
@@ -163,6 +166,21 @@ def slab_rows(
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
+def sum_of_chunks(
+    function: Callable[..., Any], *x: da.Array, n_chunks: int, width: int, dtype: Any, **how: Any
+) -> da.Array:
+    """Add up what a function makes of each chunk of rows, (1, width) in NumPy, in a tree.
+
+    The result has shape (width,), or () if the width is 1.
+    """
+    chunks = ((1,) * n_chunks, (width,))
+    meta = np.empty((0, 0), dtype)
+    partial = da.map_blocks(function, *x, chunks=chunks, dtype=dtype, meta=meta, **how)
+    if width == 1:
+        return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=dtype))
+    return cast("da.Array", partial.sum(axis=0, split_every=SPLIT_EVERY, dtype=dtype))
+
+
 def count_tasks(*collections: Any) -> int:
     """Count the Dask tasks that ``client.compute([*collections])`` makes the scheduler run.
 
@@ -176,9 +194,9 @@ def count_tasks(*collections: Any) -> int:
 
 
 def run_bench(name: str) -> None:
-    """Be ``hpcdask bench NAME``, with the arguments of this process.
+    """Run ``hpcdask bench NAME`` with the arguments of this process.
 
-    For modules that are run as programs; that they import the bench is not to be.
+    Modules that are run as programs end so, because they must not import the bench.
     """
     sys.argv[1:1] = [name]
     runpy.run_module("hpcdask.bench", run_name="__main__", alter_sys=True)

@@ -16,61 +16,53 @@ The sum first appeared in the Dask blog in January 2019
 (https://blog.dask.org/2019/01/03/dask-array-gpus-first-steps), on 2 TB of float64. Every random
 number is materialised in the memory of a device.
 
-The ``stock`` form is that program in dask.array, in chunks that the Dask blog or dask itself
-chooses. The ``tuned`` form has the same answer and draws as many random numbers, each into the
-memory of a device, but lays the work out for the hardware:
-
-- One Dask task makes a chunk and reduces it, tile by tile while it is in the cache of a CPU; only
-  what other chunks need stays on the workers between Dask tasks.
-- Chunks have full rows, so ``fft`` along them needs no rechunk and ``stencil`` only two rows of
-  each neighbour. Users transform the last axis, the default of ``da.fft``; their chunks are
-  square, so the stock form has to rechunk first.
-- ``transpose`` makes a chunk and its mirror image in one Dask task, so no chunk has to move. (How
-  fast chunks that lie elsewhere move is what :mod:`hpcdask.workloads.exchange` measures.)
-- ``x + x.T`` and ``x @ x.T`` are symmetric: only one of two mirrored chunks is computed.
-
-For ``matmul`` and ``stencil`` the workers hold x. A worker that multiplies fetches most of it, so
-for ``matmul`` x should fit each of them.
+All of them are plain dask.array, in chunks that the Dask blog or dask itself chooses: the ``stock``
+form. The sum also has a ``tuned`` form, with the same answer and as many random numbers: one Dask
+task makes a chunk of full rows and reduces it, tile by tile while it is in the cache of a CPU.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import dask.array as da
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcdask.workloads import (
     Check,
     Device,
-    Form,
     WorkloadError,
+    array_module,
     check_device,
     check_whole,
     client_cupy,
     run_bench,
     slab_rows,
+    sum_of_chunks,
 )
-from hpcdask.workloads import array_blocks as blocks
-from hpcdask.workloads.array_blocks import ITEM_NBYTES, LOC, STEP
-from hpcdask.workloads.graphs import Graph, cut, sum_of_chunks
 
-#: Of patterns; the sum, which streams any size and is the reference, has functions of its own.
+#: The patterns, which are all but the sum.
 NAMES = ("mean", "std", "transpose", "matmul", "fft", "stencil")
-#: Chunks of the blog for the sum, and what is the most of the tuned one's.
+LOC, STEP = 10.0, 1.0
+ITEM_NBYTES = 8
+#: Chunks of the blog for the sum, and the largest ones of its tuned form.
 STOCK_SUM_CHUNK = 10_000
 MAX_SUM_CHUNK_NBYTES: dict[Device, int] = {"cuda": 64_000_000_000, "cpu": 128_000_000}
 #: Below this the checks, which rest on large numbers, say nothing.
 LEAST_SIDE = 16
 #: Chunks of the blog on GPUs; what ``da.random`` chooses without them.
 STOCK_CHUNKS: dict[Device, int | str] = {"cuda": 10_000, "cpu": "auto"}
-#: Of a chunk. Beside it on the device are at most its neighbour or mirror image and the result.
-MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 2_000_000_000, "cpu": 128_000_000}
-#: Blocks of x for each slot of ``transpose``: a pair has two of them, the diagonal one.
-BLOCKS_PER_SLOT = 8
+# On an H200, 5e8 float64 normals take 2.6 ms with XORWOW and 3.3 ms with Philox, and setting up a
+# generator, which every chunk has of its own, 0.6 and 0.2 ms. Any name of cupy.random will do.
+BIT_GENERATOR = "XORWOW"
+# The CPU fills and reduces a tile while it is in the cache.
+CPU_TILE_NBYTES = 1 << 20
+# A GPU sums a chunk slab by slab, in the same memory, and is told what to do next while it works.
+SLAB_NBYTES = 4_000_000_000
 
 
 # --- the sum --------------------------------------------------------------------------------------
@@ -108,7 +100,51 @@ def tuned_sum(
     if any(r % 2 for r in rows[:-1]):
         raise WorkloadError("every chunk but the last needs an even number of rows for [::2]")
     how = {"rows": rows, "n": n_columns, "seed": seed, "device": device}
-    return sum_of_chunks(blocks.selected, n_chunks=len(rows), width=2, dtype="float64", **how)
+    return sum_of_chunks(_sum_of_chunk, n_chunks=len(rows), width=2, dtype="float64", **how)
+
+
+def _sum_of_chunk(
+    *, rows: tuple[int, ...], n: int, seed: int, device: Device, block_id: tuple[int, int]
+) -> NDArray[np.float64]:
+    height = rows[block_id[0]]
+    seeds = np.random.SeedSequence(seed, spawn_key=block_id[:1])
+    total_of = _sum_on_gpu if device == "cuda" else _sum_on_cpu
+    return np.array([[total_of(height, n, seeds), -(-height // 2) * -(-n // 2)]])
+
+
+def _sum_on_cpu(height: int, n: int, seeds: np.random.SeedSequence) -> float:
+    rng = np.random.Generator(np.random.SFC64(seeds))  # NumPy's fastest
+    step = max(2, CPU_TILE_NBYTES // (n * ITEM_NBYTES) // 2 * 2)
+    room, total = np.empty((min(step, height), n)), 0.0
+    for start in range(0, height, step):
+        tile = room[: height - start]
+        rng.standard_normal(out=tile)
+        tile += LOC
+        total += float((tile[::2, ::2] + STEP).sum())
+    return total
+
+
+def _sum_on_gpu(height: int, n: int, seeds: np.random.SeedSequence) -> float:
+    cupy = array_module("cuda")
+    rng = cupy.random.Generator(getattr(cupy.random, BIT_GENERATOR)(seeds))
+    step = max(2, SLAB_NBYTES // (n * ITEM_NBYTES) // 2 * 2)
+    totals = []
+    for start in range(0, height, step):
+        z = rng.standard_normal((min(step, height - start), n), dtype=np.float64)
+        # The arithmetic is elementwise, so the slice may go first: one pass over a quarter of the
+        # elements. Its result is contiguous, as CuPy's fast reduction wants it; on a strided view
+        # that takes a hundred times longer.
+        y = _shift_kernel()(LOC, STEP, z[::2, ::2])
+        totals.append(y.sum())
+        del y, z
+    return float(cupy.stack(totals).sum())
+
+
+@functools.cache
+def _shift_kernel() -> Any:
+    return array_module("cuda").ElementwiseKernel(
+        "float64 loc, float64 step, float64 z", "float64 y", "y = (loc + z) + step", "hpcdask_shift"
+    )
 
 
 def stock_sum(n: int, *, device: Device = "cuda") -> da.Array:
@@ -135,75 +171,37 @@ def check_sum(total: float, count: int, shape: tuple[int, int]) -> list[Check]:
 # --- the patterns ---------------------------------------------------------------------------------
 
 
-def build(
-    name: str,
-    n: int,
-    device: Device = "cuda",
-    form: Form = "tuned",
-    n_slots: int = 1,
-    seed: int = 0,
-    *,
-    max_nbytes: int | None = None,
-) -> da.Array:
+def build(name: str, n: int, device: Device = "cuda", seed: int = 0) -> da.Array:
     """Build one of ``NAMES`` for an array of side n, at least ``LEAST_SIDE``, as a float64 array.
 
-    Its shape is (n // 2 + 1,) for ``"fft"``, else (). ``max_nbytes`` bounds a tuned chunk. Chunk
-    ``i`` draws from ``SeedSequence(seed, spawn_key=(i,))``, a block of ``transpose`` from ``(i,
-    j)``.
+    Its shape is (n // 2 + 1,) for ``"fft"``, else (). ``"cuda"`` needs a GPU on the client as well,
+    which builds CuPy arrays and receives one.
     """
     _validate(name, n)
     check_whole("seed", seed)
     check_device(device)
-    if form == "stock":
-        return _stock(name, _stock_normals(n, device, seed))
-    if form != "tuned":
-        raise WorkloadError(f"unknown form {form!r}: tuned or stock")
-    if name == "transpose":
-        return _transpose(grid(n, device, n_slots, max_nbytes), device, seed)
-    rows = slabs(n, device, n_slots, max_nbytes)
-    common = {"n": n, "seed": seed, "device": device}
-    graph = Graph(name, rows, tuple(common.values()))
-
-    def each(function: Callable[..., Any]) -> list[Any]:
-        return [graph.task(function, r, i, **common) for i, r in enumerate(rows)]
-
-    if name == "mean":
-        return graph.array(each(blocks.total), blocks.add, blocks.mean)
-    if name == "std":
-        return graph.array(each(blocks.moments), blocks.merge, blocks.std)
-    if name == "fft":
-        return graph.array(each(blocks.spectrum), blocks.add, blocks.means, n // 2 + 1)
-    x = each(blocks.slab)
-    if name == "matmul":
-        pairs = itertools.combinations_with_replacement(range(len(x)), 2)
-        parts = [graph.task(blocks.product, x[i], x[j], mirrored=i != j) for i, j in pairs]
-        return graph.array(parts, blocks.add, blocks.mean)
-    # One Dask task of two rows for each slab, so that a neighbour need not fetch the whole slab.
-    edges = [graph.task(blocks.edges, slab) for slab in x]
-    around = zip(x, [edges[-1], *edges], [*edges[1:], edges[0]], strict=False)
-    parts = [graph.task(blocks.five_points, *three, device=device) for three in around]
-    return graph.array(parts, blocks.merge, blocks.std)
+    if device == "cuda":
+        # CuPy's Generator has no `normal`, so this is what one can write.
+        rng: Any = da.random.RandomState(seed, RandomState=client_cupy().random.RandomState)
+    else:
+        rng = da.random.default_rng(seed)
+    x = rng.normal(LOC, 1.0, size=(n, n), chunks=STOCK_CHUNKS[device])
+    patterns: dict[str, Callable[[], Any]] = {
+        "mean": lambda: x.mean(),
+        "std": lambda: x.std(),
+        "transpose": lambda: (x + x.T).std(),
+        "matmul": lambda: (x @ x.T).mean(),
+        "fft": lambda: (abs(da.fft.rfft(x.rechunk({1: -1}))) ** 2).mean(axis=0),
+        "stencil": lambda: x.map_overlap(_average, depth=1, boundary="periodic").std(),
+    }
+    return cast("da.Array", patterns[name]())
 
 
-def slabs(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
-    """Choose row chunks of full width for all tuned forms but ``transpose``."""
-    limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
-    if limit < n * ITEM_NBYTES:
-        raise WorkloadError(
-            f"a chunk of {limit} B has no room for a row of {n} float64: chunks of "
-            f"{n * ITEM_NBYTES} B are the least, or an array of side {limit // ITEM_NBYTES}"
-        )
-    return slab_rows(n, n * ITEM_NBYTES, n_slots=n_slots, max_nbytes=limit)
-
-
-def grid(n: int, device: Device, n_slots: int, max_nbytes: int | None = None) -> tuple[int, ...]:
-    """Choose the rows of square chunks for ``transpose``, which are their columns too."""
-    limit = MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes
-    if limit < ITEM_NBYTES:
-        raise WorkloadError(f"a chunk of {limit} B has no room: {ITEM_NBYTES} B are the least")
-    edge = math.isqrt(limit // ITEM_NBYTES)
-    parts = min(n, max(math.ceil(math.sqrt(BLOCKS_PER_SLOT * n_slots)), math.ceil(n / edge)))
-    return cut(n, parts)
+def _average(x: Any) -> Any:
+    """Average inner elements with their four neighbours."""
+    y = x.copy()
+    y[1:-1, 1:-1] = (x[1:-1, 1:-1] + x[:-2, 1:-1] + x[2:, 1:-1] + x[1:-1, :-2] + x[1:-1, 2:]) / 5
+    return y
 
 
 def check(name: str, result: Any, n: int) -> list[Check]:
@@ -252,38 +250,6 @@ def _validate(name: str, n: int) -> None:
             f"a side of {n} is too small: the least is {LEAST_SIDE}, "
             f"{ITEM_NBYTES * LEAST_SIDE**2} B of float64"
         )
-
-
-def _transpose(rows: tuple[int, ...], device: Device, seed: int) -> da.Array:
-    graph = Graph("transpose", rows, (seed, device))
-    # Pairs first and the smaller ones, on the diagonal, last: all slots end together.
-    cells = [*itertools.combinations(range(len(rows)), 2), *((i, i) for i in range(len(rows)))]
-    parts = [
-        graph.task(blocks.mirrored, cell, (rows[cell[0]], rows[cell[1]]), seed=seed, device=device)
-        for cell in cells
-    ]
-    return graph.array(parts, blocks.merge, blocks.std)
-
-
-def _stock_normals(n: int, device: Device, seed: int) -> da.Array:
-    if device == "cuda":
-        # CuPy's Generator has no `normal`, so this is what one can write.
-        rng: Any = da.random.RandomState(seed, RandomState=client_cupy().random.RandomState)
-    else:
-        rng = da.random.default_rng(seed)
-    return cast("da.Array", rng.normal(LOC, 1.0, size=(n, n), chunks=STOCK_CHUNKS[device]))
-
-
-def _stock(name: str, x: da.Array) -> da.Array:
-    forms: dict[str, Callable[[], Any]] = {
-        "mean": lambda: x.mean(),
-        "std": lambda: x.std(),
-        "transpose": lambda: (x + x.T).std(),
-        "matmul": lambda: (x @ x.T).mean(),
-        "fft": lambda: (abs(da.fft.rfft(x.rechunk({1: -1}))) ** 2).mean(axis=0),
-        "stencil": lambda: x.map_overlap(blocks.average, depth=1, boundary="periodic").std(),
-    }
-    return cast("da.Array", forms[name]())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ which is not counted.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,6 @@ from dask.delayed import Delayed, delayed
 from distributed import get_worker
 
 from hpcdask.workloads import Check, Device, WorkloadError, array_module, run_bench, to_host
-from hpcdask.workloads.graphs import cut
 
 ITEM_NBYTES = 8
 #: Blocks of one buffer start this many items apart: 512 bytes, so that copies stay aligned.
@@ -161,7 +161,7 @@ def grid(nbytes: int, n_workers: int, device: Device) -> tuple[int, ...]:
     if n < parts:
         least = ITEM_NBYTES * parts**2
         raise WorkloadError(f"x of {nbytes} B is too small: the least is {least} B")
-    return cut(n, parts)
+    return tuple(b - a for a, b in itertools.pairwise(i * n // parts for i in range(parts + 1)))
 
 
 def owners(parts: int, n_workers: int) -> dict[tuple[int, int], int]:

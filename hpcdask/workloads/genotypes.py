@@ -23,11 +23,9 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import Device, WorkloadError, array_module, check_device
-from hpcdask.workloads.graphs import sum_of_chunks
+from hpcdask.workloads import Device, WorkloadError, array_module, check_device, sum_of_chunks
 from hpcdask.workloads.svd import svd_rows
-from hpcdask.workloads.zarr import find, n_missing_chunks, open_rows
-from hpcdask.workloads.zarr_reading import StoredArray
+from hpcdask.workloads.zarr import find, open_rows
 
 MISSING = 3
 MAX_MISSING = 0.1
@@ -93,14 +91,8 @@ def population_structure(
     """
     _check_thresholds(max_missing, min_maf)
     _check_store(find(path, component))
-    x = open_rows(
-        path,
-        device=device,
-        n_slots=n_slots,
-        max_nbytes=max_nbytes,
-        component=component,
-        prefetch=True,
-    )
+    how: dict[str, Any] = {"n_slots": n_slots, "max_nbytes": max_nbytes, "component": component}
+    x = open_rows(path, device=device, **how)
     prepare = functools.partial(
         normalise, max_missing=max_missing, min_maf=min_maf, dtype=np.dtype(dtype).name
     )
@@ -116,18 +108,16 @@ def _check_thresholds(max_missing: float, min_maf: float) -> None:
         raise WorkloadError(f"min_maf={min_maf} is out of range: a frequency, 0 to 0.5")
 
 
-def _check_store(stored: StoredArray) -> None:
-    if stored.dtype != "uint8":
+def _check_store(array: Any) -> None:
+    if array.dtype != "uint8":
         raise WorkloadError(
-            f"{stored} is {stored.dtype}; genotypes are uint8: 0, 1, 2 copies of an allele, "
-            f"{MISSING} for missing"
+            f"{array.store_path} is {array.dtype}; genotypes are uint8: 0, 1, 2 copies of an "
+            f"allele, {MISSING} for missing"
         )
-    if stored.fill_value == MISSING:
-        return
-    if n_missing := n_missing_chunks(stored.path, stored.component):
+    if array.fill_value != MISSING and array.nchunks_initialized < array.nchunks:
         raise WorkloadError(
-            f"{stored} lacks {n_missing} of its chunks or shards, which would be read as genotype "
-            f"{stored.fill_value}: write them, or the store with fill_value={MISSING} (missing)"
+            f"{array.store_path} lacks some of its chunks, which would be read as genotype "
+            f"{array.fill_value}: write them, or the store with fill_value={MISSING} (missing)"
         )
 
 
@@ -181,7 +171,7 @@ def _count(block: Any, *, max_missing: float, min_maf: float, device: Device) ->
 
 
 def _judge(xp: Any, tile: Any, max_missing: float, min_maf: float) -> tuple[Any, Any, Any, Any]:
-    """Return what is missing; of each row, its frequency, whether it is common and known."""
+    """Return what is missing; of each row its frequency, and if it is common and known."""
     if tile.dtype != np.uint8:  # others may have -1 for missing
         raise WorkloadError(
             f"genotypes are {tile.dtype}, not uint8: x = x.astype('uint8'), with {MISSING} for "

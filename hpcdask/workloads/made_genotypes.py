@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any, Literal
+from typing import Any
 
 import dask.array as da
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcdask.workloads import WorkloadError, check_whole, slab_rows
+from hpcdask.workloads import WorkloadError, check_whole, slab_rows, sum_of_chunks
 from hpcdask.workloads.genotypes import MISSING
-from hpcdask.workloads.graphs import sum_of_chunks
-from hpcdask.workloads.zarr import find
-from hpcdask.workloads.zarr_reading import (
-    StoredArray,
-    in_reading_thread,
-    run_inline,
-    zarr_module,
-)
+from hpcdask.workloads.zarr import zarr_module
 
 WRITE_NBYTES = 128_000_000
 TILE_ROWS = 256
@@ -43,8 +36,6 @@ def write_genotypes(
     chunks: tuple[int, int],
     n_slots: int,
     n_populations: int = 4,
-    zarr_format: Literal[2, 3] = 3,
-    codec: Literal["lz4", "zstd"] | None = "lz4",
     seed: int = 0,
     overwrite: bool = False,
 ) -> da.Array:
@@ -52,65 +43,41 @@ def write_genotypes(
 
     The store is made at once, its chunks when the result, uint64 of shape (), is computed. Allele
     frequencies are up to 0.5, populations differ by an FST of 0.1, and 3 % are missing. Row i of
-    chunks draws from ``SeedSequence(seed, spawn_key=(i,))``: the same on any cluster. lz4 is read
-    faster than zstd.
+    chunks draws from ``SeedSequence(seed, spawn_key=(i,))``: the same on any cluster.
     """
     check_whole("seed", seed)
     if min(*shape, *chunks) < 1:
         raise WorkloadError(f"shape {shape} and chunks {chunks} must be positive")
     if not 1 <= n_populations <= shape[1]:
         raise WorkloadError(f"n_populations={n_populations} is out of range: 1 to {shape[1]}")
-    _create(os.path.abspath(path), shape, chunks, zarr_format, codec, overwrite)
-    stored = find(path)
-    rows = slab_rows(*shape, n_slots=n_slots, max_nbytes=WRITE_NBYTES, multiple=stored.chunk[0])
-    how = {"stored": stored, "rows": rows, "n_populations": n_populations, "seed": seed}
+    path = os.path.abspath(path)
+    if os.path.exists(path) and not overwrite:
+        raise WorkloadError(f"{path} exists: choose another path, or say overwrite=True")
+    zarr = zarr_module()
+    # lz4 is read faster than zstd, zarr's default
+    codec = importlib.import_module("zarr.codecs").BloscCodec(cname="lz4", shuffle="bitshuffle")
+    what: dict[str, Any] = {"shape": shape, "chunks": chunks, "dtype": "uint8"}
+    try:
+        zarr.create_array(path, **what, fill_value=MISSING, compressors=codec, overwrite=overwrite)
+    except OSError as exc:
+        raise WorkloadError(f"{path} cannot be made: {exc}") from exc
+    rows = slab_rows(*shape, n_slots=n_slots, max_nbytes=WRITE_NBYTES, multiple=chunks[0])
+    how = {"path": path, "rows": rows, "n_populations": n_populations, "seed": seed}
     return sum_of_chunks(_write, n_chunks=len(rows), width=1, dtype=np.uint64, **how)
 
 
-def _create(
-    path: str,
-    shape: tuple[int, int],
-    chunks: tuple[int, int],
-    zarr_format: int,
-    codec: str | None,
-    overwrite: bool,
-) -> None:
-    zarr = zarr_module()
-    if os.path.exists(path) and not overwrite:
-        raise WorkloadError(f"{path} exists: choose another path, or say overwrite=True")
-    if codec is None:
-        compressor = None
-    elif zarr_format == 2:
-        blosc = importlib.import_module("numcodecs").Blosc
-        compressor = blosc(codec, clevel=5, shuffle=blosc.BITSHUFFLE)
-    else:
-        blosc = importlib.import_module("zarr.codecs").BloscCodec
-        compressor = blosc(cname=codec, clevel=5, shuffle="bitshuffle")
-    try:
-        how = {"compressors": compressor, "zarr_format": zarr_format, "overwrite": overwrite}
-        what = {"shape": shape, "chunks": chunks, "dtype": "uint8", "fill_value": MISSING}
-        zarr.create_array(path, **what, **how)
-    except OSError as exc:
-        raise WorkloadError(f"{path} cannot be made: {exc}") from exc
-
-
 def _write(
-    *, stored: StoredArray, rows: tuple[int, ...], n_populations: int, seed: int, block_id: Any
+    *, path: str, rows: tuple[int, ...], n_populations: int, seed: int, block_id: Any
 ) -> NDArray[np.uint64]:
-    start = sum(rows[: block_id[0]])
-    total = 0
-    for top in range(start, start + rows[block_id[0]], stored.chunk[0]):
-        seeds = np.random.SeedSequence(seed, spawn_key=(top // stored.chunk[0],))
-        height = min(stored.chunk[0], stored.shape[0] - top)
-        block = _draw((height, stored.shape[1]), n_populations, seeds)
-        in_reading_thread("cpu", run_inline, _put(stored, top, block)).result()
+    array = zarr_module().open_array(path, mode="r+")
+    start, height, total = sum(rows[: block_id[0]]), array.chunks[0], 0
+    for top in range(start, start + rows[block_id[0]], height):
+        seeds = np.random.SeedSequence(seed, spawn_key=(top // height,))
+        size = min(height, array.shape[0] - top), array.shape[1]
+        block = _draw(size, n_populations, seeds)
+        array[top : top + size[0]] = block
         total += int(block.sum(dtype=np.uint64))
     return np.full((1, 1), total, np.uint64)
-
-
-async def _put(stored: StoredArray, top: int, block: NDArray[np.uint8]) -> None:
-    array = await stored.open(stored.path, mode="r+")
-    await array.setitem((slice(top, top + block.shape[0]), slice(None)), block)
 
 
 def _draw(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -47,7 +47,7 @@ def matrix(
 
 
 def _core(rank: int, packed: bool) -> NDArray[np.uint8]:
-    """Full rank, condition below twenty, distinct singular values."""
+    """Return a matrix of full rank, condition below twenty, distinct singular values."""
     if packed:  # triangular, with singular values from 2.5 on
         return (3 * np.eye(rank) + np.triu(np.ones((rank, rank)), 1)).astype(np.uint8)
     # a falling diagonal over small mixed values
@@ -76,26 +76,6 @@ def _block(
     for group in range(rank):
         out[bounds[group] : bounds[group + 1]] = lines[group]
     return out
-
-
-def uniform(
-    shape: tuple[int, int],
-    *,
-    rows: tuple[int, ...],
-    device: Device = "cuda",
-    cupy_meta: bool = False,
-) -> da.Array:
-    """Make a float64 matrix of numbers between 0 and 1, the same on any cluster, in row chunks."""
-    meta = (client_cupy() if cupy_meta else np).empty((0, 0))
-    chunks = rows, (shape[1],)
-    x = da.map_blocks(_uniform_block, device=device, chunks=chunks, dtype="float64", meta=meta)
-    return cast("da.Array", x)
-
-
-def _uniform_block(*, device: Device, block_info: Any) -> Any:
-    location = block_info[None]["array-location"]
-    shape = tuple(stop - start for start, stop in location)
-    return array_module(device).random.default_rng(location[0][0]).random(shape)
 
 
 def check(

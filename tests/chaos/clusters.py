@@ -26,13 +26,6 @@ from slurm_site import SlurmSite, missing_programs
 NOTEBOOK = Path(__file__).parent / "programs" / "notebook.py"
 #: Seconds until jobs, processes and keys are gone, the daemons being back.
 GONE_S = 90.0
-#: The notebook's clock is wrong, those of the nodes are not.
-SKEWED = """
-import runpy, sys, time
-clock, skew = time.time, float(sys.argv.pop(1))
-time.time = lambda: clock() + skew
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
 MISBEHAVE = {
     "refuses": "echo 'slurm: error: Unable to contact slurm controller' >&2; exit 1",
     "rejects": "echo 'sbatch: error: Invalid account or partition specified' >&2; exit 1",
@@ -112,12 +105,8 @@ class Notebook:
             "job_extra_directives": ["--requeue"],
         }
         self._output = home / "output"
-        skew = str(episode.options["skew"])
         command = [
             sys.executable,
-            "-c",
-            SKEWED,
-            skew,
             str(NOTEBOOK),
             json.dumps(keywords),
             json.dumps(episode.options),

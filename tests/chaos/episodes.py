@@ -78,11 +78,9 @@ def _runner(rng: random.Random) -> Drawn:
         ("openmpi", "openmpi", "mpich", "mpich", "srun", "srun", "hosts", "alone")
     )
     n = {"alone": 1, "hosts": 2}.get(launcher) or rng.choice((2, 2, 3))
-    layout = "dedicated" if n == 3 and rng.random() < 0.5 else "shared"
     options = {
         "launcher": launcher,
         "n": n,
-        "layout": layout,
         "workers_min": rng.random() < 0.3,
         "file": rng.random() < 0.3,
         "disk": rng.choice((None, None, None, "tmp")),
@@ -114,7 +112,7 @@ def _gpu(rng: random.Random) -> Drawn:
 
     launcher = rng.choice(("openmpi", "openmpi", "alone"))
     n = {"alone": 1}.get(launcher, 2)
-    return {"launcher": launcher, "n": n, "layout": "shared", "workers_min": False}, event
+    return {"launcher": launcher, "n": n, "workers_min": False}, event
 
 
 #: Faults of job clusters: who they are for, and the seconds after which they are taken back.
@@ -133,7 +131,6 @@ def _jobs(rng: random.Random) -> Drawn:
     options = {
         "n": rng.choice((1, 2, 2, 3)),
         "adapt": rng.random() < 0.25,
-        "skew": 0 if walltime == SHORT else rng.choice((0, 0, 0, -240, 240)),  # munge takes 300 s
         "walltime": walltime,
     }
 

@@ -111,7 +111,7 @@ class Run:
         self.options = episode.options
         self._workers = site.folder / "workers"
         self._workers.mkdir()
-        count = self.options["n"] - 2 * (self.options["layout"] == "dedicated")
+        count = self.options["n"]
         self._alone = self.options["launcher"] == "alone"
         self._wanted = count  # or what there is: without a launcher there may be more
         self._file = ["--scheduler-file", "cluster.json"] if self.options.get("file") else []
@@ -122,7 +122,7 @@ class Run:
         self._away = float("-inf"), float("-inf")  # since when the network was lost, and until when
 
     def _start(self) -> Running:
-        arguments = ["--layout", self.options["layout"], "--preload", str(PROGRAMS / "pids.py")]
+        arguments = ["--preload", str(PROGRAMS / "pids.py")]
         if self.options["workers_min"]:
             arguments += ["--workers-min", "1"]
         arguments += ["--timeout", "60"]  # srun does not end ranks that wait for a dead one

@@ -57,7 +57,7 @@ def most_used(gpus: list[Gpu]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("operation", ["mean", "std", "transpose", "matmul", "fft", "stencil"])
 def test_operations(gpus: list[Gpu], operation: str) -> None:
-    argv = ["--operation", operation, "--size", "8GB", "--form", "both", "--repeats", "1"]
+    argv = ["--operation", operation, "--size", "8GB", "--repeats", "1"]
     for line in bench("array", *argv):
         assert line["devices"] == {gpus[0].name: len(gpus)}
         assert all(check["ok"] for check in line["checks"])
@@ -67,10 +67,9 @@ def test_operations(gpus: list[Gpu], operation: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--size", "10GB", "--passes", "2"],
+        ["--size", "10GB", "--form", "both"],
         ["--size", "10GB", "--packed"],
-        ["--size", "10GB", "--packed", "--passes", "2"],
-        ["--exact", "--form", "both"],
+        ["--exact"],
     ],
 )
 def test_svd(gpus: list[Gpu], options: list[str]) -> None:

@@ -1,16 +1,14 @@
-"""Packed genotypes on a real GPU: round trips, products, and that nothing is unpacked in memory."""
+"""Packed genotypes on a real GPU: round trips, products, decompositions."""
 
 from __future__ import annotations
 
+import dask
 import numpy as np
 import pytest
 
-from hpcdask.workloads import WorkloadError, integer_gpu, packing
+from hpcdask.workloads import WorkloadError, packing, planted, svd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
-
-# Of the largest sum of magnitudes.
-TOLERANCE = {np.float32: 2e-6, np.float64: 1e-14}
 
 
 @pytest.fixture
@@ -20,10 +18,6 @@ def cupy(gpus):
 
 def genotypes(*shape):
     return np.random.default_rng(0).integers(0, 4, shape, dtype=np.uint8)
-
-
-def factor(*shape, dtype):
-    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (3, 5, 64), (1000, 4001)])
@@ -44,64 +38,29 @@ def test_values_outside_the_range_are_located(cupy):
         packing.pack(cupy.asarray(values))
 
 
-@pytest.mark.parametrize("tensor_cores", [True, False])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("columns", [1, 20, 33, 64])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4003), (5000, 6), (3001, 2048), (777, 5002)])
-def test_products(cupy, monkeypatch, shape, columns, dtype, tensor_cores):
-    if not tensor_cores:
-        monkeypatch.setattr(integer_gpu, "can_multiply", lambda: False)
-    elif not integer_gpu.can_multiply():
-        pytest.skip("no integer tensor cores")
-    m, n = shape
-    values = genotypes(m, n)
-    right, left = factor(n, columns, dtype=dtype), factor(m, columns, dtype=dtype)
-    packed = cupy.asarray(packing.pack(values))
-    found = packing.multiply(packed, cupy.asarray(right), n)
-    check(found, values, right, dtype)
-    found = packing.multiply_transposed(packed, cupy.asarray(left), n)
-    check(found, values.T, left, dtype)
+@pytest.mark.parametrize("columns", [1, 20, 33])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4003), (5000, 6), (3001, 2048)])
+def test_products_of_float16(cupy, shape, columns):
+    values = genotypes(*shape)
+    matrix = packing.unpack(cupy.asarray(packing.pack(values)), shape[1], np.float16)
+    rng = np.random.default_rng(1)
+    for transposed, left in (False, values), (True, values.T):
+        factor = rng.standard_normal((left.shape[1], columns)) * 10.0 ** (np.arange(columns) % 7)
+        factor = factor.astype(np.float32)
+        found = packing.multiply_float16(matrix, cupy.asarray(factor), transposed=transposed)
+        most = (left @ np.abs(factor)).max(axis=0)
+        assert (np.abs(found.get() - left @ factor.astype(np.float64)) <= 1e-5 * most).all()
 
 
-def check(found, values, factor, dtype):
-    assert found.dtype == dtype
-    values, factor = values.astype(np.float64), factor.astype(np.float64)
-    most = (values @ np.abs(factor)).max()
-    assert np.abs(found.get() - values @ factor).max() <= TOLERANCE[dtype] * most
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("columns", [1, 20, 64])
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 4003), (5000, 6), (3001, 2048), (777, 5002), (130, 70_001), (70_001, 9)]
-)
-def test_products_of_bytes(cupy, shape, columns, dtype):
-    if not integer_gpu.can_multiply():
-        pytest.skip("no integer tensor cores")
-    m, n = shape
-    values = np.random.default_rng(0).integers(200, 256, shape, dtype=np.uint8)
-    right, left = factor(n, columns, dtype=dtype), factor(m, columns, dtype=dtype)
-    found = integer_gpu.multiply(cupy.asarray(values), cupy.asarray(right))
-    check(found.astype(dtype), values, right, dtype)
-    found = integer_gpu.multiply_transposed(cupy.asarray(values), cupy.asarray(left), n)
-    check(found.astype(dtype), values.T, left, dtype)
-
-
-def test_nothing_near_the_unpacked_matrix_is_allocated_and_sums_repeat(cupy):
-    if not integer_gpu.can_multiply():
-        pytest.skip("no integer tensor cores")
-    m, n, columns = 200_000, 20_000, 20
-    packed = cupy.asarray(packing.pack(genotypes(1000, n)))
-    packed = cupy.tile(packed, (m // 1000, 1))
-    right, left = (cupy.asarray(factor(k, columns, dtype=np.float32)) for k in (n, m))
-    pool = cupy.cuda.MemoryPool()
-    with cupy.cuda.using_allocator(pool.malloc):
-        product = packing.multiply(packed, right, n)
-        transposed = packing.multiply_transposed(packed, left, n)
-        assert pool.total_bytes() < packed.nbytes / 2
-        assert (product == packing.multiply(packed, right, n)).all()
-        assert (transposed == packing.multiply_transposed(packed, left, n)).all()
-    assert (product[:1000] == product[-1000:]).all()
-    folded = left.reshape(-1, 1000, columns).astype(np.float64).sum(axis=0)
-    expected = packing.multiply_transposed(packed[:1000], folded, n)
-    assert float(abs(transposed - expected).max()) <= 1e-5 * float(abs(expected).max())
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [40, 43])
+def test_svd_of_integers(cupy, monkeypatch, packed, dtype, n):
+    monkeypatch.setitem(svd.TILE_NBYTES, "cuda", 300 * n * 8)
+    x, expected = planted.matrix((2000, n), 4, chunks=((700, 1300), (n,)), packed=packed)
+    how = {"packed_columns": n if packed else None, "dtype": dtype, "n_power_iter": 1}
+    u, s, v = dask.compute(*svd.svd_rows(x, 4, **how), scheduler="synchronous")
+    rows = x.compute(scheduler="synchronous").get()
+    rows = packing.unpack(rows, n) if packed else rows
+    checks = planted.check(s, v, u.T @ u, rows, u, expected)
+    assert all(check.ok for check in checks), checks

@@ -285,13 +285,9 @@ print(json.dumps({"addresses": addresses, "contents": contents,
 """
 
 
-@pytest.mark.parametrize("early", ["1", "0"])
-def test_memory_that_is_freed_and_used_again_is_sent_anew(
-    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: str
-) -> None:
+def test_memory_that_is_freed_and_used_again_is_sent_anew(gpus: list[Gpu], tmp_path: Path) -> None:
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    monkeypatch.setenv("HPCDASK_PRESTART", early)
     script = tmp_path / "reused.py"
     script.write_text(REUSED)
     done = launch(2, "--protocol", "ucx", str(script))

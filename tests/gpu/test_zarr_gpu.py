@@ -8,8 +8,7 @@ import pytest
 
 from hpcdask.workloads.genotypes import count_variants, normalise, population_structure
 from hpcdask.workloads.made_genotypes import write_genotypes
-from hpcdask.workloads.zarr import find, open_rows, read_all
-from hpcdask.workloads.zarr_reading import StoredRows, reading_way
+from hpcdask.workloads.zarr import open_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.usefixtures("gpus")]
 
@@ -20,28 +19,29 @@ def _synchronous():
         yield
 
 
-@pytest.fixture(params=["lz4", "zstd", None])
-def stored(request, tmp_path):
-    """Path and sum of genotypes, compressed or not."""
+@pytest.fixture
+def stored(tmp_path):
+    """Path and sum of genotypes."""
     pytest.importorskip("zarr")
-    made = write_genotypes(
-        tmp_path / "g", (4000, 300), chunks=(500, 300), n_slots=2, codec=request.param
-    )
+    made = write_genotypes(tmp_path / "g", (4000, 300), chunks=(500, 300), n_slots=2)
     return tmp_path / "g", int(made.compute())
 
 
-def test_rows_are_read_into_device_memory(stored):
+@pytest.mark.parametrize("compressed", [True, False])
+def test_rows_are_read_into_device_memory(stored, tmp_path, compressed):
     import cupy
+    import zarr
 
     path, total = stored
     on_host = open_rows(path, device="cpu", n_slots=2).compute()
-    rows = StoredRows(find(path), 500, 4000, "cuda")
-    assert isinstance(rows[100:2000], cupy.ndarray)
-    np.testing.assert_array_equal(cupy.asnumpy(rows[100:2000]), on_host[600:2500])
-    for prefetch in False, True:
-        x = open_rows(path, device="cuda", n_slots=2, prefetch=prefetch)
-        assert read_all(x, device="cuda").compute() == total
-    assert reading_way(find(path), "cuda")
+    if not compressed:  # by kvikio, where it is installed
+        path = tmp_path / "plain"
+        what = {"shape": on_host.shape, "chunks": (500, 300), "dtype": "u1"}
+        zarr.create_array(str(path), compressors=None, **what)[:] = on_host
+    x = open_rows(path, device="cuda", n_slots=2).compute()
+    assert isinstance(x, cupy.ndarray)
+    np.testing.assert_array_equal(cupy.asnumpy(x), on_host)
+    assert int(x.sum(dtype="u8")) == total
 
 
 def test_the_pipeline_is_the_same_on_a_gpu(stored):

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,7 +20,7 @@ from hpcdask.errors import ClusterError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
-from launching import describe, end, leftovers, wait_for, walk
+from launching import leftovers, wait_for, walk
 
 pytestmark = pytest.mark.slow
 
@@ -31,19 +29,8 @@ PROGRAM = Path(__file__).with_name("attached.py")
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where clusters keep their files; at the end no process and no key may be left."""
-    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-    monkeypatch.setenv(*marker.split("="))
-    base = tmp_path / "clusters"
-    yield base
-    try:
-        wait_for(lambda: not leftovers(marker), 30, "all to be gone")
-        assert not [path for path in walk(base) if path.suffix in (".pem", ".pickle")]
-    finally:
-        left = leftovers(marker)
-        end(left)
-        assert not left, describe(left)
+def base(folder: Path) -> Path:
+    return folder
 
 
 def make(base: Path, name: str = "mine", **keywords):

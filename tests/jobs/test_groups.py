@@ -10,9 +10,8 @@ import re
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import dask
@@ -24,27 +23,11 @@ from hpcdask.clusters.groups import TAKEN
 from hpcdask.clusters.scaling import ADAPTIVE
 from hpcdask.errors import JobsFailed, UsageError
 from hpcdask.jobs.state import OVER
-from launching import describe, end, leftovers, wait_for, walk
+from launching import wait_for
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 #: Stand-ins for workers on GPUs, and workers on the CPU.
 BOTH = {"gpu": {"resources": {"GPU": 1, "CPU": 0}}, "cpu": {"nthreads": 2}}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a cluster keeps its files; at the end no process and no key may be left."""
-    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-    monkeypatch.setenv(*marker.split("="))
-    base = tmp_path / "clusters"
-    yield base
-    try:
-        wait_for(lambda: not leftovers(marker), 10, "all to be gone")
-        assert not [path for path in walk(base) if path.suffix == ".pem"]
-    except AssertionError:
-        pytest.fail(f"left behind: {describe(leftovers(marker))}")
-    finally:
-        end(leftovers(marker))
 
 
 def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import dask
 import pytest
 
 import hpcdask
-from hpcdask.clusters import configuration
 from hpcdask.errors import UsageError
 
 JOB = {"cores": 8, "memory": "64GiB"}
@@ -69,25 +67,6 @@ def test_a_section_needs_only_what_differs(tmp_path: Path):
         assert dask.config.get("jobqueue.slurm-h200") == mine
     for line in ("-p h200", "-A grp", "--qos=x"):
         assert f"\n#SBATCH {line}\n" in text, text
-
-
-def test_sections_in_threads(tmp_path: Path):
-    """What one thread takes back, another one may read."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with dask.config.set({"jobqueue.mine": {"queue": "x"}}), ThreadPoolExecutor(4) as pool:
-            for _ in pool.map(lambda _: read_section(), range(200)):
-                pass
-            assert dask.config.get("jobqueue.mine") == {"queue": "x"}
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def read_section() -> None:
-    with configuration.section("mine", "slurm"):
-        for key in dask.config.get("jobqueue.slurm"):
-            dask.config.get(f"jobqueue.mine.{key}")
 
 
 @pytest.mark.parametrize("given", ["text", None])

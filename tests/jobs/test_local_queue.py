@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,22 +125,6 @@ def test_a_job_that_cannot_be_started_has_failed(site):
     (seen,) = query(queue, job_id)
     assert seen.state is QueueState.FAILED
     assert "No such file or directory" in seen.reason
-
-
-def test_a_job_runs_though_its_script_moves_before_it_is_read(site, monkeypatch):
-    slow = site.folder / "bin" / "bash"
-    slow.parent.mkdir()
-    real = f'exec {shutil.which("bash")} "$@"'
-    slow.write_text(f"#!/bin/sh\nwhile [ ! -e {site.folder}/go ]; do sleep 0.02; done\n{real}\n")
-    slow.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{slow.parent}{os.pathsep}{os.environ['PATH']}")
-    queue, script = site.queue(), Path(site.script('echo "$0 $#"; exit 3'))
-    (job_id,) = asyncio.run(queue.submit(str(script), 1))
-    script.rename(site.folder / "elsewhere")
-    (site.folder / "go").touch()
-    (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 3), site.output(job_id)
-    assert site.output(job_id) == f"{script} 0\n"
 
 
 def test_a_script_that_says_nothing_is_refused(site):
@@ -323,24 +306,6 @@ def test_jobs_of_another_home_are_not_listed(site, monkeypatch):
     assert set(asyncio.run(site.queue().tagged())) == {job_id}
     cancel(queue, job_id, own)
     wait_over(queue, own)
-
-
-def test_a_process_in_the_middle_of_an_exec_is_seen(site, monkeypatch):
-    """The kernel shows no environment for a moment."""
-    job_id = submit_elsewhere(site, "exec sleep 1000")
-    read, looks = local_processes._read, set()
-
-    def first_nothing(path: str) -> bytes:
-        content = read(path)
-        if job_id.encode() in content and path not in looks:
-            looks.add(path)
-            return b""
-        return content
-
-    monkeypatch.setattr(local_processes, "_read", first_nothing)
-    assert job_id in local_processes.living()
-    assert looks
-    cancel(site.queue(), job_id)
 
 
 @pytest.mark.parametrize(("trap", "told"), [("", []), ("echo bye; exit", ["bye"])])

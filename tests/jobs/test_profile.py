@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import hpcdask
-from hpcdask.errors import JobsFailed
 
 JOB = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 
@@ -35,14 +34,3 @@ def test_a_flame_graph_for_each_worker(tmp_path: Path) -> None:
     found = [graph.read_text() for graph in graphs.iterdir()]
     assert len(found) == 2
     assert all("burn_visibly" in graph for graph in found)
-
-
-def test_a_missing_tool_is_named_before_workers_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    keywords = {"shared_temp_directory": str(tmp_path), "profile": "nsys"}
-    with hpcdask.LocalCUDAJobCluster(**JOB, **keywords) as cluster:
-        cluster.scale(1)
-        with cluster.get_client() as client, pytest.raises(JobsFailed, match="there is no nsys"):
-            client.wait_for_workers(1, timeout=180)

@@ -100,7 +100,6 @@ def by_signal(number: int):
     [
         pytest.param(by_signal(signal.SIGKILL), id="SIGKILL"),
         pytest.param(by_signal(signal.SIGHUP), id="SIGHUP"),
-        pytest.param(by_signal(signal.SIGINT), id="SIGINT"),
         pytest.param(lambda notebook: notebook.tell("exit"), id="exit"),
     ],
 )

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import struct
 import time
 import uuid
@@ -227,7 +226,7 @@ def test_no_scheduler_at_the_start(site):
         job,
         1,
         f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler at "
-        f"tls://127.0.0.1:1 within 1 s: connection refused. See",
+        f"tls://127.0.0.1:1 within 1 s: ",
     )
     assert clock() - start < 15
 
@@ -625,13 +624,6 @@ def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert environment.is_job_of_queue(job) is expected
-
-
-def test_a_scheduler_that_has_ended_is_told_from_one_that_is_slow():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tls://127.0.0.1:{listener.getsockname()[1]}"
-        assert not asyncio.run(job_agent._refuses(address))
-    assert asyncio.run(job_agent._refuses(address))
 
 
 def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):

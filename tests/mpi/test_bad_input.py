@@ -239,7 +239,6 @@ BAD_VALUES = [
     (["--workers-min", "all"], ["--workers-min", "'all'", "at least 1"]),
     (["--device", "gpu"], ["--device", "'gpu'", "auto", "cuda", "cpu"]),
     (["--protocol", "infiniband"], ["--protocol", "'infiniband'", "auto", "tcp", "ucx"]),
-    (["--layout", "spread"], ["--layout", "'spread'", "shared", "dedicated"]),
     (["--memory-limt", "1GiB"], ["--memory-limt", "--memory-limit", "--help"]),
 ]
 
@@ -292,11 +291,6 @@ def test_option_without_its_value(alone):
         with pytest.raises(UsageError, match=options[0]):
             parse(options)
     assert_refused(alone.run(1, *CPU, "--interface"), "--interface")
-
-
-def test_dedicated_layout_with_too_few_ranks(mpirun, script):
-    result = mpirun.run(2, *CPU, "--layout", "dedicated", script)
-    assert_refused(result, "--layout dedicated", "at least 3 ranks", "2", "--layout shared")
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -517,12 +511,6 @@ def test_interface_auto(mpirun, script):
         assert_works(result, 2)
     else:
         assert_refused(result, "--interface auto", "no kind of network interface in common")
-
-
-def test_switches_that_contradict_each_other(alone, script):
-    """`tests/unit/test_transport.py` has them all."""
-    result = alone.run(1, *CPU, "--enable-rdmacm", "--disable-infiniband", script)
-    assert_refused(result, "--disable-infiniband", "leave one out")
 
 
 @needs("cuda")

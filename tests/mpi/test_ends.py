@@ -81,13 +81,12 @@ def assert_traceback_is_the_user_s(ended: Ended) -> None:
 # A signal ends the run
 
 
-@pytest.mark.parametrize("light", ["1", "0"])
 @under("openmpi", "mpich", "alone")
-def test_sigterm_ends_everything(site: Site, light: str):
-    run = site.start("waits.py", env={"HPCDASK_LIGHT_RANKS": light})
+def test_sigterm_ends_everything(site: Site):
+    run = site.start("waits.py")
     found = json.loads(run.line("ready"))
     if site.launcher.name == "Open MPI":
-        check_what_ranks_are_made_of(run, found, light=light == "1")
+        check_what_ranks_are_made_of(run, found)
     sent = run.signal(signal.SIGTERM)
     ended = run.end()
     site.check_nothing_left(sent)
@@ -267,9 +266,8 @@ def test_a_killed_launcher_leaves_nothing(site: Site):
 def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site, moment: str):
     """It was asked for when the ranks had met, and then was nobody's parent any more."""
     (site.folder / "silent.py").write_text("import time; time.sleep(100)")
-    env = {"HPCDASK_LIGHT_RANKS": "0"}
     # to write where nobody reads would end it
-    run = site.start("silent.py", find=False, env=env)
+    run = site.start("silent.py", find=False)
     count = {"first": 1, "all": 2}[moment]
     run.wait_for(lambda: len(list(site.tmp.glob("hpcdask-*"))) >= count, "the ranks' folders")
     killed = run.signal(signal.SIGKILL)
@@ -281,7 +279,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Si
 @under("mpich")
 def test_the_launcher_does_not_wait_for_the_janitor(site: Site):
     """MPICH leaves its ranks copies of their standard streams, and waits for the end of all."""
-    run = site.start("waits.py", env={"HPCDASK_LIGHT_RANKS": "0"})
+    run = site.start("waits.py")
     run.line("ready")
     small = [
         process
@@ -327,7 +325,7 @@ def kill(pid: int) -> float:
 # What there is at run time
 
 
-def check_what_ranks_are_made_of(run: Running, found: dict, *, light: bool) -> None:
+def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
     """Fail if there are other processes than these, or if they need too much memory."""
     ranks = run.rank_pids()
     groups = processes_by_rank(run.site)
@@ -347,11 +345,9 @@ def check_what_ranks_are_made_of(run: Running, found: dict, *, light: bool) -> N
             "program": sum(p.pid == found["program"] for p in members),
         }
     every = {"rank": 1, "janitor": 1, "template": 1, "resource tracker": 1, "worker": 1}
-    of_rank_0 = {"scheduler": 1, "program": 1, **({"worker": 2} if light else {})}
-    of_rank_1 = dict.fromkeys(every.keys() - {"rank"}, 0) if light else {}
     assert parts == {
-        0: {**every, **of_rank_0},
-        1: {**every, **of_rank_1, "scheduler": 0, "program": 0},
+        0: {**every, "scheduler": 1, "program": 1},
+        1: {**every, "scheduler": 0, "program": 0},
     }
 
     for worker in found["workers"]:  # all that it needs is imported there
@@ -362,7 +358,7 @@ def check_what_ranks_are_made_of(run: Running, found: dict, *, light: bool) -> N
     beside_the_worker = [p for p in groups[1] if p.pid not in special]
     unique = {p.pid: p.memory_full_info().uss / 1e6 for p in beside_the_worker}
     print(f"USS of rank 1 beside its worker: {sum(unique.values()):.1f} MB of {unique}")
-    assert sum(unique.values()) < (15 if light else 60), unique
+    assert sum(unique.values()) < 80, unique
 
 
 def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
@@ -371,32 +367,6 @@ def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
         if (rank := rank_of(process)) is not None:
             groups.setdefault(rank, []).append(process)
     return groups
-
-
-# --layout dedicated
-
-
-def test_dedicated_ranks_for_scheduler_and_program(site: Site):
-    run = site.start("--layout", "dedicated", "waits.py", "catch", n=3)
-    found = json.loads(run.line("ready"))
-    of = {p.pid: rank for rank, group in processes_by_rank(site).items() for p in group}
-    assert of[found["scheduler"]] == 0
-    assert of[found["program"]] == 1
-    assert [of[worker] for worker in found["workers"]] == [2]
-    os.kill(found["program"], signal.SIGINT)
-    ended = run.end()
-    assert ended.code == 5, str(ended)
-    check_soon(ended)
-    site.check_nothing_left(ended.program_end)
-    assert not ended.foreign_lines, str(ended)
-
-
-def test_a_dedicated_program_s_exit_code_passes(site: Site):
-    ended = site.run("--layout", "dedicated", "ends.py", "exception", n=3)
-    assert ended.code == ENDS["exception"], str(ended)
-    check_soon(ended)
-    site.check_nothing_left(ended.program_end)
-    assert_traceback_is_the_user_s(ended)
 
 
 # No program: the cluster stays up

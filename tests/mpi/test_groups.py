@@ -112,7 +112,7 @@ def test_a_run_is_listed_while_it_is_there(
     assert row["why"].startswith("2 workers, ")
     if end == "kill":
         for pid in run.rank_pids().values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a light one ends with rank 0
+            with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).send_signal(signal.SIGKILL)
         run.end()
         (row,) = listed()

@@ -1,9 +1,7 @@
-"""`--profile`: real py-spy beside workers; a stand-in for nsys and nvtx."""
+"""`--profile`: real py-spy beside workers."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
@@ -46,24 +44,6 @@ if __name__ == "__main__":
     main()
     raise SystemExit(3)
 """
-#: Runs the command as a child, as nsys does, and writes a report with its exit code.
-NSYS = """#!/usr/bin/env python3
-import json, os, subprocess, sys
-arguments = sys.argv[1:]
-file = arguments[arguments.index("--output") + 1]
-command = arguments[arguments.index("--output") + 2:]
-code = subprocess.call(command)
-json.dump({"code": code}, open(file + ".nsys-rep", "w"))
-sys.exit(code)
-"""
-NVTX = """
-import os
-def start_range(message, domain):
-    open(os.environ["RANGES"], "a").write(message + "\\n")
-    return 1
-def end_range(mark):
-    open(os.environ["RANGES"], "a").write("end\\n")
-"""
 
 
 @pytest.fixture
@@ -90,38 +70,10 @@ def test_a_flame_graph_for_each_life_of_each_worker(site: Site, program: Path) -
     site.check_nothing_left(since)
 
 
-def test_ranks_and_missing_tools(site: Site, program: Path) -> None:
+def test_ranks(site: Site, program: Path) -> None:
     ended = start(site, program, "--profile", "py-spy", "--profile-ranks", "1-7")
     assert ended.code == 3, str(ended)
     assert len(list((site.folder / "hpcdask-profile").iterdir())) == 1
-    missing = start(site, program, "--profile", "nsys")
-    assert missing.code == 2
-    (line,) = missing.errors
-    assert "there is no nsys on PATH" in line
     refused = start(site, program, "--profile-ranks", "3-1")
     assert refused.code == 2
     assert "'3-1' is not a rank or a span of ranks" in refused.err
-
-
-@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
-def test_ranks_under_a_stand_in_for_nsys(site: Site, program: Path) -> None:
-    tools = site.folder / "tools"
-    tools.mkdir()
-    (tools / "nsys").write_text(NSYS)
-    (tools / "nsys").chmod(0o755)
-    (tools / "nvtx.py").write_text(NVTX)
-    ranges = site.folder / "ranges"
-    path = os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")]))
-    env = {
-        "PATH": f"{tools}:{site.launcher.env['PATH']}",
-        "PYTHONPATH": path,
-        "RANGES": str(ranges),
-    }
-    ended = start(site, program, "--profile", "nsys", "--profile-folder", "reports", env=env)
-    since = clock()
-    assert ended.code == 3, str(ended)
-    reports = sorted((site.folder / "reports").iterdir())
-    assert [report.name for report in reports] == ["rank-0.nsys-rep", "rank-1.nsys-rep"]
-    assert json.loads(reports[0].read_text()) == {"code": 3}
-    assert ranges.read_text().split().count("burn_visibly") == 2
-    site.check_nothing_left(since)

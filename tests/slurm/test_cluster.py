@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +15,8 @@ import pytest
 import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.jobs.state import OVER, JobState
-from hpcdask.queues import base
 from hpcdask.spec.job import parse_worker_name
-from launching import agreed_states, decide_again, end, wait_for, walk
+from launching import decide_again, end, wait_for, walk
 from slurm_login import ONE, Login, live, login, pids, states, wait_for_running
 from slurm_site import SlurmSite
 
@@ -111,41 +109,16 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     assert {job.state for job in cluster.jobs() if not job.nodes} == {JobState.CANCELLED}
 
 
-def test_a_suspended_job_is_told_and_goes_first(user: Login):
-    """It looked like any that runs, and the one that computed was given up."""
+def test_a_suspended_job_shows_the_reason(user: Login):
     with user.make() as cluster, cluster.get_client() as client:
         cluster.scale(2)
         wait_for_running(cluster, 2)
-        paused, other = live(cluster)
+        paused = live(cluster)[0]
         user.site.run("scontrol", "suspend", paused)
         wait_for(lambda: "1 running (SUSPENDED" in repr(cluster), 20, "the queue's reason")
         user.site.run("scontrol", "resume", paused)
         wait_for(lambda: "2 running," in repr(cluster), 20, "no reason any more")
-        name = f"{cluster.id}-{paused}-0-0"
-        cut_off = client.submit(time.sleep, 5, workers=[name], allow_other_workers=True)
-        wait_for(lambda: any(client.processing().values()), 10, "what will not end")
-        user.site.run("scontrol", "suspend", paused)
-        wait_for(lambda: "1 running (SUSPENDED" in repr(cluster), 20, "the queue's reason")
-        cluster.scale(1)
-        wait_for(lambda: set(user.queued()) == {other}, 30, "the suspended job to go")
-        assert cut_off.result(timeout=180) is None
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-
-
-def test_a_burst_from_zero_and_back_wastes_no_job(user: Login):
-    sbatch, scancel = user.wrap("sbatch"), user.wrap("scancel")
-    with user.make() as cluster, cluster.get_client() as client:
-        cluster.adapt(minimum=0, maximum=3, interval="200ms", target_duration="1s")
-        futures = client.map(lambda n: time.sleep(0.2) or n, range(40), pure=False)
-        assert sum(client.gather(futures)) == sum(range(40))
-        assert len(cluster.jobs()) == 3
-        del futures
-        wait_for(lambda: set(states(cluster)) == {JobState.COMPLETED}, 40, "all jobs to end")
-        assert not user.queued()
-        assert not scancel.calls()
-        assert len(sbatch.calls()) <= 3
-        assert client.submit(sum, [1, 2]).result(timeout=180) == 3  # and up again
-        assert len(cluster.jobs()) == 4
 
 
 def test_two_clusters_side_by_side(user: Login):
@@ -161,19 +134,6 @@ def test_two_clusters_side_by_side(user: Login):
 
 
 # Several workers per job
-
-
-def test_two_gpus_per_job(user: Login):
-    with user.make(gpus_per_job=2, cores=2) as cluster, cluster.get_client() as client:
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=180)
-        (job,) = cluster.jobs()
-        assert job.size == 2
-        found = [parse_worker_name(cluster.id, name) for name in pids(client)]
-        assert sorted(found) == [(job.id, 0, 0), (job.id, 0, 1)]
-        granted = user.site.run("squeue", "-h", "-j", job.id, "-o", "%b %C").stdout.split()
-        assert granted[0] in ("gres:gpu:2", "gres/gpu:2")  # as older and newer SLURM have it
-        assert granted[1] == "2"
 
 
 def test_a_job_on_two_nodes_is_replaced_as_a_whole(user: Login):
@@ -243,21 +203,6 @@ def test_jobs_and_cleanup_after_a_killed_notebook(user: Login):
 # Many jobs
 
 
-def test_all_accounts_of_a_job_say_the_same_state(user: Login):
-    """`hpcdask jobs` did not know of workers, and said that those which ran were starting."""
-    command = [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", str(user.folder)]
-    gate = user.home / "gate"
-    user.occupy(3)
-    prologue = [f"while [ ! -e {gate} ]; do sleep 0.1; done"]
-    with user.make(job_script_prologue=prologue) as cluster:
-        cluster.scale(3)
-        started = ["pending", "starting", "starting"]
-        wait_for(lambda: agreed_states(cluster, *command) == started, 60, "two to start")
-        gate.touch()
-        running = ["pending", "running", "running"]
-        wait_for(lambda: agreed_states(cluster, *command) == running, 120, "two to run")
-
-
 def test_64_jobs_with_one_sbatch(user: Login):
     interval, running = 1.0, 4  # the others wait, as workers need time to start on few cores
     user.occupy(2)
@@ -283,21 +228,13 @@ def test_64_jobs_with_one_sbatch(user: Login):
 # Where there is no SLURM
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool):
-    mark = tmp_path / "mark"
-    monkeypatch.setattr(base, "CONTAINER_MARKS", (str(mark),))
-    for name in base.CONTAINER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if inside:
-        mark.touch()
+def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     keywords = {**ONE, "shared_temp_directory": str(tmp_path / "clusters")}
-    where = "inside a container" if inside else "on a login node"
     with hpcdask.SLURMCUDACluster(**keywords) as cluster:
         assert "#SBATCH --gres=gpu:1" in cluster.job_script()
         for ask in (lambda: cluster.scale(2), lambda: cluster.adapt(maximum=2)):
-            with pytest.raises(UsageError, match=rf"no sbatch on this machine.*{where}") as error:
+            with pytest.raises(UsageError, match="no sbatch on this machine") as error:
                 ask()
             assert "job_script() still" in str(error.value)
         assert not cluster.jobs()

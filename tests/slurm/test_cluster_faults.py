@@ -15,13 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import dask.config
 import psutil
 import pytest
 from distributed import Client, Future
 
 from hpcdask.clusters.job import Job
-from hpcdask.errors import JobsFailed, QueueError, Refused
+from hpcdask.errors import QueueError
 from hpcdask.jobs.state import JobState
 from hpcdask.spec.job import parse_worker_name
 from launching import decide_again, end, until, wait_for, walk
@@ -202,29 +201,6 @@ def test_a_node_that_is_drained_and_one_whose_job_is_requeued(user: Login):
 # A submission that fails
 
 
-def test_sbatch_refuses(user: Login):
-    """`test_queue.py` has more of what it refuses."""
-    keywords, words = {"memory": "900TiB"}, "Memory specification can not be satisfied"
-    sbatch = user.wrap("sbatch")
-    with user.make(**keywords) as cluster, cluster.get_client() as client:
-        future = client.submit(sum, [1, 2])
-        with pytest.raises(Refused) as error:
-            cluster.scale(2)
-        text = str(error.value)
-        (script,) = user.folder.glob("*/submissions/*/script.sh")
-        assert words in text
-        assert f"Script kept at {script}" in text
-        assert "%m" in text  # how to list what there is
-        assert script.read_text() == cluster.job_script()
-        assert not error.value.for_now
-        with pytest.raises(Refused, match=words):
-            future.result(timeout=180)
-        assert not cluster.jobs()
-        assert not user.queued()
-        assert len(sbatch.calls()) == 1
-        assert words in cluster._repr_html_()
-
-
 def test_sbatch_hangs(user: Login):
     sbatch = user.wrap("sbatch")
     sbatch.behave("sleep 600")
@@ -328,26 +304,6 @@ def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str
 # Jobs that never get anywhere
 
 
-def test_jobs_that_die_at_start(user: Login, capsys: pytest.CaptureFixture[str]):
-    sbatch = user.wrap("sbatch")
-    prologue = ["echo 'module: command not found' >&2", "exit 3"]
-    with user.make(job_script_prologue=prologue) as cluster, cluster.get_client() as client:
-        future = client.submit(sum, [1, 2])
-        cluster.scale(1)
-        with pytest.raises(JobsFailed, match="3 jobs in a row") as error:
-            client.wait_for_workers(1, timeout=180)
-        last = cluster.jobs()[-1]
-        for part in (f"job {last.id}: failed", "exit code 3", "module: command not found"):
-            assert part in str(error.value)
-        with pytest.raises(JobsFailed, match="exit code 3"):
-            future.result(timeout=180)
-        assert states(cluster) == [JobState.FAILED] * 3
-        assert "module: command not found" in cluster.job_logs(last.id)[last.id]
-        assert len(sbatch.calls()) == 3
-        cluster.scale(0)
-    assert capsys.readouterr().err.count("jobs in a row") == 1
-
-
 # Walltime
 
 
@@ -364,7 +320,6 @@ def test_walltime_in_the_middle_of_a_computation(user: Login, capsys: pytest.Cap
         return client.map(lambda number: time.sleep(2) or number, range(count), pure=False)
 
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         user.make(n_workers=2, **roomy) as two,
         user.make(n_workers=1, **tight) as one,
         two.get_client() as of_two,
@@ -406,21 +361,6 @@ cluster.wait_for_workers(2, timeout=180)
 print(cluster._watchdog.pid, flush=True)
 time.sleep(600)
 """
-
-
-def test_sigkill_of_the_notebook(user: Login):
-    others = user.occupy(3)  # one of three jobs is pending
-    notebook = user.start(NOTEBOOK, repr(user.keywords()))
-    assert notebook.stdout is not None
-    assert notebook.stdout.readline().strip().isdigit()
-    assert sorted(user.queued().values()) == ["PENDING", "RUNNING", "RUNNING"]
-    assert user.key_files()
-    notebook.kill()
-    notebook.communicate()
-    wait_for(lambda: not user.queued() and not user.key_files(), 20, "jobs and keys to be gone")
-    (log,) = user.folder.glob("*/watchdog.log")
-    wait_for(lambda: log.read_text().endswith("no job is left\n"), 10, "the watchdog's last word")
-    assert user.site.state(others) == "RUNNING"
 
 
 def test_sigkill_of_the_notebook_and_its_watchdog(user: Login):

@@ -15,7 +15,6 @@ import pytest
 import hpcdask
 from launching import describe, end, leftovers, openmpi_launcher, wait_for, walk
 from slurm_site import SlurmSite
-from torque import TORQUE, with_torque
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -61,7 +60,6 @@ class Folder:
             "TMPDIR": str(self.tmp),
             "HPCDASK_TEST": self.marker.partition("=")[2],
             "HPCDASK_OPTIONS": "--device cpu",
-            "PROGRAM": "script.py args",  # of PBS, whose scripts get no arguments
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -72,17 +70,9 @@ class Folder:
         """Submit with sbatch's options, a script and its arguments; return the job's id."""
         return self.site.submit(*arguments, env=self.env, cwd=self.path)
 
-    def qsub(self, *arguments: str | Path) -> int:
-        """Submit with the qsub that SLURM brings."""
-        env = with_torque({**self.site.env, **self.env})
-        done = self.site.run(TORQUE / "bin/qsub", *arguments, env=env, cwd=self.path)
-        return int(done.stdout)
-
     def output(self, job: int) -> str:
         """What the job has printed, in the file where SLURM puts it by default."""
-        return "".join(
-            path.read_text() for path in sorted(self.path.glob(f"slurm-{job}*.out"))
-        ) or "".join(path.read_text() for path in self.path.glob(f"*.?{job}"))
+        return "".join(path.read_text() for path in sorted(self.path.glob(f"slurm-{job}*.out")))
 
     def state(self, job: int) -> str:
         """One word for the job, or for all elements of an array."""
@@ -165,11 +155,6 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     ).replace("maximum=8", "maximum=1")
     (folder.path / "small.sh").write_text(small)
     per_gpu = folder.submit("--cpus-per-task=1", "small.sh")
-    select = "select=2:ncpus=32:mpiprocs=4:ngpus=4"
-    text = (SCRIPTS / "pbs.sh").read_text().replace("mpirun -n 8", "mpirun -n 2")
-    assert select in text
-    (folder.path / "small.pbs").write_text(text.replace(select, "select=1:ncpus=2:mpiprocs=2"))
-    pbs = folder.qsub("-V", "small.pbs")
 
     for job in jobs.values():
         assert "workers 2 sum 3 words ['a b', \"it's\"]\n" in folder.wait(job, "COMPLETED")
@@ -177,7 +162,6 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     assert "name a program" in folder.wait(nothing, "FAILED")
     assert folder.wait(array, "COMPLETED").count(" sum 3 words ['a b', \"it's\"]\n") == 2
     assert f"the sum is {sum(n**2 for n in range(1000))}\n" in folder.wait(per_gpu, "COMPLETED")
-    assert "workers 2 sum 3 words ['args']\n" in folder.wait(pbs, "COMPLETED")
     output = folder.wait(requeued, "COMPLETED")
     assert output.index("life 0 sum 3") < output.index("life 1 sum 3")
     assert not folder.site.run("squeue", "-h", "-t", "pending,running").stdout
@@ -200,6 +184,7 @@ STAND_INS = {
             *("--container-mounts=FOLDER:FOLDER", "--container-workdir=FOLDER", *RUN, *BENCH),
         ],
     ),
+    "pbs.sh": ([], "mpirun", ["-n", "8", *RUN, *BENCH]),
     "lsf-jsrun.sh": (
         [],
         "jsrun",
@@ -213,7 +198,7 @@ STAND_INS = {
 
 @pytest.mark.parametrize("script", STAND_INS)
 def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, script: str):
-    """Apptainer, Pyxis and jsrun are not here; SLURM's own part is checked by SLURM."""
+    """Apptainer, Pyxis, PBS and jsrun are not here; SLURM's own part is checked by SLURM."""
     arguments, name, expected = STAND_INS[script]
     stand_in = tmp_path / name
     stand_in.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')

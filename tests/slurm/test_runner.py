@@ -29,7 +29,6 @@ from launching import (
     mpich_launcher,
     name_of,
     openmpi_launcher,
-    semaphores_of,
     wait_for,
     what_stays,
 )
@@ -317,16 +316,12 @@ def test_rank_killed(desk, index, options, nodes):
     desk.assert_nothing_left(within=max(0, killed + 10 - clock()))
 
 
-@pytest.mark.parametrize("nodes", ["-N2", pytest.param("-N1", marks=pytest.mark.long)])
-def test_rank_killed_with_enough_workers_left(desk, nodes):
-    """On one node, rank 0 runs its worker, and ends that."""
+def test_rank_killed_with_enough_workers_left(desk):
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then "$@"; echo "rank 0: $?"; else exec "$@"; fi'
     options = ("--workers-min", "1", desk.write(COMPUTE))
-    step = desk.srun(nodes, "-n2", "--mem=2G", "sh", "-c", wrapper, "sh", *RUN, *options)
+    step = desk.srun("-N2", "-n2", "--mem=2G", "sh", "-c", wrapper, "sh", *RUN, *options)
     step.wait_for("running")
-    rank = step.rank(1)
-    assert (not rank.children(recursive=True)) == (nodes == "-N1")
-    rank.kill()
+    step.rank(1).kill()
     result = step.end(40)
     assert f"sum {sum(range(40))}\nworkers 1\n" in result.out, result.err
     assert "rank 0: 0\n" in result.out, result.err  # srun itself returns that a task was killed
@@ -338,8 +333,6 @@ def test_step_cancelled(desk, slurm):
     """SLURM kills all of a step's processes at once, the janitors too: the next run sweeps."""
     step = desk.srun("-N2", "-n2", *RUN, desk.write(WAIT))
     step.wait_for("running")
-    semaphores = semaphores_of(desk.processes())
-    assert semaphores
     (name,) = slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
     slurm.run("scancel", name)
     result = step.end(20)
@@ -348,7 +341,6 @@ def test_step_cancelled(desk, slurm):
     wait_for(lambda: not desk.processes(), 5, "the processes to end")
     assert_worked(desk.srun("-N1", "-n2", *RUN, desk.write(COUNT)).end(), 2)
     desk.assert_nothing_left()
-    assert not list(filter(os.path.exists, semaphores))
 
 
 def test_job_cancelled(desk, slurm):

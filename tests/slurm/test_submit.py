@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 from hpcdask.cli import main
 from launching import clean_environment, describe, end, leftovers, wait_for
 from slurm_site import SlurmSite
-from torque import with_torque
 
 pytestmark = pytest.mark.slurm
 
@@ -208,17 +207,3 @@ def test_what_is_refused_and_what_is_not_waited_for(login: Login):
     assert job.endswith(" submitted to SLURM")
     path = Path(log.removeprefix("log "))
     wait_for(lambda: path.exists() and path.read_text() == "done\n", 20, "the job")
-
-
-def test_the_commands_of_pbs(login: Login):
-    """They are SLURM's own wrappers, which show no exit code."""
-    login.env |= with_torque(login.env)
-    login.folder = login.home / "it's; mine"
-    login.folder.mkdir()
-    (login.folder / "train.py").write_text("")
-    words = ("--system", "pbs", "-N", "2", "--gpus-per-node", "2", *QUICK)
-    said = "echo $SLURM_JOB_NUM_NODES nodes; exit 3"
-    done = login.here("submit", "--wait", *words, "--prologue", said, "train.py", code=1)
-    assert done.stdout == "2 nodes\n"
-    assert "exit code is not shown" in done.stderr
-    assert len([*login.folder.glob("hpcdask-*.log")]) == 1

@@ -35,7 +35,7 @@ for name in "$@"; do
     bench) step bench "$python" -m hpcdask.bench all \
         --json "$folder/bench.json" --report "$folder/report.html" ;;
     startup) step startup peers startup,transfer,transpose,tasks --rounds 3 ;;
-    workloads) step workloads peers array,svd,packed,exact,scaling --rounds 2 ;;
+    workloads) step workloads peers array,svd,packed,scaling --rounds 2 ;;
     *)
         echo "gpu.sh: no step is called $name" >&2
         exit 2

@@ -1,35 +1,32 @@
 #!/usr/bin/env bash
-# Unpacks PBS's commands over SLURM (slurm-wlm-torque), Grid Engine and OAR into folders of their own,
-# FOLDER/torque, FOLDER/sge and FOLDER/oar: packages exclude each other, and none is needed on the
-# system. The default FOLDER is .queues beside the environment of `make venv`; HPCDASK_QUEUES names
-# another. Where they cannot be had, the tests that need them skip, or fail with CI=true, and say why.
+# Unpacks Grid Engine and OAR into folders of their own, FOLDER/sge and FOLDER/oar: neither is needed
+# on the system. The default FOLDER is .queues beside the environment of `make venv`; HPCDASK_QUEUES
+# names another. Where they cannot be had, tests that need them skip, or fail with CI=true, and say why.
 set -eu
 folder=${1:-${HPCDASK_QUEUES:-$PWD/.queues}}
-torque="slurm-wlm-torque libslurm-perl libslurmdb-perl libswitch-perl"
 sge="gridengine-master gridengine-exec gridengine-client gridengine-common"
 oar="oar-server oar-user oar-common liboar-perl libdbi-perl libdbd-mysql-perl libjson-perl libsort-versions-perl"
-kinds="torque sge oar"
+kinds="sge oar"
 [ "$(cat "$folder/complete" 2>/dev/null)" != "$kinds" ] || exit 0
 
-give_up() { echo "The commands of PBS, Grid Engine and OAR are not installed ($1)"; exit 0; }
+give_up() { echo "The commands of Grid Engine and OAR are not installed ($1)"; exit 0; }
 command -v apt-get >/dev/null && command -v dpkg >/dev/null || give_up "no apt-get here"
 packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT
 
-echo "Unpacking the commands of PBS, Grid Engine and OAR into $folder"
+echo "Unpacking the commands of Grid Engine and OAR into $folder"
 # Libraries have other names in each release
-libraries() { apt-cache depends "$1" | sed -nE "s/^ *Depends: (lib($2)[0-9a-z]*)\$/\1/p"; }
-find_libraries() {
-    torque="$torque $(libraries libslurm-perl slurm)"
-    sge="$sge $(libraries gridengine-exec 'jemalloc|munge|hwloc|tirpc')"
+libraries() {
+    apt-cache depends gridengine-exec |
+        sed -nE 's/^ *Depends: (lib(jemalloc|munge|hwloc|tirpc)[0-9a-z]*)$/\1/p'
 }
 # Not every distribution has it
 oar_here() { ! apt-cache show oar-server >/dev/null 2>&1 || echo "$oar"; }
 # Root's apt-get would download as a user who cannot write here; others need no such word
 # shellcheck disable=SC2086
 download() {
-    find_libraries
-    (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $torque $sge $(oar_here))
+    sge="$sge $(libraries)"
+    (cd "$packages" && apt-get -qq -o APT::Sandbox::User=root download $sge $(oar_here))
 }
 update() { if [ "$(id -u)" = 0 ]; then apt-get -qq update; else sudo -n apt-get -qq update; fi; }
 { download || { update && download; }; } >"$packages/log" 2>&1 </dev/null || {
@@ -49,10 +46,5 @@ done
 for program in sge_qmaster spoolinit spooldefaults.bin; do
     perl -0777 -pi -e 's{/usr/lib/gridengine/%s%s\0}{"%s%s" . "\0" x 21}ge' \
         "$folder/sge/usr/lib/gridengine/$program"
-done
-# qsub runs the sbatch beside itself
-for program in sbatch srun salloc; do
-    path=$(command -v $program) || give_up "$program is missing: install SLURM first"
-    ln -sf "$path" "$folder/torque/usr/bin/$program"
 done
 echo "$kinds" >"$folder/complete"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcdask.bootstrap import janitor
 from hpcdask.process import process_start
-from hpcdask.runner.leader import Leader
 from launching import wait_for
 
 
@@ -63,13 +60,6 @@ def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
     assert forgotten.exists()
 
 
-def test_a_run_ends_well_without_its_janitor():
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    janitor.Janitor(0, write_end).forget("/home/me/cluster.json")
-    os.close(write_end)
-
-
 RANK_WITH_A_THREAD_THAT_WAITS = """
     import asyncio, os, threading
     from types import SimpleNamespace
@@ -112,16 +102,6 @@ def test_a_stream_that_was_closed_is_there_in_the_next_life(number: str):
     next_life = python(STREAM_WHOSE_NUMBER_A_LIBRARY_HAS, number)
     out, _ = next_life.communicate(timeout=60)
     assert out.strip() == os.devnull
-
-
-def test_a_rank_that_cannot_tell_the_others_ends_all_the_same():
-    async def meet() -> None:
-        raise OSError("no space left")
-
-    leader = object.__new__(Leader)
-    leader.spec = type("Spec", (), {"timeout": 1.0})
-    leader._meet = meet
-    asyncio.run(leader._gather_to_dismiss())
 
 
 def test_a_process_whose_end_nobody_has_asked_for_is_gone():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import stat
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import click
@@ -18,16 +16,12 @@ from click.testing import CliRunner
 
 from hpcdask import __version__, cli
 from hpcdask.bench.command import bench
-from hpcdask.errors import NoTags
 from hpcdask.jobs import command as jobs_command
-from hpcdask.jobs import discovery
 from hpcdask.jobs.detached import record_job
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
 from hpcdask.queues.job_state import QueueState, QueueStatus
-from hpcdask.queues.local import LocalQueue
-from hpcdask.queues.registry import SYSTEMS
 from hpcdask.runner.options import command as runner
 
 
@@ -173,19 +167,6 @@ def test_reports_cross_the_process_boundary(tmp_path: Path):
         assert folder.reports() == {}
 
 
-def test_what_cannot_be_written_leaves_nothing_older(tmp_path: Path, monkeypatch):
-    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    folder.write_reports([report("7", JobState.STARTING)])
-
-    def full(path: str, text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpcdask.jobs.folder.write_private", full)
-    with pytest.raises(OSError, match="No space"):
-        folder.write_reports([report("7", JobState.RUNNING, 2)])
-    assert folder.reports() == {}
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(
     ("lives", "state", "said", "shown", "by_cluster"),
@@ -229,30 +210,3 @@ def test_who_says_how_a_job_is(
     else:
         assert (f" {shown} " in done.output) == (shown is not None)
         assert ("says the queue" in done.output) == (not by_cluster)
-
-
-class Plain(LocalQueue):
-    """Shows no tags, and counts how often it is asked."""
-
-    asked: int = 0
-
-    def check(self, *words: str) -> None:
-        """It is there."""
-
-    async def tagged(self) -> dict[str, str]:
-        raise NoTags("no tags")
-
-    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        type(self).asked += 1
-        states = {"1": QueueState.PENDING, "2": QueueState.COMPLETED}
-        return {job_id: QueueStatus(job_id, states[job_id]) for job_id in ids}
-
-
-def test_a_queue_without_tags_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = ClusterFolder.create("ab-1", "pbs", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
-    folder.new_submission().record(["1", "2"])
-    monkeypatch.setattr(discovery, "SYSTEMS", {"pbs": SYSTEMS["pbs"]})
-    monkeypatch.setattr(discovery, "queue_class", lambda name: Plain)
-    (found,), problems = asyncio.run(discovery.survey(str(tmp_path)))
-    assert (list(found.jobs), problems, Plain.asked) == (["1"], {}, 1)

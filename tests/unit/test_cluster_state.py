@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
-
-from distributed.deploy.adaptive import Adaptive
-
-from hpcdask.clusters import scaling
 from hpcdask.clusters.job import Job, Policy, worker_names
 from hpcdask.clusters.state import ClusterState
 from hpcdask.jobs.state import JobState
@@ -87,41 +81,3 @@ def test_jobs_near_their_walltime_do_not_count():
     assert state.wanted == 2
     assert strike(state, *names(state, 2)) == ["3"]
     assert state.wanted == 1
-
-
-def test_workers_that_go_by_themselves_are_not_counted_as_too_many(monkeypatch):
-    """Dask counts all workers of the scheduler, and would close those that took over."""
-
-    class Adapting(scaling.JobAdaptive):
-        observed = frozenset({"old-1", "old-2", "new-1", "new-2"})
-        plan = frozenset({"new-1", "new-2", "new-3"})
-
-        def __del__(self) -> None:
-            """It was never started."""
-
-    async def too_many(self, target: int) -> list[str]:
-        return ["old-1", "new-2", "a stranger's", "new-1"][: 5 - target]
-
-    monkeypatch.setattr(Adaptive, "workers_to_close", too_many)
-    adapting = object.__new__(Adapting)
-    assert asyncio.run(adapting.workers_to_close(2)) == []
-    assert asyncio.run(adapting.workers_to_close(1)) == ["new-2"]
-    assert asyncio.run(adapting.workers_to_close(0)) == ["new-2", "new-1"]
-
-
-def test_names_of_less_than_a_job_stay_due(monkeypatch):
-    """Counted from different moments, they never came together, and an idle job stayed."""
-
-    class Adapting(scaling.JobAdaptive):
-        plan = frozenset({"a-1-0-0", "a-1-0-1", "a-2-0-0"})
-
-        def __del__(self) -> None:
-            """It was never started."""
-
-    adapting = object.__new__(Adapting)
-    adapting.close_counts, adapting.wait_count = {}, 3
-    dismissed: list[set[str]] = []
-    adapting.cluster = SimpleNamespace(_scale_down=dismissed.append)
-    asyncio.run(adapting.scale_down({"a-1-0-0", "one that has gone"}))
-    assert dismissed == [{"a-1-0-0", "one that has gone"}]
-    assert adapting.close_counts == {"a-1-0-0": 3}

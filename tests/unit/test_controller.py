@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hpcdask.clusters import publishing, retire, termination
+from hpcdask.clusters import publishing, termination
 from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job, Policy
 from hpcdask.clusters.state import ClusterState
-from hpcdask.errors import NoTags, QueueError
+from hpcdask.errors import QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobReport, JobState
 from hpcdask.queues import slurm_errors
@@ -44,7 +44,6 @@ class Door(LocalQueue):
     ("error", "words"),
     [
         (QueueError("sacct did not answer"), "sacct did not answer"),
-        (ValueError("not a number"), "ValueError: not a number"),
         (KeyError("State"), "KeyError: 'State'"),
     ],
 )
@@ -83,73 +82,6 @@ class Cluster:
 
     def add(self, job_id: str, state: JobState, **facts: Any) -> None:
         self.state.jobs[job_id] = Job(job_id, 1, time.time(), state, **facts)
-
-
-def test_workers_whose_job_is_over_or_of_an_earlier_life_retire(tmp_path, monkeypatch):
-    """A node came back, or who watched over the job was killed; they stayed for ever."""
-    names = ["ab-1-0-0", "ab-2-0-0", "ab-2-1-0", "ab-3-0-0", "other"]
-    tried: list[set[str]] = []
-
-    async def run() -> None:
-        cluster = Cluster(tmp_path, LocalQueue(), *names)
-        cluster.add("1", JobState.COMPLETED)
-        cluster.add("2", JobState.RUNNING, restarts=1)
-        cluster.add("3", JobState.RUNNING)
-        again = asyncio.Event()
-
-        async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
-            tried.append(set(names))
-            if len(tried) == 1:
-                raise RuntimeError("dictionary changed size")
-            for name in names:
-                del cluster.scheduler.workers[name]
-            again.set()
-            return frozenset(names)
-
-        monkeypatch.setattr(retire, "retire", hand_over)
-        cluster.controller._observe(set(), {})
-        await asyncio.sleep(0)
-        assert not tried  # they may just be closing
-        monkeypatch.setattr(cluster.group, "act", lambda: None)
-        watch = asyncio.create_task(cluster.controller._watch())
-        await asyncio.wait_for(again.wait(), 60)
-        watch.cancel()
-        cluster.controller._observe(set(), {})
-        await asyncio.gather(watch, *cluster.group.terminator.stop(), return_exceptions=True)
-        assert set(cluster.scheduler.workers) == {"ab-2-1-0", "ab-3-0-0", "other"}
-        assert not cluster.group.terminator._strays
-        assert cluster.said == [
-            "warning: workers of jobs that are over were still there, and retire: 1, 2",
-            "warning: workers of 1, 2 cannot hand over: RuntimeError: dictionary changed size",
-        ]
-
-    asyncio.run(run())
-    assert tried == [{"ab-1-0-0", "ab-2-0-0"}] * 2
-
-
-def test_workers_of_jobs_that_are_over_do_not_wait_for_company_that_nobody_wants(
-    tmp_path, monkeypatch
-):
-    forced: list[list[str]] = []
-
-    async def hand_over(*_: Any, **__: Any) -> frozenset[str]:
-        return frozenset()
-
-    async def force_out(_: Any, names: list[str], *, reason: str) -> None:
-        forced.append(names)
-
-    async def run() -> None:
-        cluster = Cluster(tmp_path, LocalQueue(), "ab-1-0-0")
-        cluster.add("1", JobState.COMPLETED)
-        await cluster.group.terminator._retire_strays(["ab-1-0-0"])
-        assert not forced
-        cluster.group.set_target(0)
-        await cluster.group.terminator._retire_strays(["ab-1-0-0"])
-
-    monkeypatch.setattr(retire, "retire", hand_over)
-    monkeypatch.setattr(retire, "force_out", force_out)
-    asyncio.run(run())
-    assert forced == [["ab-1-0-0"]]
 
 
 def test_jobs_are_told_of_without_waiting_for_the_file_system(tmp_path, monkeypatch):
@@ -225,92 +157,6 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
     asyncio.run(run())
 
 
-class Counting(LocalQueue):
-    """Gives the ids 1, 2, … to each submission."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meanwhile = lambda: None
-
-    async def submit(self, script: str, count: int) -> list[str]:
-        self.meanwhile()
-        return [f"{number}" for number in range(1, count + 1)]
-
-
-@pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.UNKNOWN])
-def test_an_id_that_is_given_again_is_another_job(tmp_path, state):
-    """SLURM's controller lost its state and counted anew; its new jobs were taken for old ones."""
-
-    async def run() -> None:
-        door = Counting()
-        cluster = Cluster(tmp_path, door)
-        cluster.add("1", state, cancelled=True)
-        before = cluster.state.jobs["1"]
-        cluster.state.wanted = 2
-        cluster.controller._poller._queried = {"1"}
-
-        def connect() -> None:  # before sbatch returns
-            cluster.scheduler.workers["late"] = SimpleNamespace(name="ab-2-0-0", nbytes=0, nanny="")
-            cluster.controller._observe(set(), {})
-
-        door.meanwhile = connect
-        await cluster.group._submit(2)
-        one, two = cluster.state.active()
-        assert (one.id, two.id) == ("1", "2")
-        assert one.submitted > before.submitted
-        assert one == Job("1", 1, one.submitted)
-        assert two.state is JobState.RUNNING
-        assert not cluster.controller._poller._queried
-        cluster.group._add(["2"])
-        assert cluster.state.jobs["2"] is two
-
-    asyncio.run(run())
-
-
-class Forgetful(LocalQueue):
-    """Has lost the end of job 1; shows others that are over, or not the cluster's."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__()
-        self.error = error
-        self.ends = 0
-        self.looks = 0
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        assert list(ids) == ["1"]
-        self.ends += 1
-
-    async def tagged(self) -> dict[str, str]:
-        self.looks += 1
-        if self.error is not None:
-            raise self.error
-        return {"1": "hpcdask:ab", "2": "hpcdask:ab", "3": "hpcdask:other"}
-
-    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        assert "3" not in ids
-        one = JobState.CANCELLED if self.ends else JobState.PENDING
-        return {"1": QueueStatus("1", one), "2": QueueStatus("2", QueueState.COMPLETED)}
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"), [(None, 1), (NoTags("no tags"), 0), (ValueError("not a number"), 0)]
-)
-def test_jobs_that_are_there_again_after_their_end_are_ended(tmp_path, error, ends):
-    """SLURM's controller was killed before it saved that they had been cancelled."""
-
-    async def run() -> None:
-        door = Forgetful(error)
-        cluster = Cluster(tmp_path, door)
-        cluster.add("1", JobState.CANCELLED, cancelled=True)
-        cluster.add("2", JobState.COMPLETED)
-        await cluster.controller.close()
-        assert door.ends == ends
-        assert door.looks == 1
-        assert not cluster.state.live()
-
-    asyncio.run(run())
-
-
 def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monkeypatch):
     """The notebook lives on; its cluster could not end them."""
 
@@ -332,27 +178,3 @@ def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monke
 
     monkeypatch.setattr(termination, "CLOSE_S", 0.1)
     asyncio.run(run())
-
-
-def test_a_cluster_without_jobs_asks_the_queue_nothing_at_its_end(tmp_path):
-    door = Forgetful()
-    asyncio.run(Cluster(tmp_path, door).controller.close())
-    assert not door.looks
-
-
-def test_at_the_end_of_python_nobody_is_told_that_states_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    async def refuse(*arguments: object) -> None:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    async def publish() -> list[str]:
-        cluster = Cluster(tmp_path, Door(ValueError()))
-        cluster.state.jobs["1"] = Job("1", 1, 0.0, JobState.RUNNING)
-        monkeypatch.setattr(publishing.asyncio, "to_thread", refuse)
-        publisher = publishing.JobPublisher([cluster.state], cluster.controller.folder)
-        publisher.publish()
-        await publisher._task
-        return cluster.said
-
-    assert asyncio.run(publish()) == []

@@ -454,25 +454,6 @@ def test_memory_that_slurm_granted_without_a_cgroup(machine, environ, mebibytes)
     assert job_memory(environ, machine({})) == mebibytes * MIB
 
 
-@pytest.mark.parametrize(
-    ("node", "mebibytes"),
-    [("gpu1", 100), ("gpu03", 100), ("fat-09", 200), ("fat-10", 200), ("login", 200), ("x", 100)],
-)
-def test_memory_of_a_component_of_a_heterogeneous_job(machine, node, mebibytes):
-    """All ranks have the first one's as SLURM_MEM_PER_NODE."""
-    environ = {
-        "SLURM_HET_SIZE": "2",
-        "SLURMD_NODENAME": node,
-        "SLURM_MEM_PER_NODE": "100",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu1,gpu[02-04,08]",
-        "SLURM_MEM_PER_NODE_HET_GROUP_0": "100",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "fat-[07-10],login",
-        "SLURM_MEM_PER_CPU_HET_GROUP_1": "50",
-        "SLURM_CPUS_ON_NODE": "4",
-    }
-    assert job_memory(environ, machine({})) == mebibytes * MIB
-
-
 def test_all_of_the_node_s_memory(machine):
     """SLURM's word for ``--mem=0`` is 0 or the node's memory; neither is a limit of nothing."""
     assert job_memory({"SLURM_MEM_PER_NODE": "0"}, machine({})) == job_memory({}, machine({}))
@@ -710,7 +691,7 @@ def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
     assert [view.gpus for view in assignment.fill_from_first_rank([blind, foreseen])] == [(), ()]
     (other,) = views(("n3", [0]))
     other = dataclasses.replace(other, shown=other.gpus)
-    with pytest.raises(DeviceError, match=r"rank 1 sees GPUs on n1 .* HPCDASK_PRESTART=0"):
+    with pytest.raises(DeviceError, match="rank 1 sees GPUs on n1"):
         assignment.fill_from_first_rank([other, foreseen])
 
 

@@ -53,7 +53,6 @@ FOREIGN = {
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
     "--gres --het-group --jobid --me --mem --mpi --nodes --ntasks --ntasks-per-node --overlap "
     "--partition --pty --requeue --signal --test-only --time",
-    "flux": "--gpus-per-slot --requires",
 }
 FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
 
@@ -132,10 +131,6 @@ def _check_group(group: click.Group, words: list[str]) -> None:
     if words[0] == "run":
         check(["hpcdask.run", *words[1:]])
         return
-    if words[0] == "script":  # a system, and the options of submit
-        if words[1:]:
-            _check_group(group, ["submit", "--system", *words[1:]])
-        return
     one = group.commands[words[0]]
     if isinstance(one, click.Group):
         _check_group(one, words[1:])
@@ -192,7 +187,6 @@ FUNCTIONS = [
     hpcdask.gang,
     hpcdask.initialize,
     svd.svd_rows,
-    svd.svd_exact,
     packing.pack_array,
     stores.open_rows,
     genotypes.population_structure,
@@ -515,12 +509,3 @@ def test_the_site_builds_without_warnings(tmp_path):
     api = (tmp_path / "site/reference/api.html").read_text()
     for name in hpcdask.__all__:
         assert f'id="hpcdask.{name}"' in api
-
-
-def test_the_page_on_runs_that_hang_names_every_step_of_a_trace():
-    steps = re.compile(r'(?:mark\(|CONTEXT_MADE = )"([^"]+)"')
-    sources = (ROOT / "hpcdask").rglob("*.py")
-    found = {step for path in sources for step in steps.findall(path.read_text())}
-    page = (ROOT / "docs/it-hangs.md").read_text()
-    assert len(found) > 10
-    assert not [step for step in found if f"`{step}`" not in page]

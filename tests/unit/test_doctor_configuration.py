@@ -62,8 +62,8 @@ def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
         ("jobqueue: {slurm: {cors: 4}}", "jobqueue.slurm", r"cors: .*Did you mean cores\?"),
         ("jobqueue: {pbs: {job_mem: 4}}", "jobqueue.pbs", r"job-mem: no such key"),
         (
-            "jobqueue: {flux: {gpus-per-job: 4}}",
-            "jobqueue.flux",
+            "jobqueue: {lsf: {gpus-per-job: 4}}",
+            "jobqueue.lsf",
             r"gpus-per-job.*There are .*cores",
         ),
         ("jobqueue: {slurm-h200: {queu: a}}", "jobqueue.slurm-h200", r"Did you mean queue\?"),

@@ -1,4 +1,4 @@
-"""The thread that loads what a first Dask task would wait for."""
+"""The thread that uses a device once before the first Dask task."""
 
 from __future__ import annotations
 
@@ -27,17 +27,6 @@ def steps_of(*does: Callable[[], object]) -> Callable[[], Iterator[None]]:
 def end(use: FirstUse) -> None:
     use._thread.join(DEADLINE_S)
     assert use.is_over
-
-
-def test_every_step_is_taken(monkeypatch: pytest.MonkeyPatch):
-    taken: list[int] = []
-    steps = steps_of(lambda: taken.append(1), lambda: taken.append(2))
-    monkeypatch.setattr(first_use, "_steps", steps)
-    use = FirstUse()
-    assert not use.is_over
-    use.start()
-    end(use)
-    assert taken == [1, 2]
 
 
 def test_it_ends_after_the_step_under_way(monkeypatch: pytest.MonkeyPatch):

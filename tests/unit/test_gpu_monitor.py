@@ -24,7 +24,6 @@ from hpcdask.gpu import samples
 from hpcdask.gpu.monitor import GpuMonitor, Moment, monitor_of, usage_lines
 from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.gpu.table import GpuTable
-from hpcdask.node import early_imports
 from hpcdask.node.channel import MessageStream
 from hpcdask.runner import protocol, scheduler_process
 from hpcdask.runner import scheduler as scheduler_main
@@ -184,8 +183,7 @@ def test_the_rank_hears_what_the_gpus_did(nvml, monkeypatch):
         async with cluster("GPU-a") as (scheduler, _), held_by_the_rank(theirs) as held:
             await sampled(scheduler, 1)
             channel = await MessageStream.over(ours)
-            imports = early_imports.EarlyImports(scheduler)
-            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel, imports))
+            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel))
             lines = await held.gpu_usage()
             assert lines[0].startswith("GPUs: 1 x NVIDIA H100, ")
             channel.send(**protocol.GpuUsageTold([]).to_json())  # what it says at its own end

@@ -30,19 +30,16 @@ SLEEP = {
     "jobs/test_cluster.py:endless": "a Dask task",
     "jobs/test_groups.py:slow": "a Dask task",
     "jobs/test_gang.py:run": "wherever it is just then",
-    "jobs/test_saves_before_end.py:slow": "a Dask task",
     "jobs/test_worker.py:test_the_second_signal_ends_at_once": "longer than what counts once",
     "mpi/programs/embedded.py:interrupt": "longer than what counts once",
     "mpi/programs/embedded.py:work": "until it is interrupted",
     "mpi/programs/killed_worker.py:square": "a Dask task",
-    "mpi/programs/rechunks.py:before": "a Dask task",
     "mpi/programs/waits.py": "until it is interrupted",
     "mpi/programs/waits.py:leave": "a program that takes its time to end",
     "mpi/test_ends.py:test_a_second_signal_ends_it_at_once": "longer than what counts once",
     "mpi/test_ucx.py:result": "after a failure",
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_termination.py:hand_over": "as long as it may",
-    "unit/test_small_tasks.py:long": "a Dask task",
 }
 
 

@@ -1,4 +1,4 @@
-"""A queueing system that hpcdask has never heard of: one module, and one line in the registry."""
+"""A queueing system that hpcdask has never heard of, from a package of a site's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOY = """
+#: What the package holds, by file.
+PACKAGE = {
+    "toysite-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toysite\nVersion: 1.0\n",
+    "toysite-1.0.dist-info/entry_points.txt": "[hpcdask.queues]\ntoy = toysite:SYSTEM\n",
+    "toysite/__init__.py": """
+from hpcdask.queues.registry import System
+
+SYSTEM = System("toysite.queue:ToyQueue", "ToyCUDACluster", "TOY_JOB")
+""",
+    "toysite/header.py": """
+import dask.config
+from dask_jobqueue.pbs import PBSJob
+
+pbs = dask.config.get("jobqueue.pbs")
+dask.config.update_defaults({"jobqueue": {"toy": {**pbs, "walltime": "00:07:00"}}})
+
+
+class ToyJob(PBSJob):
+    config_name = "toy"
+""",
+    "toysite/queue.py": """
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import fold
 from hpcdask.queues.job_state import QueueState
@@ -17,7 +37,7 @@ STATES = {"waits": (QueueState.PENDING, ""), "runs": (QueueState.RUNNING, "")}
 
 class ToyQueue(Queue):
     title = "Toy"
-    jobqueue = ("pbs", "PBSJob")
+    jobqueue = ("toy", "toysite.header.ToyJob")
     programs = ("toysub", "toystat", "toydel")
     canceller = "toydel"
     job_id = '"$TOY_JOB"'
@@ -36,19 +56,17 @@ class ToyQueue(Queue):
 
     async def tagged(self):
         return {}
-"""
+""",
+    "program.py": "",
+}
 PROGRAM = """
-import asyncio, inspect, os, sys
-import hpcdask.queues
-from hpcdask.queues import registry
-
-hpcdask.queues.__path__.append(sys.argv[1])
-registry.SYSTEMS["toy"] = registry.System("ToyCUDACluster", "TOY_JOB")
+import asyncio, inspect, os
 
 import hpcdask
 from hpcdask.queues.environment import how_to_request, job_id
+from hpcdask.queues.registry import queue_class
 
-queue = registry.queue_class("toy")()
+queue = queue_class("toy")()
 assert asyncio.run(queue.submit("script.sh", 1)) == ["toy-7"]
 found = asyncio.run(queue.query(["toy-7", "toy-8", "toy-9"]))
 assert [job.state for job in found.values()] == ["pending", "running", "unknown"], found
@@ -60,11 +78,11 @@ assert "#PBS -l toys=1" in how_to_request(job_id())
 del os.environ["TOY_JOB"]
 
 assert "Toy grants" in inspect.getdoc(hpcdask.ToyCUDACluster)
-assert "ToyCUDACluster" in dir(hpcdask.clusters.classes)
 assert {"walltime", "device"} <= set(inspect.signature(hpcdask.ToyCUDACluster).parameters)
-with hpcdask.ToyCUDACluster(cores=2, memory="1GiB", shared_temp_directory=sys.argv[1]) as cluster:
+with hpcdask.ToyCUDACluster(cores=2, memory="1GiB", shared_temp_directory=".") as cluster:
     script = cluster.job_script()
 assert "#PBS -l toys=1\\n" in script, script
+assert "#PBS -l walltime=00:07:00\\n" in script, script
 assert 'HPCDASK_JOB_ID="$TOY_JOB"' in script, script
 
 from hpcdask.cli import main
@@ -78,16 +96,18 @@ COMMANDS = {
 }
 
 
-def test_a_module_and_a_line_make_a_queueing_system(tmp_path: Path):
-    (tmp_path / "toy.py").write_text(TOY)
-    (tmp_path / "program.py").touch()
+def test_an_entry_point_adds_a_queueing_system(tmp_path: Path):
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o700)
+    path, here = f"{tmp_path}:{os.environ['PATH']}", str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+        env={**os.environ, "PATH": path, "HOME": here, "PYTHONPATH": here},
         capture_output=True,
         text=True,
         timeout=600,

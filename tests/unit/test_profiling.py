@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdask.bootstrap.janitor import Janitor
+from hpcdask.errors import UsageError
 from hpcdask.node import forkserver, profiling, worker_group
 from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.runner import runner as runners
@@ -21,14 +20,17 @@ from hpcdask.runner.runner import Runner
 from hpcdask.spec.specs import WorkerSpec
 
 
-def test_a_folder_that_cannot_be_made_is_left_to_the_check(
+def test_a_folder_that_cannot_be_made_and_a_missing_py_spy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nsys").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "nsys").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    spec = WorkerSpec(profile="nsys", profile_folder=str(tmp_path / "nsys" / "profiles"))
-    profiling.run_under_nsys(spec, "rank-0", Janitor(0, -1))
+    (tmp_path / "file").touch()
+    spec = WorkerSpec(profile="py-spy", profile_folder=str(tmp_path / "file" / "profiles"))
+    monkeypatch.setattr(profiling, "find_spy", lambda: "py-spy")
+    with pytest.raises(UsageError, match="file/profiles cannot be made"):
+        profiling.check(spec)
+    monkeypatch.setattr(profiling, "find_spy", lambda: None)
+    with pytest.raises(UsageError, match="pip install py-spy"):
+        profiling.check(spec)
 
 
 def test_profiles_of_a_rank_are_written_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ MESSAGES = [
     protocol.Signal(15),
     protocol.EndRun(2),
     protocol.WorkerFailed(None, "no room"),
-    protocol.ProgramEnded(1),
     protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x"),
     protocol.Silence(),
     protocol.CloseScheduler(),
@@ -67,8 +66,6 @@ MESSAGES = [
     protocol.WorkersChanged({"n1-0": "tls://10.0.0.1:4000"}, ["n1-1"]),
     protocol.WorkerWarm({"name": "n1-0", "links": []}),
     protocol.SchedulerClosed(),
-    protocol.TakenIn(),
-    protocol.ImportModule("dask.array"),
     protocol.TellGpuUsage(),
     protocol.GpuUsageTold(["GPUs: 8 x H200"]),
 ]

@@ -8,16 +8,13 @@ import signal
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import Client, Scheduler, Security
-from distributed.process import AsyncProcess
 
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.node import nanny
 from hpcdask.node.nanny import BoundNanny, make_nanny
 from hpcdask.node.placement import WorkerPlacement
-from hpcdask.node.worker_group import WorkerGroup
 from hpcdask.spec.specs import WorkerSpec
 
 DEADLINE_S = 60
@@ -143,30 +140,5 @@ def test_a_worker_that_is_killed_while_it_starts_tells_the_signal(tmp_path, prel
             await one
         said = f"its process was killed by {told} while it started"
         assert said in str(caught.value.__cause__)
-
-    run(body)
-
-
-def test_a_worker_given_up_is_dead_at_once_and_stays_so(tmp_path, preload, monkeypatch):
-    """One that took more than 0.02 s to end after the kill ended the whole run."""
-
-    async def body(scheduler: Scheduler) -> None:
-        group = WorkerGroup(WorkerSpec(device="cpu"), "n1", str(tmp_path), None)
-        one = await nanny_of(scheduler, tmp_path, preload)
-        group.nannies = [one]
-        await one
-        pid = one.process.pid
-        join = AsyncProcess.join
-
-        async def slow(process: AsyncProcess, timeout: float | None = None) -> None:
-            await join(process, timeout)
-            if timeout is not None and timeout < 0.1:
-                raise TimeoutError
-
-        monkeypatch.setattr(AsyncProcess, "join", slow)
-        await group.give_up(["a"])
-        await one.finished()
-        assert not psutil.pid_exists(pid)
-        await until(lambda: not scheduler.workers)
 
     run(body)

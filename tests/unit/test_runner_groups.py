@@ -100,11 +100,6 @@ def test_gpus_that_the_launcher_gave_each_rank():
     assert placed(seen, "gpu:2 cpu:1") == ["1", "0", "10 threads"]
 
 
-def test_dedicated_ranks_are_not_counted():
-    seen = views(*[("n1", [0, 1])] * 5)
-    assert placed(seen, "gpu:2 cpu:1", layout="dedicated") == ["0", "1", "10 threads"]
-
-
 def test_started_by_hand_numbers_are_of_workers():
     alone = Rank(0, 1, 0, 1, "n1", "none", "launch")
     seen = views(("n1", [0, 1]))

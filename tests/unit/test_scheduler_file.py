@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -71,15 +72,11 @@ def mode(path: Path) -> int:
 # --- connecting -----------------------------------------------------------------------------------
 
 
-def test_connect(file):
-    with hpcdask.connect(str(file)) as client:
-        assert client.submit(sum, [1, 2]).result() == 3
-
-
-def test_connect_by_variable(file, monkeypatch):
+def test_connect(file, monkeypatch):
     monkeypatch.setenv("HPCDASK_SCHEDULER_FILE", str(file))
-    with hpcdask.connect() as client:
-        assert client.submit(sum, [1, 2]).result() == 3
+    for path in (str(file), None):
+        with hpcdask.connect(path) as client:
+            assert client.submit(sum, [1, 2]).result() == 3
 
 
 @pytest.mark.parametrize("own", [[], "users_preload", ["users_preload"]])
@@ -159,44 +156,32 @@ def test_no_file_named(monkeypatch):
         hpcdask.connect()
 
 
-def test_missing(tmp_path):
+def test_a_missing_file_and_a_folder(tmp_path):
     path = tmp_path / "cluster.json"
     with pytest.raises(SchedulerFileError, match=rf"{path} does not exist.*--scheduler-file"):
         hpcdask.connect(str(path))
+    with pytest.raises(SchedulerFileError, match=f"{tmp_path} cannot be read"):
+        hpcdask.connect(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "hello",
-        "[1]",
-        "7",
-        "{}",
-        '{"address": 7}',
-        '{"address": "tcp://host"}',
-        '{"address": ""}',
-        '{"address": "tcp://a..b:1"}',
-        '{"address": "tcp://host:1", "hpcdask": []}',
+        b"",
+        b"[1]",
+        b"{}",
+        b'{"address": 7}',
+        b'{"address": "tcp://host"}',
+        b'{"address": "tcp://a..b:1"}',
+        b'{"address": "tcp://host:1", "hpcdask": []}',
+        b"\x80\xff\x00",
     ],
 )
 def test_not_a_scheduler_file(tmp_path, text):
     path = tmp_path / "cluster.json"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
         hpcdask.connect(str(path))
-
-
-def test_binary_is_not_a_scheduler_file(tmp_path):
-    path = tmp_path / "cluster.json"
-    path.write_bytes(b"\x80\xff\x00")
-    with pytest.raises(SchedulerFileError, match="is not a scheduler file"):
-        hpcdask.connect(str(path))
-
-
-def test_a_folder_is_not_a_scheduler_file(tmp_path):
-    with pytest.raises(SchedulerFileError, match=f"{tmp_path} cannot be read"):
-        hpcdask.connect(str(tmp_path))
 
 
 def test_cluster_that_has_ended(credentials, tmp_path):
@@ -221,17 +206,13 @@ def test_another_s_cluster_at_that_address(cluster, tmp_path):
 
 
 def test_keys_that_are_gone(file):
-    for key in (keys := Path(f"{file}.keys")).iterdir():
-        key.unlink()
-    keys.rmdir()
-    with pytest.raises(SchedulerFileError, match=f"{keys} is gone"):
-        hpcdask.connect(str(file))
-
-
-def test_keys_of_which_some_are_gone(file):
-    (Path(f"{file}.keys") / "client.key.pem").unlink()
+    keys = Path(f"{file}.keys")
+    (keys / "client.key.pem").unlink()
     with pytest.raises(SchedulerFileError, match=r"cluster\.json\.keys"):
         hpcdask.connect(str(file), timeout=2)
+    shutil.rmtree(keys)
+    with pytest.raises(SchedulerFileError, match=f"{keys} is gone"):
+        hpcdask.connect(str(file))
 
 
 def test_keys_open_to_others(file):
@@ -241,16 +222,13 @@ def test_keys_open_to_others(file):
 
 
 @root_only
-def test_file_of_another_user(file):
-    os.chown(file, 65534, 65534)
-    with pytest.raises(SchedulerFileError, match=r"belongs to another user \(uid 65534\)"):
-        hpcdask.connect(str(file))
-
-
-@root_only
-def test_keys_of_another_user(file):
-    os.chown(f"{file}.keys", 65534, 65534)
-    with pytest.raises(SchedulerFileError, match="somebody else"):
+@pytest.mark.parametrize(
+    ("suffix", "words"),
+    [("", r"belongs to another user \(uid 65534\)"), (".keys", "somebody else")],
+)
+def test_what_belongs_to_another_user(file, suffix, words):
+    os.chown(f"{file}{suffix}", 65534, 65534)
+    with pytest.raises(SchedulerFileError, match=words):
         hpcdask.connect(str(file))
 
 
@@ -287,21 +265,16 @@ def test_without_tls_there_are_no_keys(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_over_what_a_dead_cluster_left(credentials, tmp_path):
+@pytest.mark.parametrize("file_too", [True, False])
+def test_over_what_a_dead_cluster_left(credentials, tmp_path, file_too):
     path = tmp_path / "cluster.json"
     scheduler_file.write(str(path), dead_address(), create_credentials(), job="6.r0")
+    if not file_too:
+        path.unlink()
     scheduler_file.check_writable(str(path))
     scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r0")
     assert json.loads(path.read_text())["hpcdask"]["job"] == "7.r0"
     assert (Path(f"{path}.keys") / "ca.pem").read_text() == credentials["tls_ca_file"]
-
-
-def test_keys_that_a_dead_cluster_left_without_its_file(credentials, tmp_path):
-    path = tmp_path / "cluster.json"
-    (tmp_path / "cluster.json.keys").mkdir(mode=0o700)
-    scheduler_file.check_writable(str(path))
-    scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job=None)
-    assert (Path(f"{path}.keys") / "ca.pem").exists()
 
 
 @root_only
@@ -324,24 +297,19 @@ def test_something_else_is_not_ours_to_replace(tmp_path):
     path.write_text("\\documentclass{book}")
     with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
         scheduler_file.check_writable(str(path))
-
-
-def test_a_link_to_nowhere(tmp_path):
     path = tmp_path / "cluster.json"
     path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(SchedulerFileError, match=str(path)):
         scheduler_file.check_writable(str(path))
 
 
-def test_a_folder_that_does_not_exist(tmp_path):
+def test_a_new_file_needs_a_folder(tmp_path):
     path = tmp_path / "nowhere" / "cluster.json"
     with pytest.raises(SchedulerFileError, match=f"--scheduler-file.*{path.parent}"):
         scheduler_file.check_writable(str(path))
-
-
-def test_a_new_file_is_fine(tmp_path):
-    scheduler_file.check_writable(str(tmp_path / "cluster.json"))
-    assert not list(tmp_path.iterdir())
+    path.parent.mkdir()
+    scheduler_file.check_writable(str(path))
+    assert not list(path.parent.iterdir())
 
 
 def test_a_folder_in_the_place_of_the_keys_is_not_removed(tmp_path):

@@ -16,12 +16,7 @@ from hpcdask.spec.argv import option_name
 from hpcdask.spec.parsing import parse_device_memory, parse_memory, parse_resources, parse_seconds
 from hpcdask.spec.specs import RunSpec, WorkerSpec
 
-SWITCHES = (
-    "enable_nvlink",
-    "enable_infiniband",
-    "enable_rdmacm",
-    "enable_tcp_over_ucx",
-)
+SWITCHES = ("enable_nvlink",)
 
 # --- forms ----------------------------------------------------------------------------------------
 
@@ -251,11 +246,10 @@ FIELDS = {
     "lifetime_stagger": SECONDS,
     "lifetime_restart": st.booleans(),
     "death_timeout": st.floats(0.001, 1e7),
-    "profile": st.sampled_from(["none", "nsys", "py-spy"]),
+    "profile": st.sampled_from(["none", "py-spy"]),
     "profile_folder": st.none() | WORDS,
 }
 RUN_FIELDS = {
-    "layout": st.sampled_from(["shared", "dedicated"]),
     "scheduler_file": st.none() | WORDS,
     "dashboard_address": st.none() | WORDS,
     "tls": st.booleans(),
@@ -315,7 +309,7 @@ def test_no_program():
         (["--memory-limt", "1GB"], ["--memory-limt", "--memory-limit"]),
         (["--timeout"], ["--timeout"]),
         (["-m"], ["-m", "hpcdask.bench"]),
-        (["--layout", "wide", "x.py"], ["--layout", "'wide'", "shared", "dedicated"]),
+        (["--device", "wide", "x.py"], ["--device", "'wide'", "cuda", "cpu"]),
         (["--nthreads", "1.5", "x.py"], ["--nthreads", "'1.5'", "whole number"]),
     ],
 )

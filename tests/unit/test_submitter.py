@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.clusters.submitter import Submitter
-from hpcdask.errors import NoAnswer, NoTags, QueueError, Refused
+from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.local import LocalQueue
 
@@ -28,7 +28,6 @@ class Door(LocalQueue):
         self.lost: list[str] = []
         self.silent = False
         self.words: QueueError = NoAnswer("squeue did not answer")
-        self.without_tags = False
 
     async def limit(self) -> int:
         return self.largest
@@ -43,19 +42,22 @@ class Door(LocalQueue):
         return [f"{len(self.asked)}_{number}" for number in range(count)]
 
     async def tagged(self) -> dict[str, str]:
-        if self.without_tags:
-            raise NoTags("it shows no tags")
         if self.silent:
             raise self.words
         return dict.fromkeys(self.lost, TAG)
+
+
+def make_folder(base: Path) -> ClusterFolder:
+    folder = ClusterFolder.create("test", "local", base=base)
+    folder.write_script("#!/bin/sh\n")
+    return folder
 
 
 def run(
     door: Door, tmp_path: Path, count: int, commands: int = 1000
 ) -> tuple[list[str], Submitter]:
     """Submit; after so many commands none is wanted any more."""
-    folder = ClusterFolder.create("test", "local", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
+    folder = make_folder(tmp_path)
     added: list[str] = []
 
     def add(ids: Collection[str]) -> None:
@@ -84,13 +86,6 @@ def test_an_array_has_the_size_that_the_site_allows(tmp_path: Path):
     added, _ = run(door, tmp_path, 2500)
     assert len(added) == 2500
     assert door.asked == [1000, 1000, 500]
-
-
-def test_a_submission_stops_when_no_more_are_wanted(tmp_path: Path):
-    door = Door(room=5000, largest=1)
-    added, _ = run(door, tmp_path, 30, commands=3)
-    assert len(added) == 3
-    assert door.asked == [1, 1, 1]
 
 
 def test_a_refused_submission_is_not_tried_with_fewer_when_none_are_wanted(tmp_path: Path):
@@ -132,8 +127,7 @@ def test_jobs_of_a_command_without_an_answer_are_found(
 
 
 def test_jobs_that_were_late_are_not_submitted_again(tmp_path: Path):
-    folder = ClusterFolder.create("test", "local", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
+    folder = make_folder(tmp_path)
     jobs: list[str] = []
     door = Door(100, error=NoAnswer("sbatch did not answer"))
     submitter = Submitter(door, folder, TAG, jobs.extend, lambda: 4 - len(jobs))
@@ -147,8 +141,7 @@ def test_jobs_that_were_late_are_not_submitted_again(tmp_path: Path):
 
 
 def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_path: Path):
-    folder = ClusterFolder.create("test", "local", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
+    folder = make_folder(tmp_path)
     door = Door(100, error=NoAnswer("sbatch did not answer"))
     submitter = Submitter(door, folder, TAG, lambda ids: None, lambda: 4)
     for _ in range(3):
@@ -156,21 +149,6 @@ def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_pat
             asyncio.run(submitter.submit(4, []))
         door.silent = True
     assert door.asked == [4]
-
-
-def test_a_queue_without_tags_gets_another_submission(tmp_path: Path):
-    """PBS's commands over SLURM; nothing was submitted there any more."""
-    folder = ClusterFolder.create("test", "local", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
-    jobs: list[str] = []
-    door = Door(100, error=NoAnswer("qsub did not answer"))
-    door.without_tags = True
-    submitter = Submitter(door, folder, TAG, jobs.extend, lambda: 4 - len(jobs))
-    with pytest.raises(NoAnswer):
-        asyncio.run(submitter.submit(4, jobs))
-    door.error = None
-    asyncio.run(submitter.submit(4, jobs))
-    assert len(jobs) == 4
 
 
 def test_a_queue_that_does_not_tell_its_limits_is_asked_later(tmp_path: Path, monkeypatch):
@@ -187,8 +165,7 @@ def test_a_queue_that_does_not_tell_its_limits_is_asked_later(tmp_path: Path, mo
 
 
 def test_a_queue_that_fails_to_tell_is_asked_later(tmp_path: Path):
-    folder = ClusterFolder.create("test", "local", base=tmp_path)
-    folder.write_script("#!/bin/sh\n")
+    folder = make_folder(tmp_path)
     door = Door(100, error=NoAnswer("qsub did not answer"))
     submitter = Submitter(door, folder, TAG, lambda ids: None, lambda: 4)
     with pytest.raises(NoAnswer):

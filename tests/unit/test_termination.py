@@ -91,46 +91,6 @@ def test_a_cancel_is_not_repeated_for_what_is_gone(monkeypatch, facts):
         await asyncio.wait_for(site.poked.wait(), 60)
         await asyncio.sleep(0)
         assert site.door.cancelled == [["1"]]
-        assert not site.terminator._asked
-
-    asyncio.run(run())
-
-
-def test_a_cancel_is_repeated_when_what_a_query_missed_is_there_again(monkeypatch):
-    """A controller that starts again lacks jobs, and then has some that were cancelled."""
-
-    async def run() -> None:
-        site = Site(monkeypatch)
-        site.terminator.cancel(["1"])
-        await asyncio.sleep(0)
-        site.state.mark("1", missed=1)
-        await asyncio.wait_for(site.poked.wait(), 60)
-        assert site.door.cancelled == [["1"]]
-        site.state.mark("1", missed=0)
-        await site.cancelled(2)
-
-    asyncio.run(run())
-
-
-def test_a_job_that_was_started_again_is_left_alone(monkeypatch):
-    async def run() -> None:
-        site = Site(monkeypatch)
-        site.terminator._left["1"] = time.time() - 1
-        site.terminator.cancel_stragglers()
-        await asyncio.sleep(0)
-        assert not site.door.cancelled
-
-    asyncio.run(run())
-
-
-def test_a_straggler_that_is_cancelled_for_another_reason_is_cancelled_once(monkeypatch):
-    async def run() -> None:
-        site = Site(monkeypatch, leaving=True)
-        site.terminator._left["1"] = time.time() - 1
-        site.terminator.cancel(["1"])
-        site.terminator.cancel_stragglers()
-        await asyncio.sleep(0)
-        assert site.door.cancelled == [["1"]]
 
     asyncio.run(run())
 
@@ -144,9 +104,9 @@ def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatc
         await asyncio.sleep(deadline_s)
         return set()
 
-    async def force_out(*_: Any, reason: str, **__: Any) -> list[Exception]:
+    async def force_out(*_: Any, reason: str, expected: bool) -> None:
+        assert not expected
         reasons.append(reason)
-        return []
 
     async def run() -> None:
         now = time.time()
@@ -160,35 +120,3 @@ def test_a_job_that_is_not_needed_is_given_up_before_its_walltime_too(monkeypatc
     monkeypatch.setattr(retire, "force_out", force_out)
     asyncio.run(run())
     assert reasons == ["walltime"]
-
-
-@pytest.mark.parametrize(
-    ("reason", "alone", "forced"),
-    [("SUSPENDED", False, ["suspended"]), ("SUSPENDED", True, []), ("", False, [])],
-)
-def test_a_suspended_job_goes_at_once_unless_it_holds_results_alone(
-    monkeypatch, reason, alone, forced
-):
-    """What it ran never ended, and it stayed in the queue."""
-    reasons: list[str] = []
-
-    async def hand_over(_: Any, names: Collection[str], *, deadline_s: float) -> frozenset[str]:
-        return frozenset(names)
-
-    async def force_out(*_: Any, reason: str) -> list[Exception]:
-        reasons.append(reason)
-        return []
-
-    async def run() -> None:
-        site = Site(monkeypatch, reason=reason)
-        site.state.mark("1", workers=frozenset(worker_names("ab", site.state.jobs["1"])))
-        site.terminator.retire("1")
-        await asyncio.wait_for(site.terminator._retiring["1"], 60)
-        await asyncio.sleep(0)
-        assert site.door.cancelled == [["1"]] * len(forced)
-
-    monkeypatch.setattr(retire, "hold_alone", lambda scheduler, names: alone)
-    monkeypatch.setattr(retire, "retire", hand_over)
-    monkeypatch.setattr(retire, "force_out", force_out)
-    asyncio.run(run())
-    assert reasons == forced

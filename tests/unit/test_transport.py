@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import check_interface, choose, choose_alone, choose_interface
@@ -78,11 +77,6 @@ def tls(value, ucx=PYPI):
     return dataclasses.replace(ucx, tls=value)
 
 
-def own(ucx=PYPI, **settings):
-    """A UCX and the user's settings of it."""
-    return dataclasses.replace(ucx, **settings)
-
-
 def is_in(choice, protocol, reach, reason):
     assert (choice.protocol, choice.reach) == (protocol, reach)
     assert reason in choice.reason
@@ -91,8 +85,7 @@ def is_in(choice, protocol, reach, reason):
 
 AUTO = WorkerSpec()
 UCX = WorkerSpec(protocol="ucx")
-IB_ONLY = WorkerSpec(enable_infiniband=True)
-NVLINK_ONLY = WorkerSpec(enable_nvlink=True)
+NVLINK = WorkerSpec(enable_nvlink=True)
 INSIDE = "NVLink inside nodes, tcp between them: "
 
 
@@ -120,16 +113,10 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, seats(ucx=BROKEN), "tcp", "ucxx needs 1.19.0"),
         (AUTO, seats(ucx=NO_CUDA), "tcp", "has no transport for CUDA"),
         (WorkerSpec(rmm_async=True), seats(), "tcp", "--rmm-async"),
-        # What the switches leave to UCX
+        # The switch and UCX_TLS
         (WorkerSpec(enable_nvlink=False), seats(), "tcp", "--disable-nvlink leaves out NVLink"),
-        (NVLINK_ONLY, seats(), "ucx", "NVLink joins the 8"),
-        (
-            IB_ONLY,
-            seats(ports=[IB], ucx=SYSTEM),
-            "tcp",
-            "--enable-infiniband without --enable-nvlink leaves out NVLink",
-        ),
-        (IB_ONLY, seats(ports=[IB], ucx=tls("all", SYSTEM)), "ucx", "NVLink joins the 8 GPUs"),
+        (NVLINK, seats(), "ucx", "NVLink joins the 8"),
+        (NVLINK, seats(links="unknown"), "ucx", "NVLink joins"),
         (AUTO, seats(ucx=tls("tcp")), "tcp", "UCX_TLS=tcp on a leaves out NVLink"),
         (AUTO, seats(ucx=tls("tcp,cuda_copy")), "tcp", "UCX_TLS=tcp,"),
         (AUTO, seats(ucx=tls("^cuda_ipc")), "tcp", "UCX_TLS=^cuda_ipc"),
@@ -138,18 +125,8 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, seats(ucx=tls("^ib")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("all")), "ucx", "NVLink"),
         (AUTO, seats(ucx=tls("tcp,cuda")), "ucx", "NVLink"),
-        (AUTO, seats(ucx=tls("sm,cuda")), "tcp", "UCX_TLS=sm,cuda leaves UCX on a nothing to"),
-        (AUTO, seats(ucx=own(devices="eno1")), "ucx", "NVLink"),
-        (AUTO, seats(ucx=own(devices="lo")), "ucx", "NVLink"),
-        (AUTO, seats(ucx=own(devices="mlx5_0:1")), "tcp", "UCX_NET_DEVICES=mlx5_0:1 leaves"),
-        (AUTO, seats(ucx=own(managers="rdmacm")), "tcp", "UCX_SOCKADDR_TLS_PRIORITY=rdmacm leaves"),
-        (
-            AUTO,
-            nodes(ports=[IB], ucx=own(SYSTEM, tls="rc,cuda", devices="mlx5_0:1"), net=[ETH, IB0]),
-            "ucx",
-            "InfiniBand joins the 2 nodes, NVLink the GPUs inside",
-        ),
-        (WorkerSpec(enable_rdmacm=True), nodes(ports=[IB], ucx=SYSTEM, net=[IB0]), "ucx", "Infini"),
+        (AUTO, seats(ucx=tls("sm,cuda")), "tcp", "UCX_TLS=sm,cuda on a leaves UCX nothing to"),
+        (AUTO, nodes(ports=[IB], ucx=tls("rc,cuda", SYSTEM)), "ucx", "InfiniBand joins the 2 nod"),
         (
             AUTO,
             nodes(ports=[IB], ucx=tls("^rc,dc,ud", SYSTEM), links="none"),
@@ -161,7 +138,6 @@ INSIDE = "NVLink inside nodes, tcp between them: "
         (AUTO, nodes(ports=[DOWN, IB], ucx=SYSTEM, links="none"), "ucx", "joins the 2 nodes"),
         (AUTO, nodes(net=HSN, ports=[IB], ucx=SYSTEM), "ucx", "InfiniBand"),
         (AUTO, nodes(ports=[IB], ucx=SYSTEM, hidden=3), "ucx", "InfiniBand joins the 2 nodes"),
-        (IB_ONLY, nodes(ports=[ROCE], ucx=SYSTEM), "ucx", "InfiniBand"),
         # Several nodes with neither
         (AUTO, nodes(ports=[IB], links="none"), "tcp", "n0, n1 cannot use the InfiniBand there"),
         (AUTO, nodes(ports=[IB], ucx=NO_CUDA), "tcp", "no transport for CUDA"),
@@ -217,8 +193,6 @@ def test_choice(spec, found, protocol, reason):
         ),
         # A node where nothing needs to be joined
         (AUTO, [*nodes(), *seats("b", 1)], "no usable InfiniBand on n0, n1, b"),
-        (WorkerSpec(enable_infiniband=False), nodes(ports=[IB], ucx=SYSTEM), "--disable-infini"),
-        (NVLINK_ONLY, nodes(ports=[IB], ucx=SYSTEM), "--enable-nvlink without --enable-inf"),
         (AUTO, nodes(ports=[IB], ucx=tls("cuda,tcp", SYSTEM)), "UCX_TLS=cuda,tcp on n0 leaves out"),
     ],
 )
@@ -239,13 +213,8 @@ def test_ucx_inside_nodes_only(spec, found, reason):
         (AUTO, nodes(ports=[IB], ucx=MISSING), []),
         (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), ["/dev/infiniband"]),
         (AUTO, nodes(ports=[IB, SHUT], ucx=SYSTEM), []),
-        (
-            AUTO,
-            nodes(ports=[ROCE], ucx=SYSTEM),
-            ["--enable-infiniband --enable-nvlink uses them, "],
-        ),
-        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM, links="none"), ["--enable-infiniband uses them, "]),
-        (AUTO, nodes(ports=[ROCE]), [f"UCX that has InfiniBand (set {PREFER_SYSTEM}=true"]),
+        (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), ["--protocol ucx uses them, if the network suits"]),
+        (UCX, nodes(ports=[ROCE], ucx=SYSTEM), []),
         (AUTO, [*mig("a", IB), *mig("b", IB)], ["MIG slices cannot share memory"]),
         (AUTO, seats(links="bridges"), ["over PCIe"]),
         (UCX, seats(links="none"), ["NVLink does not join"]),
@@ -263,16 +232,16 @@ def test_ucx_inside_nodes_only(spec, found, reason):
         ),
         (UCX, cpu(ucx=tls("tcp")), ["workers compute on the CPU; without"]),
         (
-            NVLINK_ONLY,
-            seats(ucx=tls("all")),
-            ["UCX_TLS is set on a and counts more than --enable-nvlink"],
+            WorkerSpec(enable_nvlink=False),
+            nodes(ports=[IB], ucx=tls("all", SYSTEM)),
+            ["UCX_TLS is set on n0, n1 and counts more than --disable-nvlink"],
         ),
         (WorkerSpec(protocol="tcp"), seats(), ["auto would take ucx: NVLink joins the 8 GPUs of"]),
         (WorkerSpec(protocol="tcp"), nodes(), [f"auto would take ucx: {INSIDE}no usable"]),
         (WorkerSpec(protocol="tcp"), seats(ucx=MISSING), []),
         (WorkerSpec(protocol="tcp"), seats(count=1), []),
         (WorkerSpec(protocol="tcp", rmm_async=True), seats(), []),
-        (WorkerSpec(enable_nvlink=True), seats(links="none"), ["--enable-nvlink has no effect"]),
+        (NVLINK, seats(ucx=MISSING), ["--enable-nvlink has no effect"]),
         (
             AUTO,
             [
@@ -353,7 +322,6 @@ def test_choice_of_a_job_that_does_not_know_the_others(
         ({"protocol": "ucx"}, MISSING, MissingExtra),
         ({"protocol": "ucx"}, BROKEN, UsageError),
         ({"protocol": "tcp", "enable_nvlink": True}, PYPI, UsageError),
-        ({"enable_rdmacm": True, "enable_infiniband": False}, PYPI, UsageError),
     ],
 )
 def test_a_job_is_refused_the_same(options, ucx, kind):
@@ -367,20 +335,8 @@ def test_a_job_is_refused_the_same(options, ucx, kind):
         ({}, seats(ucx=BROKEN), "on a, the UCX in /opt/ucx is 1.15"),
         ({}, seats(ucx=NO_CUDA), "has no transport for CUDA"),
         ({"rmm_async": True}, seats(), "cannot be shared between processes"),
-        ({"enable_infiniband": True}, nodes(ports=[IB]), f"{PREFER_SYSTEM}=true"),
-        ({"enable_infiniband": True}, nodes(ucx=SYSTEM), "no usable port on n0, n1"),
-        ({"enable_rdmacm": True}, seats(), "cannot connect by RDMA"),
-        ({"enable_tcp_over_ucx": False}, seats(), "--disable-tcp-over-ucx leaves UCX on a nothing"),
-        ({}, seats(ucx=tls("sm,self")), "UCX_TLS=sm,self leaves UCX on a nothing to open"),
-        ({}, seats(ucx=tls("rc,cuda"), ports=[IB], net=[ETH, IB0]), "UCX_TLS=rc,cuda leaves UCX"),
-        ({}, seats(ucx=own(devices="mlx5_0:1"), ports=[IB]), "UCX_NET_DEVICES=mlx5_0:1 leaves UCX"),
-        ({}, nodes(ucx=own(devices="lo")), "UCX_NET_DEVICES=lo leaves UCX on n0, n1 nothing"),
-        (
-            {},
-            seats(ucx=own(tls="rc", devices="eno1")),
-            "UCX_TLS=rc leaves UCX on a",
-        ),
-        ({}, seats(ucx=tls("tcp")), "UCX_TLS=tcp on a leaves out cuda_copy, without which UCX"),
+        ({}, seats(ucx=tls("sm,self,cuda")), "UCX_TLS=sm,self,cuda on a leaves UCX nothing to"),
+        ({}, seats(ucx=tls("tcp")), "UCX_TLS=tcp on a leaves out cuda_copy"),
         (
             {},
             nodes(ports=[IB], ucx=tls("rc,tcp", SYSTEM)),
@@ -394,7 +350,6 @@ def test_a_job_is_refused_the_same(options, ucx, kind):
         ({}, seats(ucx=tls("^cuda_copy")), "leaves out cuda_copy"),
         ({}, seats(ucx=tls("^cuda")), "leaves out cuda_copy"),
         ({}, seats(ucx=tls("tcp,cuda_ipc")), "leaves out cuda_copy"),
-        ({"enable_rdmacm": True, "enable_infiniband": False}, seats(), "leave one out"),
         ({"protocol": "tcp", "enable_nvlink": True}, seats(), "--enable-nvlink is for ucx"),
     ],
 )
@@ -416,127 +371,22 @@ def test_the_asynchronous_allocator_does_not_matter_on_the_cpu():
     assert choose(WorkerSpec(protocol="ucx", rmm_async=True), cpu()).protocol == "ucx"
 
 
-TLS, PRIORITY = "UCX_TLS", "UCX_SOCKADDR_TLS_PRIORITY"
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, {}),
-        ({"enable_nvlink": True}, {TLS: "self,sm,cuda_copy,cuda_ipc,tcp"}),
-        ({"enable_infiniband": True}, {TLS: "self,sm,cuda_copy,ib,tcp"}),
-        ({"enable_infiniband": True, "device": "cpu"}, {TLS: "self,sm,ib,tcp"}),
-        (
-            {"enable_nvlink": True, "enable_infiniband": True, "enable_rdmacm": True},
-            {TLS: "self,sm,cuda_copy,cuda_ipc,ib,tcp", PRIORITY: "rdmacm"},
-        ),
-        (
-            {"enable_infiniband": True, "enable_tcp_over_ucx": False},
-            {TLS: "self,sm,cuda_copy,ib"},
-        ),
-        ({"enable_tcp_over_ucx": True}, {}),
-        ({"enable_nvlink": False}, {TLS: "^cuda_ipc"}),
-        ({"enable_infiniband": False}, {TLS: "^ib", PRIORITY: "tcp"}),
-        # distributed-ucxx makes a CUDA context unless the text has "^cuda"
-        (
-            {"enable_infiniband": False, "enable_nvlink": False},
-            {TLS: "^cuda_ipc,ib", PRIORITY: "tcp"},
-        ),
-        ({"enable_tcp_over_ucx": False}, {TLS: "^tcp"}),
-        ({"enable_rdmacm": False}, {PRIORITY: "tcp"}),
-        ({"enable_rdmacm": True}, {PRIORITY: "rdmacm"}),
+        ({"enable_nvlink": True}, {}),
+        ({"enable_nvlink": False}, {"UCX_TLS": "^cuda_ipc"}),
+        ({"port_range": "20000-20999"}, {"UCX_TCP_PORT_RANGE": "20000-20999"}),
     ],
 )
 def test_ucx_environment(options, expected):
     spec = WorkerSpec(**options)
     assert ucx_environment(spec, {}) == expected
-    own = {TLS: "tcp", "UCX_LOG_LEVEL": "debug"}
-    assert ucx_environment(spec, own) == {k: v for k, v in expected.items() if k != TLS}
+    assert ucx_environment(spec, dict.fromkeys(expected, "the user's")) == {}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"enable_rdmacm": True, "enable_infiniband": False},
-        {"enable_tcp_over_ucx": False, "enable_infiniband": False},
-        {"enable_tcp_over_ucx": False, "enable_nvlink": True},
-    ],
-)
-def test_switches_that_contradict_each_other(options):
-    with pytest.raises(UsageError, match="leave"):
-        ucx_environment(WorkerSpec(**options), {})
-
-
-# Where UCX is reached
-
-
-@pytest.mark.parametrize(
-    ("port", "interface"),
-    [
-        (IB, ETH),  # without IP over it, as far as can be seen
-        (dataclasses.replace(IB, interfaces=("ib0",)), IB0),
-        (
-            dataclasses.replace(ROCE, interfaces=("eth0", "eth1")),
-            Interface("bond0", "", "other", 0),
-        ),
-        (dataclasses.replace(ROCE, interfaces=("eth0",)), Interface("eth0.9", "", "ethernet", 0)),
-    ],
-)
-@pytest.mark.parametrize("setting", [{"tls": "rc,sm,cuda"}, {"devices": "mlx5_0:1"}])
-def test_rdma_is_not_refused_where_it_may_work(port, interface, setting):
-    spec = WorkerSpec(protocol="ucx")
-    found = nodes(ports=[port], net=[interface], ucx=own(SYSTEM, **setting))
-    assert choose(spec, found).protocol == "ucx"
-
-
-@pytest.mark.parametrize(
-    ("value", "name", "expected"),
-    [
-        ("", "eth0", True),
-        ("all", "eth0", True),
-        ("eth0,eth1", "eth1", True),
-        ("eth0", "eth1", False),
-        ("eth*", "eth1", True),
-        ("~eth", "ib0", True),
-        ("^eth0", "eth0", False),
-        ("^eth0", "eth1", True),
-        ("mlx5_0", "mlx5_0:1", True),
-        ("mlx5_0:1", "mlx5_0:1", True),
-        ("mlx5_0:2", "mlx5_0:1", False),
-    ],
-)
-def test_devices_that_are_named(value, name, expected):
-    assert ucx_config.device_allowed(value, name) is expected
-
-
-@pytest.mark.parametrize(
-    ("address", "environ", "expected"),
-    [
-        ("127.0.0.1", {}, "127.0.0.1"),
-        ("127.0.0.1", {"UCX_TLS": "tcp"}, "127.0.0.1"),
-        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1"}, "10.0.0.1"),
-        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1,lo"}, "127.0.0.1"),
-        ("127.0.0.1", {"UCX_NET_DEVICES": "eno1,ib0"}, "10.1.0.1"),
-        ("127.0.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
-        ("10.0.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
-        ("10.1.0.1", {"UCX_NET_DEVICES": "mlx5_0:1"}, "10.1.0.1"),
-        ("10.0.0.1", {"UCX_TLS": "rc,cuda"}, "10.1.0.1"),
-        ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "rdmacm"}, "10.1.0.1"),
-        ("127.0.0.1", ucx_environment(WorkerSpec(enable_rdmacm=True), {}), "10.1.0.1"),
-        ("10.0.0.1", {"UCX_SOCKADDR_TLS_PRIORITY": "tcp"}, "10.0.0.1"),
-        ("10.0.0.1", {"UCX_NET_DEVICES": "nothing"}, "10.0.0.1"),
-        ("192.0.2.9", {"UCX_NET_DEVICES": "eno1"}, "192.0.2.9"),  # on no interface
-    ],
-)
-def test_the_address_at_which_ucx_is_reached(monkeypatch, address, environ, expected):
-    lo = Interface("lo", "127.0.0.1", "other", 0)
-    monkeypatch.setattr(
-        fabric, "interfaces", lambda every=False: (ETH, IB0, *([lo] if every else []))
-    )
-    port = dataclasses.replace(IB, interfaces=("ib0",))
-    monkeypatch.setattr(fabric, "infiniband", lambda: (port,))
-    monkeypatch.setattr(ucx_config, "installed_ucx", lambda root, environ: SYSTEM)
-    assert ucx_config.host(address, environ) == expected
+# Interfaces
 
 
 def net(host, *interfaces):

@@ -131,7 +131,7 @@ def test_laid_out_workloads_have_a_table_of_their_own(programs: ModuleType):
         peers.summarise(name, peer, "seconds", [pair])
         for name, peer in (
             ("startup to 2 workers", "LocalCluster"),
-            (f"mean 1 GB{peers.FORMS}", f"LocalCluster{peers.STOCK}"),
+            (f"SVD 1 GB{peers.FORMS}", f"LocalCluster{peers.STOCK}"),
         )
     ]
     content = {"machine": "m", "date": "2026-11-21", "versions": {"hpcdask": "7.8"}, "cases": cases}
@@ -139,4 +139,4 @@ def test_laid_out_workloads_have_a_table_of_their_own(programs: ModuleType):
     assert same.startswith("| The same program on both | hpcdask 7.8, s |")
     assert "| startup to 2 workers | 1.5 | 1.5 (LocalCluster) | 1.000 | 1 |" in same
     assert laid_out.startswith("| Laid-out workloads, tuned form against stock form |")
-    assert "| mean 1 GB | 1.5 | 1.5 (LocalCluster) |" in laid_out
+    assert "| SVD 1 GB | 1.5 | 1.5 (LocalCluster) |" in laid_out

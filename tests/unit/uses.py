@@ -52,7 +52,7 @@ hpcdask.HTCondorCUDACluster(job_extra_directives=["a"])  # wrong: Argument "job_
 hpcdask.LocalCUDAJobCluster(2, device="cpu", name="mine").adapt(maximum=4)
 hpcdask.LocalCUDAJobCluster("2")  # wrong: Argument 1 to "LocalCUDAJobCluster"
 
-with hpcdask.Runner(memory_limit="1GiB", timeout="5min", layout="shared", workers_min=2) as runner:
+with hpcdask.Runner(memory_limit="1GiB", timeout="5min", workers_min=2) as runner:
     runner.close()
     runner.stop()  # wrong: "Runner" has no attribute "stop"
 hpcdask.Runner(time_out=3)  # wrong: Unexpected keyword argument "time_out"

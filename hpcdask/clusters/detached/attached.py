@@ -39,11 +39,9 @@ from .process import (
     ended,
     launch,
     make_folder,
-    start_agent,
     unless_ended,
 )
 from .request import Making, read_request
-from .saving import SavesBeforeEnd
 from .service import LOOK_TIMEOUT_S, Look, call
 
 #: Seconds between two looks at a detached cluster.
@@ -69,7 +67,7 @@ def _asked(name: str, shown: Callable[[Any], Any] = lambda answer: answer) -> An
     return method
 
 
-class AttachedCluster(SavesBeforeEnd, Cluster):
+class AttachedCluster(Cluster):
     """A detached cluster, which lives on without this object.
 
     It has the methods of a cluster of jobs. What they do is done by the cluster's own process, so
@@ -90,7 +88,6 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         self._timeout_s = timeout
         self._seen = _NOTHING
         self._failure: HpcdaskError | None = None
-        self._brought_agent = False
         self._follower: asyncio.Task[None] | None = None
         self._exits = contextlib.ExitStack()
         self.security = Security()
@@ -118,7 +115,6 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
             await launch(self._making, self._folder)
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
-        self._brought_agent = self._making is not None and bool(record.agent)
         if record.tls:
             keys = await asyncio.to_thread(load_credentials, str(self._folder.keys))
             self.security = to_security(keys)
@@ -213,10 +209,6 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         self._seen = await call(self.scheduler_comm, "look", told=told)
         # distributed's own way to follow the workers is for one object only
         self.scheduler_info = SchedulerInfo(self._seen.identity)
-        if self._seen.lacks_agent and not self._brought_agent:
-            assert self._folder is not None
-            self._brought_agent = True  # whoever attaches later brings another one, if need be
-            await start_agent(self._folder)
 
     async def _follow(self) -> None:
         """Look at the cluster again and again, and tell what it tells."""
@@ -326,18 +318,13 @@ class AttachedCluster(SavesBeforeEnd, Cluster):
         return self._seen.dashboard
 
     def __repr__(self) -> str:
-        status = text(
-            self._seen.table(),
-            self.failure,
-            self._seen.dashboard,
-            self._seen.tunnel,
-            self._seen.saves,
-        )
+        seen = self._seen
+        status = text(seen.table(), self.failure, seen.dashboard, seen.tunnel)
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         seen = self._seen
-        status = html(seen.table(), GpuTable(), self.failure, seen.tunnel, seen.saves)
+        status = html(seen.table(), GpuTable(), self.failure, seen.tunnel)
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 

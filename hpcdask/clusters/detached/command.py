@@ -22,7 +22,7 @@ from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.logs import say
 from hpcdask.queues.job_state import WAITING
-from hpcdask.queues.registry import SYSTEMS
+from hpcdask.queues.registry import systems
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
@@ -33,7 +33,7 @@ OVER_S = 86400.0
     epilog="Example: hpcdask up mine --system slurm --cores 8 --memory 64GiB",
 )
 @click.argument("name")
-@click.option("--system", type=click.Choice(list(SYSTEMS)), required=True, help="Of the jobs.")
+@click.option("--system", type=click.Choice(list(systems())), required=True, help="Of the jobs.")
 @click.argument("keywords", nargs=-1, type=click.UNPROCESSED, metavar="[--KEYWORD VALUE …]")
 def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
     """Start a detached cluster of jobs, which goes on by itself.
@@ -44,7 +44,7 @@ def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
     """
     import hpcdask
 
-    cls = getattr(hpcdask, SYSTEMS[system].cluster)
+    cls = getattr(hpcdask, systems()[system].cluster)
     cluster = cls(name=name, detached=True, **dict(_keywords(cls, keywords)))
     click.echo(f"{name} runs: {cluster.id}, {cluster.scheduler_address}")
     cluster.close()
@@ -149,7 +149,7 @@ async def _row(cluster: ClusterRecord) -> dict[str, Any]:
     if not why and seen is not None and seen.state in WAITING:
         reason = f" ({seen.reason})" if seen.reason else ""
         why = f"its scheduler's job {seen.id} is {seen.state}{reason}"
-    return _facts(folder, record, state, why or record.problem, count)
+    return _facts(folder, record, state, why, count)
 
 
 def _facts(
@@ -225,8 +225,7 @@ def _wish(text: str) -> tuple[str, int]:
 def attach(base: str | None, name: str, program: tuple[str, ...]) -> None:
     """Run a Python program on a detached cluster.
 
-    Client() without arguments connects to it. Without a program, only see that it can be reached,
-    and start the agent that submits for it, if it lacks one.
+    Client() without arguments connects to it. Without a program, only see that it can be reached.
     """
     from .attached import attach
 

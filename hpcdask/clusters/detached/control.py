@@ -19,19 +19,16 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed import Security
-from distributed.comm import get_address_host
 
 from hpcdask.clusters import classes
-from hpcdask.clusters.messages import SHUT_DOWN
+from hpcdask.clusters.messages import FROM_LOGIN_NODE, SHUT_DOWN
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
-from hpcdask.queues.registry import SYSTEMS, queue_class
+from hpcdask.queues.registry import queue_class, systems
 
-from .relay import Relay
 from .request import BEGAN, ControlRequest
 from .service import Service
 
@@ -41,9 +38,6 @@ if TYPE_CHECKING:
 #: Seconds before the walltime at which the cluster ends, and at which all are warned; at most a
 #: tenth and a fourth of it.
 END_BEFORE_S, WARN_BEFORE_S = 120.0, 900.0
-#: Seconds in which collections are saved at the end: of a cluster that nobody uses, that somebody
-#: shuts down, and by SIGTERM, as SLURM waits 30 s for the end.
-SAVE_IDLE_S, SAVE_S, SAVE_AT_SIGNAL_S = 900.0, 180.0, 20.0
 #: Seconds in which clients hear that their Dask tasks have failed, before the connection ends.
 TELL_S = 1.0
 #: Seconds between two looks at the time, and at who uses the cluster.
@@ -52,7 +46,7 @@ LOOK_S = 1.0
 
 def cluster_class(system: str) -> type[JobCluster]:
     """The cluster class of a queueing system."""
-    found: type[JobCluster] = getattr(classes, SYSTEMS[system].cluster)
+    found: type[JobCluster] = getattr(classes, systems()[system].cluster)
     return found
 
 
@@ -62,10 +56,9 @@ class Control:
     def __init__(self, folder: ClusterFolder, request: ControlRequest) -> None:
         self.folder = folder
         self.request = request
+        if detached.scheduler_job(folder) is not None:
+            queue_class(request.system)().check(FROM_LOGIN_NODE)
         cls = cluster_class(request.system)
-        self.relay = Relay(request.name, self._access, self._agent_needed, self._agent_arrived)
-        if not (queue := queue_class(request.system)).is_local:
-            queue.runner = self.relay.run
         self.cluster = cls(
             **request.keywords, name=request.name, asynchronous=True, silence_logs=False
         )
@@ -74,7 +67,6 @@ class Control:
         self.ended: asyncio.Future[str]
         self._began = float(os.environ.pop(BEGAN, time.time()))
         self._warned = False
-        self._save_s = SAVE_S
 
     async def run(self) -> None:
         """From the start to the end of all jobs. Raises HpcdaskError if some are left."""
@@ -83,7 +75,7 @@ class Control:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         await self.cluster
         assert self.cluster.scheduler is not None
-        self.service = Service(self.cluster, self.end, self.relay)
+        self.service = Service(self.cluster, self.end)
         self._publish(
             state=RUNNING,
             address=self.cluster.scheduler.address,
@@ -101,42 +93,22 @@ class Control:
             self._publish(state=ENDING, why=why)
         except OSError as error:  # a full disk does not keep it from its end
             complain(f"that the cluster ends cannot be noted: {error}")
-        if saves := await self.service.saver.finish(self._save_s):
-            why = f"{why}. Before its end: {saves}"
-            with contextlib.suppress(OSError):
-                self._publish(why=why)
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
         if self.service.fail_all(ended):
             await asyncio.sleep(TELL_S)
         await self.cluster._begin_to_end()
         detached.mark_ended(self.folder, why)
-        await self.relay.close()
 
-    def end(self, why: str, save_s: float = SAVE_S) -> None:
-        """Begin to end; the first reason counts. It may save for so many seconds."""
+    def end(self, why: str) -> None:
+        """Begin to end; the first reason counts."""
         if not self.ended.done():
-            self._save_s = save_s
             self.ended.set_result(why)
 
     def _signalled(self, number: int) -> None:
         why = signal.Signals(number).name
         if detached.scheduler_job(self.folder) is not None:
             why += ": its job was cancelled, or reached its walltime"
-        self.end(why, SAVE_AT_SIGNAL_S)
-
-    def _access(self) -> tuple[str, Security]:
-        assert self.cluster.scheduler is not None
-        return get_address_host(self.cluster.scheduler.address), self.cluster.security
-
-    def _agent_needed(self) -> None:
-        self._publish(agent=self.relay.address)
-
-    def _agent_arrived(self) -> None:
-        """What could not be submitted is tried again."""
-        if self.cluster.controller is not None:
-            for group in self.cluster.controller.groups.values():
-                group.reset_failures()
-            self.cluster.controller.wake()
+        self.end(why)
 
     def _publish(self, **changes: Any) -> None:
         self.record = dataclasses.replace(self.record, **changes)
@@ -148,19 +120,15 @@ class Control:
 
     def _look(self) -> None:
         """End the cluster if it is time."""
-        if (problem := self.relay.problem) != self.record.problem:
-            self._publish(problem=problem)
-            if problem:
-                self.service.warn(problem)
         if (self.cluster.failure is not None) and str(self.cluster.failure) == SHUT_DOWN:
             return self.end("its scheduler was shut down, such as by Client.shutdown")
         idle_s, limit_s = self.service.idle_s(), self.request.idle_timeout_s
         if limit_s is not None and idle_s > limit_s:
-            return self.end(f"nobody used it for {limit_s:g} s (idle_timeout)", SAVE_IDLE_S)
+            return self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
         if (ends := self._ends()) is not None:
             left, limit = ends - time.time(), self.request.walltime_s or 0.0
             if left < min(END_BEFORE_S, limit / 10):
-                return self.end("the walltime of its scheduler's job is reached", left / 2)
+                return self.end("the walltime of its scheduler's job is reached")
             if left < min(WARN_BEFORE_S, limit / 4) and not self._warned:
                 self._warned = True
                 self.service.warn(
@@ -168,8 +136,6 @@ class Control:
                     f"{time.strftime('%H:%M:%S', time.localtime(ends))}, by the walltime of its "
                     f"scheduler's job: what is persisted in it will be lost"
                 )
-            if self._warned:
-                self.service.saver.start()
         return None
 
 
@@ -192,7 +158,7 @@ async def _clean_up(folder: ClusterFolder, why: str) -> int:
     complain(why)
     folder.remove_keys()
     try:
-        with contextlib.suppress(OSError):  # once this job is over, an agent or a notebook ends all
+        with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
             if (record := ControlRecord.read(folder)) is not None:
                 dataclasses.replace(record, why=record.why or why).write(folder)
         left = await end_cluster(folder, queue_class(folder.queue)(), say)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdask.errors import UsageError
 from hpcdask.jobs import detached
-from hpcdask.queues.registry import SYSTEMS
+from hpcdask.queues.registry import systems
 
 from .attached import AttachedCluster, attach
 from .control import cluster_class
@@ -43,8 +43,8 @@ def attach_or_make(
         runs = detached.find(name).ended is None
     if runs:
         return attach(name, asynchronous=asynchronous)
-    if system not in SYSTEMS:
-        known = ", ".join(SYSTEMS)
+    if system not in systems():
+        known = ", ".join(systems())
         raise UsageError(
             f"no detached cluster {name} runs. hpcdask up {name} makes one; and so does the panel "
             f"with a system, one of {known}, and its keywords in labextension.factory.kwargs"

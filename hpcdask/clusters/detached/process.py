@@ -8,16 +8,15 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from distributed.core import rpc
 
-from hpcdask.errors import ClusterError, HpcdaskError, QueueError, UsageError
+from hpcdask.errors import ClusterError, HpcdaskError, QueueError
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
+from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
 from hpcdask.queues.job_state import OVER
@@ -49,8 +48,6 @@ async def end(folder: ClusterFolder, why: str) -> None:
     if folder.ended is not None or record is None:
         return
     told = False
-    if record.problem:  # it is needed to cancel
-        await start_agent(folder)
     if record.state == RUNNING:
         with contextlib.suppress(OSError, HpcdaskError):
             keys = load_credentials(str(folder.keys)) if record.tls else {}
@@ -143,7 +140,7 @@ async def launch(making: Making, folder: ClusterFolder) -> None:
         await asyncio.to_thread(write_private, str(script), making.script(folder))
         script.chmod(0o700)
         if making.scheduler is None:
-            await asyncio.to_thread(_start_process, "bash", str(script))
+            await asyncio.to_thread(_start_process, str(script))
         else:
             (job_id,) = await making.preview.queue.submit(str(script), 1)
             detached.record_job(folder, job_id)
@@ -152,31 +149,17 @@ async def launch(making: Making, folder: ClusterFolder) -> None:
         raise
 
 
-def _start_process(*command: str) -> None:
-    """Start what is no child of this process, and hears nothing of its terminal."""
-    null, words = subprocess.DEVNULL, ["setsid", "--fork", *command]
+def _start_process(script: str) -> None:
+    """Run a script outside of this process's tree, session and terminal."""
+    null, words = subprocess.DEVNULL, ["setsid", "--fork", "bash", script]
     subprocess.run(words, stdin=null, stdout=null, stderr=null, check=True, timeout=60)
-
-
-async def start_agent(folder: ClusterFolder) -> None:
-    """Have a process of this host submit for a cluster whose node may not, if this host may.
-
-    If another one does so already, it ends at once.
-    """
-    with contextlib.suppress(UsageError, OSError, subprocess.SubprocessError):
-        queue_class(folder.queue)().check()
-        agent = "hpcdask.clusters.detached.agent"
-        await asyncio.to_thread(_start_process, sys.executable, "-P", "-m", agent, str(folder.path))
 
 
 async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecord:
     """Wait until the cluster's process can be reached, which may be long in a queue."""
-    deadline, asked, told, helped = time.monotonic() + timeout_s, 0.0, "", False
+    deadline, asked, told = time.monotonic() + timeout_s, 0.0, ""
     while True:
         record = await asyncio.to_thread(ControlRecord.read, folder)
-        if record is not None and record.agent and record.state == SUBMITTED and not helped:
-            helped = True  # its first jobs are to be submitted before it runs
-            await start_agent(folder)
         if record is None or record.state in (ENDING, ENDED):
             raise ended(folder, record.why if record else "its record is gone")
         if record.state == RUNNING:  # whether it lives, the connection shows

@@ -22,9 +22,6 @@ from hpcdask.clusters.job import Job
 from hpcdask.errors import ClusterError, HpcdaskError
 from hpcdask.upstream import distributed as upstream
 
-from .relay import Relay
-from .saving import Saver
-
 if TYPE_CHECKING:
     from distributed import Scheduler
 
@@ -44,8 +41,7 @@ class Look:
     """How a detached cluster is, for an attached notebook.
 
     `identity` is the scheduler's. `lines` are what it has told since the last look, of `told` in
-    all. `problem` says why nothing can be submitted, or jobs may wait for ever, and `lacks_agent`
-    whether an agent is missing.
+    all. `problem` says why jobs may wait for ever.
     """
 
     jobs: tuple[Job, ...]
@@ -56,9 +52,7 @@ class Look:
     identity: dict[str, Any]
     dashboard: str
     tunnel: str
-    saves: str = ""
     problem: str = ""
-    lacks_agent: bool = False
 
     def table(self) -> JobTable:
         """The jobs as they are shown."""
@@ -71,14 +65,12 @@ class Service:
 
     cluster: JobCluster
     end: Callable[[str], None]
-    relay: Relay
     _used: float = field(default_factory=time.monotonic)
     _adaptive: Any = None
 
     def __post_init__(self) -> None:
         assert self.cluster.scheduler is not None
         self.scheduler: Scheduler = self.cluster.scheduler
-        self.saver = Saver(self.cluster)
         self.scheduler.handlers[OPERATION] = self.answer
 
     async def answer(self, call: str, arguments: bytes) -> dict[str, Any]:
@@ -110,9 +102,7 @@ class Service:
             self.scheduler.identity(),
             self.cluster.dashboard_link,
             self.cluster._own_scheduler.tunnel(),
-            self.saver.summary(),
-            self.relay.problem or self.cluster.jobs().problem,
-            self.relay.lacks_agent,
+            self.cluster.jobs().problem,
         )
 
     def on_jobs(self) -> tuple[Job, ...]:
@@ -137,14 +127,6 @@ class Service:
     def on_gpus(self) -> tuple[GpuState, ...]:
         """See `JobCluster.gpus`."""
         return tuple(self.cluster.gpus())
-
-    def on_check_saves(self, folder: str, kinds: dict[str, str]) -> None:
-        """Raise UsageError if the cluster cannot save there."""
-        self.saver.check(folder, kinds)
-
-    async def on_save_before_end(self, folder: str, names: list[str]) -> None:
-        """See `AttachedCluster.save_before_end`."""
-        await self.saver.replace(folder, names)
 
     def on_shutdown(self, why: str) -> None:
         """Begin to end the cluster."""
