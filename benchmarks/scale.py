@@ -37,8 +37,8 @@ from hpcdask.bootstrap.ranks import Rank, detect
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.inventory import Inventory
+from hpcdask.process import raise_descriptor_limit
 from hpcdask.runner.assignment import make_plan
-from hpcdask.security import listening
 from hpcdask.spec.specs import RunSpec
 
 HERE = Path(__file__).parent
@@ -294,7 +294,7 @@ def main() -> None:
         PAGE.write_text(page(found))
         PICTURE.write_text(picture(found))
         return
-    listening.prepare()
+    raise_descriptor_limit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends first
     results: dict[str, Any] = {"versions": versions(), "launches": [], "jobs": []}
     for workers in options.workers:

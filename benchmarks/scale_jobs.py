@@ -32,9 +32,9 @@ from hpcdask.clusters.state import ClusterState
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import set_log_level
+from hpcdask.process import raise_descriptor_limit
 from hpcdask.queues import local_processes
 from hpcdask.queues.local import DIRECTIVE, LocalQueue
-from hpcdask.security import listening
 from hpcdask.security.credentials import load_credentials
 
 REPEATS = 5
@@ -181,7 +181,7 @@ def main() -> None:
     """Print the record as JSON."""
     jobs, place = int(sys.argv[1]), Path(sys.argv[2])
     set_log_level("CRITICAL")
-    listening.prepare()
+    raise_descriptor_limit()
     locked = local_processes.lock_gpus([f"scale-{os.getpid()}"], 1)
     try:
         print(json.dumps(asyncio.run(measure(jobs, place))), flush=True)

@@ -29,11 +29,11 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.peers import TOPIC
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.inventory import Inventory
+from hpcdask.process import raise_descriptor_limit
 from hpcdask.runner import protocol
 from hpcdask.runner.arrivals import RankReport
 from hpcdask.runner.control import find_leader
 from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
-from hpcdask.security import listening
 from hpcdask.security.credentials import to_security
 
 #: Ranks, cores and bytes of memory of a node that is not there.
@@ -302,5 +302,5 @@ async def obey(sock: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    listening.prepare()
+    raise_descriptor_limit()
     asyncio.run(obey(socket.socket(fileno=int(sys.argv[1]))))

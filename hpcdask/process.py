@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ SAME_SIGNAL_S = 0.3
 TERM_DEADLINE_S = 25.0
 #: More than a rank has open by then.
 FILES = 4096
+#: Descriptors that are enough; some systems allow a billion, and old programs try them all.
+ENOUGH_DESCRIPTORS = 2**20
 
 
 #: Events of this process, and earlier ones of the processes it was forked from, with the seconds
@@ -51,6 +54,14 @@ def process_start(pid: int) -> str:
     """
     status = process_status(pid)
     return status[20] if status and status[1] not in "ZX" else ""
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one: connections count."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def signal_name(number: int) -> str:

@@ -1,11 +1,9 @@
-"""Strangers of tests: another Unix user, which needs root, and connections."""
+"""Strangers of tests: another Unix user, which needs root."""
 
 from __future__ import annotations
 
 import os
-import select
 import shutil
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -62,12 +60,3 @@ def put_modules(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(MODULE)
-
-
-def closed(socks: list[socket.socket]) -> int:
-    """How many of them the other side has closed."""
-    poll = select.poll()
-    for sock in socks:
-        poll.register(sock, select.POLLIN | select.POLLRDHUP)
-    gone = select.POLLHUP | select.POLLRDHUP | select.POLLERR
-    return sum(bool(event & gone) for _, event in poll.poll(0))

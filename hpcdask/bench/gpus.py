@@ -8,7 +8,7 @@ from typing import Any
 
 import distributed
 
-from hpcdask.gpu.reporting import monitor_of
+from hpcdask.gpu.monitor import monitor_of
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ from distributed import Scheduler, Security, rpc
 from distributed.comm import get_address_host
 from distributed.utils import format_dashboard_link
 
-from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.node.observe import make_observable
 from hpcdask.node.scratch import scratch_folder
-from hpcdask.process import owner_text
-from hpcdask.security import listening, ports, private, webserver
+from hpcdask.process import owner_text, raise_descriptor_limit
+from hpcdask.security import ports, private, webserver
 from hpcdask.security.credentials import (
     FILES,
     Credentials,
@@ -103,10 +103,9 @@ class ClusterScheduler:
 
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
-        listening.prepare()
+        raise_descriptor_limit()
         with ports.within(self.port_range):
             server = await self._start()
-        listening.guard(server)
         self.address = server.address
         if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
             self.say(
@@ -131,7 +130,7 @@ class ClusterScheduler:
             )
         webserver.guard(self.server)
         webserver.add_lazy_dashboard(self.server)
-        expect_gpus(self.server)
+        self.server.add_plugin(GpuMonitor(self.server))
         cull_by_layer()
         await self.server
         return self.server

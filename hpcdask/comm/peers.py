@@ -27,8 +27,8 @@ from distributed.protocol import to_serialize
 
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.logs import complain, say
-from hpcdask.process import mark
-from hpcdask.security import listening, webserver
+from hpcdask.process import mark, raise_descriptor_limit
+from hpcdask.security import webserver
 from hpcdask.upstream import distributed as upstream
 
 from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
@@ -166,7 +166,7 @@ class PeerWorker(Worker):
             WARM: self._fetch,
             MAPPED: self._tell_mapped,
         }
-        listening.prepare()
+        raise_descriptor_limit()
         pool: Any = self.rpc
         pool.__class__ = PeerPool
         pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
@@ -192,7 +192,6 @@ class PeerWorker(Worker):
     async def listen(self, *args: Any, **kwargs: Any) -> None:
         """Listen on tcp, and on ucx where that was asked for by name and has to work."""
         await super().listen(*args, **kwargs)
-        listening.guard(self)
         if self.exchange == "ucx" and self._ucx_address is None:
             why = ""
             try:

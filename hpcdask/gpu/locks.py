@@ -38,8 +38,8 @@ def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = 
             folder = private.node_folder("gpus")
         except OSError as error:
             raise DeviceError(
-                f"GPUs cannot be locked on {socket.gethostname()}, neither in /tmp nor in your "
-                f"home folder: {error.strerror}. See that you can write in one of them"
+                f"GPUs cannot be locked on {socket.gethostname()}: {error.filename} "
+                f"{error.strerror}. See that you can write there"
             ) from None
     while True:
         held: dict[str, int] = {}

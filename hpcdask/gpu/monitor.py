@@ -1,13 +1,12 @@
-"""The scheduler's side: who samples which GPUs, what they did of late, and what a run used."""
+"""The GPUs of a scheduler's workers: what they do, what they did of late, what a run used."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
@@ -16,16 +15,15 @@ from distributed.metrics import time
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from hpcdask.security import webserver
 from hpcdask.spec.records import Record
 
-from .reporting import METRIC, NAME, READ, SAMPLE, TOPIC
-from .samples import INTERVAL_S, GpuSample, Reading
+from .reporting import METRIC, READ
+from .samples import INTERVAL_S, GpuSample
 from .usage import GpuUsage, RunUsage, summary
 
-#: Ticks without a new worker after which it is decided who samples: not while a cluster starts.
-SETTLE_TICKS = 2
-#: Seconds for which the past of each GPU is kept, and for a worker to read its GPUs at the end.
+#: Name of the monitor among the scheduler's plugins.
+NAME = "hpcdask-gpus"
+#: Seconds for which the past of each GPU is kept, and for a worker to read its GPU at the end.
 KEPT_S, READ_DEADLINE_S = 600.0, 0.5
 
 
@@ -64,7 +62,7 @@ class GpuState(Record):
 
 @dataclass
 class _Gpu:
-    """What is known of one GPU: `since` when `workers` have it; None while none does."""
+    """Record of one GPU: `since` when `workers` have it; None while none does."""
 
     state: GpuState | None = None
     workers: list[WorkerState] = field(default_factory=list)
@@ -73,8 +71,11 @@ class _Gpu:
     past: deque[Moment] = field(default_factory=deque)
     since: float | None = None
 
-    def take(self, sample: GpuSample) -> None:
-        """Take a sample that is newer than the last one."""
+    def take(self, told: dict[str, Any] | None) -> None:
+        """Take a sample if it is newer than the last one."""
+        if told is None:
+            return
+        sample = GpuSample.from_json(told)
         before = self.state.sample if self.state else None
         if before is not None and sample.time <= before.time:
             return
@@ -102,7 +103,7 @@ class _Gpu:
 
 
 def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> float | None:
-    """How fast counters rise together."""
+    """Return how fast counters rise together, a second."""
     if before is None:
         return None
     ends = [getattr(now, name) for name in names]
@@ -113,100 +114,58 @@ def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> flo
 
 
 class GpuMonitor(SchedulerPlugin):
-    """Knows the GPUs of a scheduler's workers, those of workers that are gone as well."""
+    """Monitor of the GPUs of a scheduler's workers, also of workers that are gone."""
 
     name = NAME
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._uuids: dict[str, str] = {}  # by worker, in the order in which they came
-        self._unseen: set[tuple[str, str]] = set()
-        self._orders: dict[str, list[str]] = {}
-        self._settling = 0
         self._gpus: dict[str, _Gpu] = {}
-        callback = PeriodicCallback(self.tick, INTERVAL_S * 1000)
-        scheduler.periodic_callbacks[NAME] = callback
-        callback.start()
-        webserver.add_page(scheduler, "gpus", "hpcdask.gpu.page")
-        if find_spec("prometheus_client"):  # distributed serves what is registered there
-            from .metrics import COLLECTOR
+        scheduler.periodic_callbacks[NAME] = PeriodicCallback(self._tick, INTERVAL_S * 1000)
 
-            COLLECTOR.add(self)
-
-    # What the scheduler tells
-
-    def log_event(self, topic: str, msg: Any) -> None:
-        """See `SchedulerPlugin.log_event`: a worker tells which GPU it has."""
-        worker = msg["worker"] if topic == TOPIC else None
-        if worker in self._uuids or worker not in self._scheduler.workers:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """See `SchedulerPlugin.add_worker`."""
+        ws = scheduler.workers[worker]
+        if (told := ws.metrics.get(METRIC)) is None:
             return
-        self._uuids[worker] = msg["uuid"]
-        gpu = self._gpus.setdefault(msg["uuid"], _Gpu())
+        gpu = self._gpus.setdefault(told["uuid"], _Gpu())
         gpu.since = gpu.since or time()
-        gpu.workers.append(self._scheduler.workers[worker])
-        self._settling = SETTLE_TICKS
+        gpu.workers.append(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """See `SchedulerPlugin.remove_worker`: others may have to sample for it."""
-        if (uuid := self._uuids.pop(worker, None)) is not None:
-            gpu = self._gpus[uuid]
-            gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
-            if not gpu.workers:
-                gpu.count(ends=True)
-        self._orders.pop(worker, None)
-        self._settling = SETTLE_TICKS
+        """See `SchedulerPlugin.remove_worker`."""
+        for gpu in self._gpus.values():
+            if worker in [ws.address for ws in gpu.workers]:
+                gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
+                if not gpu.workers:
+                    gpu.count(ends=True)
 
-    def tick(self) -> None:
+    def _tick(self) -> None:
         """Take what workers told with their last heartbeats."""
-        if self._settling:
-            self._settling -= 1
-            if not self._settling:
-                self._assign()
-        for address in list(self._orders):
-            if (ws := self._scheduler.workers.get(address)) is not None:
-                self._take(address, ws.metrics.get(METRIC) or {})
+        for gpu in self._held():
+            gpu.take(gpu.workers[0].metrics[METRIC]["sample"])
 
-    def _assign(self) -> None:
-        hosts = {address: self._scheduler.workers[address].host for address in self._uuids}
-        orders = assign(self._uuids, hosts, self._unseen)
-        for address in self._uuids:
-            if (uuids := orders.get(address, [])) != self._orders.get(address, []):
-                self._scheduler.worker_send(address, {"op": SAMPLE, "uuids": uuids})
-        self._orders = orders
-
-    def _take(self, address: str, told: Mapping[str, Any]) -> None:
-        if not told:
-            return
-        reading = Reading.from_json(told)
-        mine = self._orders.get(address, ())
-        unseen = {(address, uuid) for uuid in reading.unseen if uuid in mine}
-        if not unseen <= self._unseen:
-            self._unseen |= unseen
-            self._settling = self._settling or 1
-        for sample in reading.samples:
-            if sample.uuid in mine:
-                self._gpus[sample.uuid].take(sample)
-
-    # What others ask
+    def _held(self) -> list[_Gpu]:
+        return [gpu for gpu in self._gpus.values() if gpu.workers]
 
     async def refresh(self) -> None:
-        """Have the workers that sample read now; who does not answer at once is left out."""
+        """Have workers read their GPUs now; those that do not answer at once are left out."""
 
-        async def ask(address: str) -> None:
+        async def ask(gpu: _Gpu) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(READ_DEADLINE_S):
-                    call = getattr(self._scheduler.rpc(address), READ)
-                    self._take(address, await call())
+                    call = getattr(self._scheduler.rpc(gpu.workers[0].address), READ)
+                    gpu.take((await call())["sample"])
 
-        await asyncio.gather(*map(ask, list(self._orders)))
+        await asyncio.gather(*map(ask, self._held()))
 
     def states(self) -> list[GpuState]:
-        """The GPUs that workers have, as they are, by host and index."""
+        """Return the GPUs that workers have, as they are, by host and index."""
         states = [gpu.state for gpu in self._gpus.values() if gpu.state and gpu.since]
         return sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0))
 
     def past(self, since: float = 0.0) -> dict[str, list[Moment]]:
-        """What each GPU did of late, by its label."""
+        """Return what each GPU did of late, by its label."""
         return {
             gpu.usage.label: [one for one in gpu.past if one.time >= since]
             for gpu in self._gpus.values()
@@ -214,7 +173,7 @@ class GpuMonitor(SchedulerPlugin):
         }
 
     def usage(self) -> RunUsage | None:
-        """What all GPUs did so far; None if none was sampled."""
+        """Return what all GPUs did so far; None if none was sampled."""
         for gpu in self._gpus.values():
             gpu.count()
         return summary([gpu.usage for gpu in self._gpus.values()])
@@ -227,29 +186,26 @@ class GpuMonitor(SchedulerPlugin):
             gpu.lap = GpuUsage()
 
     async def lap(self) -> RunUsage | None:
-        """What all GPUs did since `start_lap`; None if none was sampled."""
+        """Return what all GPUs did since `start_lap`; None if none was sampled."""
         await self.refresh()
         for gpu in self._gpus.values():
             gpu.count()
         return summary([gpu.lap for gpu in self._gpus.values()])
 
 
-def assign(
-    uuids: Mapping[str, str], hosts: Mapping[str, str], unseen: Collection[tuple[str, str]]
-) -> dict[str, list[str]]:
-    """Which worker samples which GPUs: of each host the first one all of them.
+def monitor_of(scheduler: Any) -> GpuMonitor | None:
+    """Return the monitor of a scheduler; None if it has none."""
+    return None if scheduler is None else scheduler.plugins.get(NAME)
 
-    But a GPU that it does not see, in a job that a cgroup confines, is sampled by its own worker.
-    `uuids` and `hosts` are by worker.
-    """
-    first: dict[str, str] = {}
-    owner: dict[str, str] = {}
-    orders: dict[str, list[str]] = {}
-    for address, uuid in uuids.items():
-        one = first.setdefault(hosts[address], address)
-        if uuid in owner:
-            continue
-        owner[uuid] = address
-        sampler = address if (one, uuid) in unseen else one
-        orders.setdefault(sampler, []).append(uuid)
-    return orders
+
+async def refresh(scheduler: Scheduler) -> None:
+    """Have the GPUs of a scheduler's workers read now."""
+    if (monitor := monitor_of(scheduler)) is not None:
+        await monitor.refresh()
+
+
+def usage_lines(scheduler: Scheduler) -> list[str]:
+    """Return what the user is told of the GPUs at the end; nothing where none was sampled."""
+    monitor = monitor_of(scheduler)
+    usage = monitor.usage() if monitor is not None else None
+    return usage.lines() if usage is not None else []

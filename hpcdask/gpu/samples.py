@@ -1,4 +1,4 @@
-"""What NVML tells of GPUs: read about once a second in one process of each node.
+"""Samples of a GPU by NVML, which its worker reads once a second.
 
 Energy, NVLink, PCIe and ECC are counters of the device, and utilisation is summed up here, so
 whoever misses a sample misses nothing of the sums.
@@ -10,7 +10,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,24 +28,19 @@ REASONS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
-#: NVML's fields, by the names that they get here.
+#: NVML's scope for all NVLinks of a GPU together.
+ALL_LINKS = 2**32 - 1
+#: By the names that counters get here: NVML's field, its scope, and its unit in ours.
 FIELDS = {
-    "ecc_corrected": "NVML_FI_DEV_ECC_SBE_VOL_TOTAL",
-    "ecc_uncorrected": "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
-    "memory_temperature_c": "NVML_FI_DEV_MEMORY_TEMP",
-    "pcie_sent": "NVML_FI_DEV_PCIE_COUNT_TX_BYTES",
-    "pcie_received": "NVML_FI_DEV_PCIE_COUNT_RX_BYTES",
+    "ecc_corrected": ("NVML_FI_DEV_ECC_SBE_VOL_TOTAL", 0, 1),
+    "ecc_uncorrected": ("NVML_FI_DEV_ECC_DBE_VOL_TOTAL", 0, 1),
+    "pcie_sent": ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0, 1),
+    "pcie_received": ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0, 1),
+    "nvlink_sent": ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", ALL_LINKS, 1024),
+    "nvlink_received": ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", ALL_LINKS, 1024),
 }
-NVLINK = {  # in KiB
-    "nvlink_sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
-    "nvlink_received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
-}
-#: NVML's scope for all NVLinks of a GPU together, and how many one may have.
-ALL_LINKS, MOST_LINKS = 2**32 - 1, 18
-KIB = 1024
+#: Seconds between two readings. One of an H100 at work takes 7 ms.
 INTERVAL_S = 1.0
-#: Part of a core that sampling may take. A reading of an H100 at work takes 7 ms.
-PART_OF_CORE = 0.01
 #: By NVML's type of a field's value: where it is.
 _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
@@ -61,7 +55,7 @@ class GpuSample(Record):
         Which GPU; the index is that of nvidia-smi on its host.
     time
         Unix time in seconds.
-    utilisation, power_w, clock_mhz, memory_clock_mhz, temperature_c, memory_temperature_c
+    utilisation, power_w, clock_mhz, temperature_c
         As nvidia-smi has them; utilisation in percent.
     memory_used, memory_total
         Bytes.
@@ -88,10 +82,8 @@ class GpuSample(Record):
     power_w: float | None = None
     energy_j: float | None = None
     clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
     held_back: list[str] | None = None
     temperature_c: int | None = None
-    memory_temperature_c: int | None = None
     nvlink_sent: int | None = None
     nvlink_received: int | None = None
     pcie_sent: int | None = None
@@ -105,58 +97,70 @@ class GpuSample(Record):
     held_back_s: dict[str, float] = field(default_factory=dict)
 
     @property
-    def memory_free(self) -> int | None:
-        """Bytes that are not in use."""
-        if self.memory_total is None or self.memory_used is None:
-            return None
-        return self.memory_total - self.memory_used
-
-    @property
-    def held_back_bits(self) -> int | None:
-        """The reasons of `held_back` as NVML's bits."""
-        if self.held_back is None:
-            return None
-        return sum(bit for bit, why in REASONS.items() if why in self.held_back)
-
-    @property
     def label(self) -> str:
         """The GPU's name for people: ``node1 GPU 3``."""
         which = self.uuid if self.index is None or self.uuid.startswith("MIG") else self.index
         return f"{self.host} GPU {which}"
 
 
-@dataclass(frozen=True)
-class Reading(Record):
-    """What a worker tells of the GPUs that it samples, and those that NVML does not show to it."""
+class Sampler:
+    """Reader of a GPU or MIG slice by its UUID, in a thread once a second or when it is asked."""
 
-    samples: list[GpuSample]
-    unseen: list[str]
-
-
-class _Device:
-    """A GPU or slice that NVML shows here."""
-
-    def __init__(self, pynvml: Any, uuid: str) -> None:
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._constant: dict[str, Any] = {}
         self._silent: set[Any] = set()
-        self._last: GpuSample | None = None
         self._then = 0.0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self.latest: GpuSample | None = None
+
+    def start(self) -> None:
+        """Begin to read once a second."""
+        threading.Thread(target=self._run, name="gpu-sampler", daemon=True).start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set() and self.read() is not None:
+                self._stopped.wait(INTERVAL_S)
+        except Exception:
+            logger.warning("the GPU is sampled no more; its worker computes on", exc_info=True)
+
+    def read(self) -> GpuSample | None:
+        """Return and keep as `latest` what NVML tells now; None if it does not show the GPU."""
+        with self._lock:
+            if self._handle is None and not self._find():
+                return None
+            now = time.monotonic()
+            self.latest = self._summed(now - self._then, self._ask_all())
+            self._then = now
+            return self.latest
+
+    def _find(self) -> bool:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        except Exception:  # no package, no driver or no such GPU: none is needed to compute
+            return False
         self._constant = {
-            "uuid": uuid,
+            "uuid": self._uuid,
             "began": time.time(),
             "host": socket.gethostname(),
             "index": self._ask("nvmlDeviceGetIndex"),
             "model": decoded(self._ask("nvmlDeviceGetName") or "") or None,
         }
-        # by name: the fields whose sum it is, and the unit
-        self._fields = {name: (self._known(known, [0]), 1) for name, known in FIELDS.items()}
-        for name, known in NVLINK.items():
-            whole = self._known(known, [ALL_LINKS])
-            self._fields[name] = (whole or self._known(known, range(MOST_LINKS)), KIB)
+        return True
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """What NVML tells; None if it does not, and is not asked again if it never does."""
+        """Return what NVML tells; None if it does not. It is asked once what it never tells."""
         if (function, arguments) in self._silent:
             return None
         try:
@@ -171,27 +175,8 @@ class _Device:
             pass
         return None
 
-    def _known(self, name: str, scopes: Iterable[int]) -> list[tuple[int, int]]:
-        """Those scopes of a field that NVML tells here."""
-        number = getattr(self._nvml, name, None)
-        asked = [] if number is None else [(number, scope) for scope in scopes]
-        told = zip(asked, self._values(asked), strict=True)
-        return [one for one, value in told if value is not None]
-
-    def _values(self, fields: Sequence[tuple[int, int]]) -> list[int | None]:
-        told = self._ask("nvmlDeviceGetFieldValues", tuple(fields)) if fields else ()
-        if told is None:
-            return [None] * len(fields)
-        success = self._nvml.NVML_SUCCESS
-        return [
-            getattr(one.value, _VALUES[one.valueType]) if one.nvmlReturn == success else None
-            for one in told
-        ]
-
-    def read(self) -> GpuSample:
-        """Ask for all of it now."""
+    def _ask_all(self) -> GpuSample:
         nvml, ask = self._nvml, self._ask
-        now = time.monotonic()
         memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", None))
         memory = memory or ask("nvmlDeviceGetMemoryInfo")
         rates = ask("nvmlDeviceGetUtilizationRates")
@@ -201,7 +186,7 @@ class _Device:
         if reasons is None:  # the name that drivers before 535 know
             reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         held = None if reasons is None else [why for bit, why in REASONS.items() if reasons & bit]
-        sample = GpuSample(
+        return GpuSample(
             **self._constant,
             time=time.time(),
             utilisation=rates and rates.gpu,
@@ -210,27 +195,25 @@ class _Device:
             power_w=None if power is None else power / 1000,
             energy_j=None if energy is None else energy / 1000,
             clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
             held_back=held,
             temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             **self._counters(),
         )
-        self._last, self._then = self._summed(now - self._then, sample), now
-        return self._last
 
     def _counters(self) -> dict[str, Any]:
-        told = iter(self._values([one for group, _ in self._fields.values() for one in group]))
-        found: dict[str, Any] = {}
-        for name, (group, unit) in self._fields.items():
-            values = [next(told) for _ in group]
-            known = [one for one in values if one is not None]
-            found[name] = sum(known) * unit if known and len(known) == len(values) else None
-        return found
+        known = {name: field for name, field in FIELDS.items() if hasattr(self._nvml, field[0])}
+        asked = tuple((getattr(self._nvml, number), scope) for number, scope, _ in known.values())
+        told = self._ask("nvmlDeviceGetFieldValues", asked) or ()
+        return {
+            name: getattr(one.value, _VALUES[one.valueType]) * unit
+            for (name, (_, _, unit)), one in zip(known.items(), told, strict=False)
+            if one.nvmlReturn == self._nvml.NVML_SUCCESS
+        }
 
     def _summed(self, seconds: float, now: GpuSample) -> GpuSample:
-        """The sample with the sums since this sampler began."""
+        """Return the sample with the sums since this sampler began."""
         busy = None if now.utilisation is None else now.utilisation / 100
-        if (last := self._last) is None:
+        if (last := self.latest) is None:
             return replace(now, busy_s=busy and 0.0, peak_memory=now.memory_used)
         held = dict(last.held_back_s)
         for reason in now.held_back or ():
@@ -245,69 +228,7 @@ class _Device:
         )
 
 
-class Sampler:
-    """Reads GPUs by their UUIDs, about once a second in a thread, or when it is asked."""
-
-    def __init__(self, uuids: Collection[str]) -> None:
-        self.uuids = list(uuids)
-        self._devices: list[_Device] | None = None
-        self._unseen: list[str] = []
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self.latest = Reading([], [])
-
-    def read(self) -> Reading:
-        """Read all now; also kept as `latest`."""
-        with self._lock:
-            if self._devices is None:
-                self._devices = self._find()
-            samples = [device.read() for device in self._devices]
-            self.latest = Reading(samples, self._unseen)
-            return self.latest
-
-    def _find(self) -> list[_Device]:
-        found = []
-        self._unseen = list(self.uuids)
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception:  # no package, or no driver: neither is needed to compute
-            return []
-        for uuid in self.uuids:
-            try:
-                found.append(_Device(pynvml, uuid))
-            except pynvml.NVMLError:  # a cgroup keeps it from this process
-                continue
-            self._unseen.remove(uuid)
-        return found
-
-    def start(self) -> None:
-        """Begin to read once a second, or less often if that took too much of a core."""
-        threading.Thread(target=self._run, name="gpu-sampler", daemon=True).start()
-
-    def stop(self) -> None:
-        """Read no more."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            began, used = time.monotonic(), time.thread_time()
-            try:
-                self.read()
-            except Exception:
-                logger.warning("GPUs are sampled no more, which computes on", exc_info=True)
-                return
-            interval = interval_s(time.thread_time() - used)
-            self._stopped.wait(max(0.0, began + interval - time.monotonic()))
-
-
 def sample_of(uuid: str) -> dict[str, Any]:
-    """What a GPU does now, as `GpuSample.to_json` has it; empty where NVML does not show it."""
-    samples = Sampler([uuid]).read().samples
-    return samples[0].to_json() if samples else {}
-
-
-def interval_s(used_s: float) -> float:
-    """Seconds from one reading to the next, by the processor time of one."""
-    return max(INTERVAL_S, used_s / PART_OF_CORE)
+    """Return what a GPU does now, as JSON; empty where NVML does not show it."""
+    sample = Sampler(uuid).read()
+    return {} if sample is None else sample.to_json()

@@ -1,4 +1,4 @@
-"""What the GPUs of a cluster do now, as a table in a terminal and in a notebook."""
+"""The GPUs of a cluster as a table in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from dask.utils import format_bytes
 from hpcdask.errors import UsageError
 from hpcdask.logs import html_table, text_table
 
-from .reporting import monitor_of
+from .monitor import GpuState, monitor_of
 
 if TYPE_CHECKING:
     from distributed import Client
-
-    from .monitor import GpuState
 
 UNKNOWN = "unknown"
 COLUMNS = (
@@ -24,8 +22,8 @@ COLUMNS = (
 )
 
 
-class GpuTable(tuple["GpuState", ...]):
-    """The GPUs of a cluster's workers, by node and index.
+class GpuTable(tuple[GpuState, ...]):
+    """Table of the GPUs of a cluster's workers, by node and index.
 
     A tuple of `hpcdask.gpu.monitor.GpuState`, which is shown as a table. What NVML does not tell of
     a GPU, such as the power of a MIG slice, is unknown.
@@ -33,12 +31,12 @@ class GpuTable(tuple["GpuState", ...]):
 
     @classmethod
     def of(cls, scheduler: Any) -> GpuTable:
-        """Those of a scheduler in this process."""
+        """Return the table of a scheduler in this process."""
         monitor = monitor_of(scheduler)
-        return cls(monitor.states() if monitor is not None else ())
+        return cls(() if monitor is None else monitor.states())
 
     def summary(self) -> str:
-        """Models, memory in use and utilisation of all together, in one line."""
+        """Return models, memory in use and utilisation of all together, in one line."""
         samples = [one.sample for one in self]
         models = Counter(sample.model or "GPU" for sample in samples)
         used = [sample.memory_used for sample in samples if sample.memory_used is not None]
@@ -97,7 +95,7 @@ def _rate(value: float | None) -> str:
 
 
 def gpus(client: Client | None = None) -> Any:
-    """What the GPUs of a cluster do now, as a table.
+    """Return what the GPUs of a cluster do now, as a table.
 
     Parameters
     ----------
@@ -127,12 +125,7 @@ def gpus(client: Client | None = None) -> Any:
 
 
 async def _fetch(client: Client) -> GpuTable:
-    found = await client.run_on_scheduler(_states)
-    if not found:
-        return GpuTable()
-    from .monitor import GpuState
-
-    return GpuTable(map(GpuState.from_json, found))
+    return GpuTable(map(GpuState.from_json, await client.run_on_scheduler(_states)))
 
 
 def _states(dask_scheduler: Any) -> list[dict[str, Any]]:

@@ -106,8 +106,8 @@ class DeviceWorker(PeerWorker):
 
     async def _warm(self) -> None:
         """Exchange with peers first, which shows how fast they are, then use the device once."""
-        if self._reporter is not None:  # at once: GPU hours count from here
-            self._reporter.announce()
+        if self._reporter is not None:
+            self._reporter.start()
         await super()._warm()
         if self.on_device and self.status in WORKING:
             self._first_use.start()

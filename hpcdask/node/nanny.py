@@ -20,8 +20,7 @@ from hpcdask.comm.ucx_hooks import environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
 from hpcdask.logs import DIED, say
-from hpcdask.process import signal_name
-from hpcdask.security import listening
+from hpcdask.process import raise_descriptor_limit, signal_name
 from hpcdask.spec.specs import WorkerSpec
 
 from . import forkserver
@@ -66,12 +65,7 @@ class BoundNanny(Nanny):
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
         self._asked_to_kill = False
-        listening.prepare()
-
-    async def listen(self, *args: Any, **kwargs: Any) -> None:
-        """Listen, with limits for strangers."""
-        await super().listen(*args, **kwargs)
-        listening.guard(self)
+        raise_descriptor_limit()
 
     def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
         """The worker closes for good, and says why."""

@@ -79,8 +79,7 @@ def remove_stale(base: str) -> None:
     here = owner_text().split()[:2]
     for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
         with contextlib.suppress(OSError, ValueError):
-            with private.closing(private.open_folder(folder)) as at:
-                owner = private.read(private.OWNER, dir_fd=at)
+            owner = private.read(os.path.join(folder, private.OWNER))
             *there, pid, start = owner.split()
             if there == here and start != process_start(int(pid)):
                 private.remove(folder, owner)

@@ -97,11 +97,10 @@ def lock_gpus(uuids: Sequence[str], count: int) -> list[tuple[str, int]]:
     """
     try:
         folder = lock_folder()
-        os.close(private.make_folder(folder))
+        private.make_folder(folder)
     except OSError as error:
         raise QueueError(
-            f"the folder in which GPUs in use are noted cannot be made, neither in /tmp nor in "
-            f"your home folder: {error.strerror}"
+            f"the folder in which GPUs in use are noted cannot be made in /tmp: {error.strerror}"
         ) from None
     locked: list[tuple[str, int]] = []
     for uuid in uuids:

@@ -21,8 +21,8 @@ from tornado import netutil
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
 from hpcdask.node.channel import LINE_LIMIT, Message, MessageStream
+from hpcdask.process import raise_descriptor_limit
 from hpcdask.security.credentials import Credentials, to_security
-from hpcdask.security.listening import Acceptor, Unproven, prepare
 
 from .rendezvous import Rendezvous, RendezvousInfo
 
@@ -38,43 +38,23 @@ class ControlServer:
     """
 
     def __init__(self, nonce: str, arrived: Arrived) -> None:
-        prepare()
+        raise_descriptor_limit()
         self._nonce = nonce
         self._arrived = arrived
-        self._sockets: list[socket.socket] = []
-        self._acceptors: list[Acceptor] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._unproven = Unproven()
+        self._servers: list[asyncio.Server] = []
 
     async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
         """Listen on a free port of `host` and return its number."""
-        self._sockets = netutil.bind_sockets(0, address=host, backlog=4096)
+        for sock in (sockets := netutil.bind_sockets(0, address=host)):
+            server = await asyncio.start_server(
+                self._accept, sock=sock, ssl=context, limit=LINE_LIMIT, backlog=4096
+            )
+            self._servers.append(server)
+        return int(sockets[0].getsockname()[1])
 
-        def handle(sock: socket.socket, address: Any) -> None:
-            task = asyncio.create_task(self._accept(sock, context))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        self._acceptors = [Acceptor(one, self._unproven.room, handle) for one in self._sockets]
-        return int(self._sockets[0].getsockname()[1])
-
-    async def _accept(self, sock: socket.socket, context: ssl.SSLContext | None) -> None:
-        loop, me = asyncio.get_running_loop(), asyncio.current_task()
-        assert me is not None
-        reader = asyncio.StreamReader(limit=LINE_LIMIT)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport: Any = None
-        try:
-            with self._unproven.watch(me.cancel):
-                transport, _ = await loop.connect_accepted_socket(
-                    lambda: protocol, sock, ssl=context
-                )
-                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-                channel = MessageStream(reader, writer)
-                shown = await channel.receive()
-        except (OSError, asyncio.CancelledError):
-            (transport or sock).close()
-            return
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = MessageStream(reader, writer)
+        shown = await channel.receive()
         if shown is None or shown.get("nonce") != self._nonce:
             channel.close()
             return
@@ -87,10 +67,8 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop listening; channels stay."""
-        for acceptor, sock in zip(self._acceptors, self._sockets, strict=True):
-            acceptor.stop()
-            sock.close()
-        self._acceptors, self._sockets = [], []
+        for server in self._servers:
+            server.close()
 
 
 async def open_to_ranks(

@@ -97,8 +97,8 @@ class FileRendezvous:
         """Write the note, over that of a life that left one."""
         text = json.dumps({**info.to_json(), "launch": self._launch_id})
         try:
-            with private.closing(private.make_folder(self.folder)) as at:
-                private.write_private(NOTE, text, dir_fd=at)
+            private.make_folder(self.folder)
+            private.write_private(os.path.join(self.folder, NOTE), text)
         except OSError as error:
             raise LaunchError(
                 f"the ranks cannot meet in {self.folder}: {error.strerror}. It must be a place "
@@ -110,8 +110,7 @@ class FileRendezvous:
         """The note as it stands. It may be an older life's: then nobody answers at its address."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
             os.listdir(os.path.dirname(self.folder))  # makes NFS look again
-            with private.closing(private.open_folder(self.folder)) as at:
-                found = dict(json.loads(private.read(NOTE, dir_fd=at)))
+            found = dict(json.loads(private.read(os.path.join(self.folder, NOTE))))
             if found.pop("launch", None) == self._launch_id:
                 return RendezvousInfo.from_json(found)
         return None

@@ -16,12 +16,13 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from hpcdask.client.batching import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
-from hpcdask.gpu.reporting import expect_gpus, refresh, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.logs import set_log_level
 from hpcdask.node.channel import MessageStream
 from hpcdask.node.forkserver import leave_signals_to_the_rank
 from hpcdask.node.observe import make_observable
-from hpcdask.security import listening, webserver
+from hpcdask.process import raise_descriptor_limit
+from hpcdask.security import webserver
 from hpcdask.security.credentials import to_security
 from hpcdask.upstream.dask import cull_by_layer
 from hpcdask.upstream.distributed import run_in_loop
@@ -62,7 +63,7 @@ def main(sock: socket.socket) -> None:
     leave_signals_to_the_rank()
     # the first graph would wait for it: 1.2 s for a sum on two cores, instead of 0.1
     importlib.import_module("dask.array")
-    listening.prepare()
+    raise_descriptor_limit()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
@@ -98,9 +99,8 @@ async def _main(sock: socket.socket) -> None:
         webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_WorkerReporter(send))
         cull_by_layer()
-        expect_gpus(scheduler)
+        scheduler.add_plugin(GpuMonitor(scheduler))
         await scheduler
-        listening.guard(scheduler)
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"

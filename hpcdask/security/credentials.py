@@ -34,8 +34,6 @@ FILES = {
 
 #: Ends of the names of files that Dask reads as configuration, in any case.
 CONFIGURATION = (".json", ".yaml", ".yml")
-#: End of the name of a file that is being written.
-TEMPORARY = re.compile(r"\.[0-9a-f]{12}\Z")
 
 Credentials = dict[str, str]
 
@@ -109,18 +107,16 @@ def save_credentials(credentials: Credentials, folder: str) -> None:
     if is_key_folder(folder):
         private.remove(folder)  # of a cluster that could not clean up
     os.mkdir(folder, 0o700)
-    with private.closing(private.make_folder(folder)) as at:
-        for name, field in FILES.items():
-            if field in credentials:
-                private.write_private(name, credentials[field], dir_fd=at)
+    for name, field in FILES.items():
+        if field in credentials:
+            private.write_private(os.path.join(folder, name), credentials[field])
 
 
 def is_key_folder(folder: str) -> bool:
-    """Whether this is a folder of ours that holds nothing but keys."""
+    """Return whether this is a folder of ours that holds nothing but keys."""
     try:
-        status = os.lstat(folder)
-        names = {re.sub(TEMPORARY, "", name) for name in os.listdir(folder)}
-        return status.st_uid == os.getuid() and names <= set(FILES)
+        private.check_folder(folder)
+        return all(re.fullmatch(private.KEYS, name) for name in os.listdir(folder))
     except OSError:
         return False
 
@@ -132,11 +128,10 @@ def load_credentials(folder: str) -> Credentials:
     """
     found: Credentials = {}
     try:
-        with private.closing(private.open_folder(folder)) as at:
-            closed = not os.fstat(at).st_mode & 0o077
-            for name, field in FILES.items():
-                with contextlib.suppress(FileNotFoundError):
-                    found[field] = private.read(name, dir_fd=at)
+        closed = not private.check_folder(folder).st_mode & 0o077
+        for name, field in FILES.items():
+            with contextlib.suppress(FileNotFoundError):
+                found[field] = private.read(os.path.join(folder, name))
     except private.NotPrivate:
         closed = False
     except (OSError, UnicodeDecodeError):

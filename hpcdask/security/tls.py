@@ -1,60 +1,39 @@
-"""TLS in which the end of one connection does not end others, and of which no key is left behind.
+"""TLS in which the end of one connection does not end others.
 
 OpenSSL keeps a list of errors for each thread, and looks into it when a connection has nothing to
 read. Python leaves a broken pipe there (CPython's issue 148594), so the next connection of the
 thread, healthy and idle, is told of a broken pipe and closed, which breaks the pipe of its peer,
 and so on: with OpenSSL 3.5, one connection that was closed early could end a cluster.
-
-distributed writes a key that it has in memory to a temporary folder, for OpenSSL to read, where it
-stays if the process is ended just then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import ssl
-from collections.abc import Iterator
 from typing import Any
 
 from distributed import Security
 
 
 class ClusterSecurity(Security):
-    """distributed's Security, with connections of `Socket`."""
+    """Security of distributed, with connections of `Socket`."""
 
     @classmethod
     def of(cls, other: Security) -> ClusterSecurity:
-        """The same credentials."""
+        """Return the same credentials as `ClusterSecurity`."""
         made = cls()
         for name in Security.__slots__:
             setattr(made, name, getattr(other, name))
         return made
 
     def get_connection_args(self, role: str) -> dict[str, Any]:
-        """What a comm that is dialled wants."""
-        with self._as_files(role) as access:
-            return _with_our_sockets(Security.get_connection_args(access, role))
+        """Return what a comm that is dialled wants."""
+        return _with_our_sockets(Security.get_connection_args(self, role))
 
     def get_listen_args(self, role: str) -> dict[str, Any]:
-        """What a listener wants."""
-        with self._as_files(role) as access:
-            return _with_our_sockets(Security.get_listen_args(access, role))
-
-    @contextlib.contextmanager
-    def _as_files(self, role: str) -> Iterator[Security]:
-        """The same, with certificate and key in files that end with this process."""
-        access = self.of(self)
-        with contextlib.ExitStack() as files:
-            for name in (f"tls_{role}_cert", f"tls_{role}_key"):
-                pem = getattr(access, name, None)
-                if pem and "\n" in pem:
-                    file = files.enter_context(open(os.memfd_create("hpcdask"), "w"))
-                    file.write(pem)
-                    file.flush()
-                    setattr(access, name, f"/proc/self/fd/{file.fileno()}")
-            yield access
+        """Return what a listener wants."""
+        return _with_our_sockets(Security.get_listen_args(self, role))
 
 
 def _with_our_sockets(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP servers of scheduler and workers: small requests, few connections, no way to elsewhere.
+"""The HTTP servers of scheduler and workers: small requests, no way to elsewhere.
 
 They have no password, so whoever reaches their port can send them anything.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,17 +19,11 @@ from tornado.httputil import HTTPServerRequest
 
 from hpcdask.upstream import distributed
 
-from .listening import take_over
-
 #: Bytes of a request's body, and of what is kept of a connection that is not read. No request that
 #: these servers answer has a body.
 BODY_NBYTES = 2**16
 #: Seconds for the headers of a request, the first or the next one, and for its body.
 REQUEST_S = 30.0
-#: Connections at a time, pages that are open included.
-CONNECTIONS = 256
-#: Pages of one's own, among a scheduler's extensions.
-PAGES = "hpcdask-pages"
 #: distributed's routes from the dashboard to other HTTP servers, which may reach any port.
 PROXY = "distributed.http.proxy"
 _ROUTES = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")
@@ -46,28 +39,10 @@ def without_proxy() -> Iterator[None]:
 
 
 def guard(server: Any) -> None:
-    """Limit what the HTTP server of a scheduler or worker takes.
-
-    That server must have been made, with no turn of the event loop since.
-    """
+    """Limit what the HTTP server of a scheduler or worker takes."""
     http = server.http_server
     http.max_buffer_size = http.conn_params.max_body_size = BODY_NBYTES
     http.conn_params.header_timeout = http.conn_params.body_timeout = REQUEST_S
-    streams: set[Any] = set()
-    handle = http.handle_stream
-
-    def counted(stream: Any, address: Any) -> None:
-        streams.add(stream)
-        handle(stream, address)
-
-    async def room() -> None:
-        while len(streams) >= CONNECTIONS:
-            streams.difference_update([stream for stream in streams if stream.closed()])
-            if len(streams) >= CONNECTIONS:
-                await asyncio.sleep(0.1)
-
-    http.handle_stream = counted
-    take_over(http, room)
     application = server.http_application
     find = application.find_handler
 
@@ -165,36 +140,6 @@ async def load_dashboard(scheduler: Any) -> None:
         from distributed.dashboard import scheduler as dashboard
 
         dashboard.connect(application, scheduler.http_server, scheduler, prefix="/")
-        for name, module in scheduler.extensions.get(PAGES, {}).items():
-            _show_page(scheduler, name, module)
-
-
-def add_page(scheduler: Any, name: str, module: str) -> None:
-    """Add a page to the dashboard: ``document`` of a module, which is imported with the dashboard.
-
-    The dashboard may be loaded already.
-    """
-    scheduler.extensions.setdefault(PAGES, {})[name] = module
-    if any(hasattr(one, "app_paths") for one in scheduler.http_application.applications):
-        _show_page(scheduler, name, module)
-
-
-def _show_page(scheduler: Any, name: str, module: str) -> None:
-    """Add it as distributed adds its own, which takes all at once (as of 2026.7)."""
-    from distributed.dashboard.core import BokehApplication
-    from distributed.dashboard.scheduler import template_variables
-    from tornado.ioloop import IOLoop
-
-    document = importlib.import_module(module).document
-    variables = template_variables(scheduler)
-    pages = variables["pages"]  # the list that all pages show
-    pages.insert(pages.index("profile"), name)
-    page = BokehApplication(
-        {f"/{name}": document}, scheduler, prefix="/", template_variables=variables
-    )
-    scheduler.http_application.add_application(page)
-    page.initialize(IOLoop.current())
-    page.start()
 
 
 def _load_bokeh() -> None:

@@ -1,4 +1,4 @@
-"""Parts of tornado, as in 6.6: its servers know no limit of connections, and no range of ports."""
+"""Parts of tornado, as in 6.6: its servers know no range of ports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ from .parts import require
 SEEN = "tornado 6.6"
 
 
-def accept_by(server: Any, acceptor: Callable[[Any, Callable[..., object]], Any]) -> None:
-    """Accept a server's connections by another: of a socket, and with what handles them."""
-    require(SEEN, server, "_sockets", "_handlers", "_handle_connection")
-    for number, sock in server._sockets.items():
-        server._handlers[number]()
-        server._handlers[number] = acceptor(sock, server._handle_connection).stop
-
-
 def choose_ports_by(choose: Callable[[Callable[[int], Any]], Any]) -> None:
-    """Have `choose` call, with the port that it likes, what listens where no port was named.
+    """Pick the port with `choose` whenever a caller binds to port 0.
 
     distributed has ranges for nannies and workers only, not for schedulers and http servers.
     """

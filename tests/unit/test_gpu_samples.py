@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdask.gpu import samples
-from hpcdask.gpu.samples import GpuSample, Reading, Sampler
+from hpcdask.gpu.samples import GpuSample, Sampler
 from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
 from launching import wait_for
 
@@ -28,7 +27,7 @@ BUSY = {
     "reasons": 0x4 | 0x1,
     "clock": 1755,
     "temperature": 61,
-    "fields": {"3:0": 0, "4:0": 0, "138:4294967295": 2000, "139:0": 10, "139:1": 20},
+    "fields": {"3:0": 0, "4:0": 0, "138:4294967295": 2000, "139:4294967295": 30},
 }
 SLICE = {"uuid": "MIG-a", "name": "slice", "now": {"used": GIB}}
 NODE = [
@@ -63,46 +62,43 @@ def clock(monkeypatch):
 
 def test_what_nvml_tells(nvml):
     nvml(NODE)
-    reading = Sampler(["GPU-a"]).read()
-    (one,) = reading.samples
-    assert reading.unseen == []
+    one = Sampler("GPU-a").read()
     assert (one.uuid, one.index, one.model) == ("GPU-a", 0, "NVIDIA H100")
     assert one.label == f"{one.host} GPU 0"
     assert (one.utilisation, one.memory_used, one.memory_total) == (80, 20 * GIB, 80 * GIB)
     assert (one.power_w, one.energy_j) == (350.25, 9000.0)
     assert one.held_back == ["power cap"]
-    assert (one.clock_mhz, one.memory_clock_mhz, one.temperature_c) == (1755, 2619, 61)
-    assert (one.ecc_corrected, one.ecc_uncorrected) == (0, 0)
-    # one direction as a whole, the other link by link
+    assert (one.clock_mhz, one.temperature_c) == (1755, 61)
+    assert (one.ecc_corrected, one.ecc_uncorrected, one.busy_s) == (0, 0, 0)
     assert (one.nvlink_sent, one.nvlink_received) == (2000 * 1024, 30 * 1024)
-    # the package has no such field
-    assert (one.pcie_sent, one.memory_temperature_c) == (None, None)
-    assert Reading.from_json(json.loads(json.dumps(reading.to_json()))) == reading
+    assert one.pcie_sent is None, "the package has no such field"
+    assert GpuSample.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_what_is_not_told_is_unknown(nvml):
     nvml(NODE)
-    reading = Sampler(["MIG-a", "GPU-c", "GPU-nowhere"]).read()
-    assert reading.unseen == ["GPU-c", "GPU-nowhere"]
-    (one,) = reading.samples
+    one = Sampler("MIG-a").read()
     assert one.label == f"{one.host} GPU MIG-a"
     assert one.memory_used == GIB
     told = (one.index, one.utilisation, one.power_w, one.energy_j, one.held_back, one.nvlink_sent)
     assert told == (None,) * 6
-    assert Sampler(["GPU-a"]).read().samples[0].busy_s == 0
 
 
-def test_without_a_driver_all_is_unseen(nvml, monkeypatch):
-    monkeypatch.delenv("FAKE_NVML")
-    assert Sampler(["GPU-a"]).read() == Reading([], ["GPU-a"])
+@pytest.mark.parametrize("uuid", ["GPU-c", "GPU-nowhere", "without a driver"])
+def test_a_gpu_that_nvml_does_not_show(nvml, monkeypatch, uuid):
+    nvml(NODE)
+    if uuid == "without a driver":
+        monkeypatch.delenv("FAKE_NVML")
+    assert Sampler(uuid).read() is None
+    assert samples.sample_of(uuid) == {}
 
 
 def test_sums(nvml, clock):
-    sampler = Sampler(["GPU-a"])
+    sampler = Sampler("GPU-a")
     for utilisation, used, reasons in ((50, 1, 0), (100, 5, 0x4), (20, 2, 0x60)):
         now = {**BUSY, "utilisation": utilisation, "used": used, "reasons": reasons}
         nvml([{**NODE[0], "now": now}])
-        (one,) = sampler.read().samples
+        one = sampler.read()
     assert (one.sampled_s, one.busy_s, one.peak_memory) == (2, pytest.approx(1.2), 5)
     assert one.held_back_s == {
         "power cap": 1,
@@ -111,12 +107,18 @@ def test_sums(nvml, clock):
     }
 
 
+def test_one_gpu_for_who_looks_at_a_run(nvml):
+    nvml(NODE)
+    found = samples.sample_of("GPU-a")
+    assert (found["utilisation"], found["memory_used"]) == (80, 20 * GIB)
+
+
 def test_the_thread_reads_until_it_is_stopped(nvml, monkeypatch):
     monkeypatch.setattr(samples, "INTERVAL_S", 0.01)
     nvml(NODE)
-    sampler = Sampler(["GPU-a"])
+    sampler = Sampler("GPU-a")
     sampler.start()
-    wait_for(lambda: sampler.latest.samples and sampler.latest.samples[0].sampled_s, what="samples")
+    wait_for(lambda: sampler.latest and sampler.latest.sampled_s, what="samples")
     sampler.stop()
 
 
@@ -210,30 +212,3 @@ def test_what_was_wrong():
     ]
     brief = [used(*(sample(at, busy_s=0.0) for at in (0, 5)))]
     assert summary(brief).problems == []
-
-
-def test_nothing_is_imported_where_workers_start():
-    program = (
-        "import sys; import hpcdask.node.device_worker, hpcdask.runner.scheduler; "
-        "print(*(m for m in sys.modules if m.startswith('hpcdask.gpu.')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    loaded = set(done.stdout.split())
-    later = {f"hpcdask.gpu.{name}" for name in ("samples", "monitor", "usage", "page", "metrics")}
-    assert "hpcdask.gpu.reporting" in loaded
-    assert not loaded & later
-
-
-def test_sampling_takes_one_percent_of_a_core_at_most():
-    assert samples.interval_s(0.001) == 1
-    assert samples.interval_s(0.014) == pytest.approx(1.4)
-    assert samples.interval_s(0.056) == pytest.approx(5.6)
-
-
-def test_what_one_gpu_does_now(nvml):
-    nvml(NODE)
-    found = samples.sample_of("GPU-a")
-    assert (found["utilisation"], found["memory_used"]) == (80, 20 * GIB)
-    assert samples.sample_of("GPU-of-another-node") == {}

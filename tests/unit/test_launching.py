@@ -40,7 +40,6 @@ SLEEP = {
     "mpi/test_ucx.py:result": "after a failure",
     "unit/test_bench.py:measure": "until it gets a signal",
     "unit/test_termination.py:hand_over": "as long as it may",
-    "unit/test_listening.py:run": "turns of the loop, however long they take",
 }
 
 

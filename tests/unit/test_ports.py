@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
 
 import dask
@@ -92,31 +91,6 @@ def test_submit_hands_it_to_the_runner(tmp_path, given, code):
 # Which is taken
 
 
-def test_the_order_is_random_and_leaves_the_user_s_seed_alone():
-    orders = []
-    random.seed(1)
-    expected = random.random()
-    for _ in range(4):
-        tried: list[int] = []
-
-        def bind(port: int, tried: list[int] = tried) -> None:
-            tried.append(port)
-            raise OSError(98, "Address already in use")
-
-        random.seed(1)
-        with pytest.raises(ClusterError):
-            ports.choose(bind, "20000-20199")
-        assert random.random() == expected
-        assert sorted(tried) == list(range(20000, 20200))
-        orders.append(tuple(tried))
-    assert len(set(orders)) == 4
-
-
-def test_without_a_range_the_kernel_chooses():
-    assert ports.current() is None
-    assert ports.choose(lambda port: port) == 0
-
-
 def test_taken_ports_are_left_out_until_none_is_free():
     free = free_range(3)
     with contextlib.ExitStack() as stack:
@@ -127,14 +101,6 @@ def test_taken_ports_are_left_out_until_none_is_free():
             ports.choose(bound, text(free))
     for word in (f"all 3 ports of {text(free)}", socket.gethostname(), "needs 3", "--port-range"):
         assert word in str(caught.value)
-
-
-def test_other_errors_are_not_hidden():
-    def bind(port: int) -> None:
-        raise OSError(99, "Cannot assign requested address")
-
-    with pytest.raises(OSError, match="Cannot assign"):
-        ports.choose(bind, "20000-20999")
 
 
 def test_only_what_is_inside_of_the_block():
@@ -272,14 +238,6 @@ def test_the_doctor_connects_to_the_others():
     found = asyncio.run(doctor_ports.connect({"a": listening.facts(), "b": closed.facts()}))
     listening.close()
     assert found == {"b": "Connection refused"}
-
-
-def test_each_node_tries_those_after_it():
-    listeners = {f"n{i}": {"port": i, "address": "", "error": ""} for i in range(40)}
-    assert list(doctor_ports.targets("n38", listeners))[:3] == ["n39", "n1", "n2"]  # n0 has none
-    assert len(doctor_ports.targets("n2", listeners)) == doctor_ports.MOST_TARGETS
-    few = {name: listeners[name] for name in ("n1", "n2")}
-    assert list(doctor_ports.targets("n1", few)) == ["n2"]
 
 
 def test_what_the_doctor_says_of_the_nodes():

@@ -1,160 +1,64 @@
-"""Each process of ours that listens keeps strangers within the limits, as it is really started."""
+"""What strangers can cost the servers of a run and of a cluster, as they are really started."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from distributed import Scheduler
 
+import hpcdask
 from hpcdask.clusters.scheduler import ClusterScheduler, read_scheduler_options
+from hpcdask.process import raise_descriptor_limit
 from hpcdask.runner import leader, protocol
-from hpcdask.security import listening
 from hpcdask.spec.specs import RunSpec
 from launching import wait_for
-from strangers import closed
 
-FEW = 1024
-TOO_MANY = listening.UNPROVEN_LIMIT + 60
-
-#: How each is made; all print their ports and end with their standard input.
-START = """
-import asyncio, json, sys
-from distributed import Scheduler
-from hpcdask.security import listening
-from hpcdask.security.credentials import create_credentials, to_security
-
-listening.DEADLINE_SWEEPS = 10**9
-keys = to_security(create_credentials())
-LOCAL = {"host": "127.0.0.1", "port": 0, "security": keys, "dashboard_address": "127.0.0.1:0"}
-
-def tell(server):
-    web = getattr(server, "http_server", None)
-    print(json.dumps([server.port, web and web.port]), flush=True)
-
-async def until_the_end():
-    await asyncio.to_thread(sys.stdin.read)
-
-async def cluster():
-    from hpcdask.clusters.scheduler import ClusterScheduler, read_scheduler_options
-    options = read_scheduler_options(None, "none", None, local=True)
-    made = ClusterScheduler(Scheduler, options, None, local=True, say=print)
-    made.save_keys(sys.argv[2])
-    await made.start()
-    tell(made.server)
-    await until_the_end()
-    await made.close()
-    made.remove_scratch()
-
-async def worker():
-    from hpcdask.comm.peers import PeerWorker
-    options = {"security": keys, "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
-    async with Scheduler(**LOCAL) as there, PeerWorker(there.address, **options) as made:
-        tell(made)
-        await until_the_end()
-
-async def nanny():
-    from hpcdask.node.nanny import BoundNanny
-    async with Scheduler(**LOCAL) as there:
-        options = {"security": keys, "host": "127.0.0.1", "nthreads": 1}
-        async with BoundNanny(there.address, env={}, **options) as made:
-            tell(made)
-            await until_the_end()
-
-async def control_line():
-    from hpcdask.runner.control import ControlServer
-    made = ControlServer("nonce", None)
-    context = keys.get_listen_args("scheduler")["ssl_context"]
-    print(json.dumps([await made.listen("127.0.0.1", context), None]), flush=True)
-    await until_the_end()
-    made.close()
-
-if __name__ == "__main__":
-    asyncio.run(globals()[sys.argv[1]]())
-"""
-RUN = """
-import socket, sys
-from hpcdask.runner import scheduler
-from hpcdask.security import listening
-listening.DEADLINE_SWEEPS = 10**9
-scheduler.main(socket.socket(fileno=int(sys.argv[1])))
-"""
+FEW, STRANGERS = 1024, 1500
 
 
-def few_descriptors() -> None:
-    """Begin with what many sites give."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_descriptor_limit()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < STRANGERS + FEW:
+        pytest.skip(f"only {soft} descriptors are allowed here")
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def end(process: subprocess.Popen, ask: Callable[[], object]) -> None:
-    """Have a process end, whatever the test found."""
-    with contextlib.suppress(OSError):
-        ask()
-    try:
-        process.wait(60)
-    finally:
-        process.kill()
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[str]:
+    """A run that begins with the descriptors that many sites give; the name of its file."""
 
+    def few_descriptors() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
 
-@contextlib.contextmanager
-def started(kind: str, folder: str) -> Iterator[tuple[subprocess.Popen, int, int | None]]:
-    """A server in a process of its own, its port, and that of its pages."""
-    if kind == "run":
-        with run(folder) as found:
-            yield found
-        return
-    with subprocess.Popen(
-        [sys.executable, "-c", START, kind, f"{folder}/keys"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=few_descriptors,
-    ) as process:
+    file = tmp_path / "scheduler.json"
+    command = ["-m", "hpcdask.run", "--device", "cpu", "--scheduler-file", str(file)]
+    with subprocess.Popen([sys.executable, *command], preexec_fn=few_descriptors) as process:
         try:
-            yield process, *json.loads(process.stdout.readline())
+            wait_for(file.exists, 120, "the scheduler file")
+            yield str(file)
         finally:
-            end(process, process.stdin.close)
+            process.terminate()
+            process.wait(60)
 
 
-def line(message: protocol.Message) -> bytes:
-    return json.dumps(message.to_json()).encode() + b"\n"
-
-
-@contextlib.contextmanager
-def run(folder: str) -> Iterator[tuple[subprocess.Popen, int, int]]:
-    """The scheduler of a run, and what its rank does."""
-    rank, theirs = socket.socketpair()
-    order = protocol.StartScheduler("127.0.0.1", None, "tcp", {}, "127.0.0.1:0", folder)
-    with rank, rank.makefile("r") as said:
-        command = [sys.executable, "-c", RUN, str(theirs.fileno())]
-        with subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], preexec_fn=few_descriptors
-        ) as process:
-            theirs.close()
-            try:
-                rank.sendall(line(order))
-                while not isinstance(
-                    told := protocol.read(json.loads(said.readline())), protocol.SchedulerStarted
-                ):
-                    assert not isinstance(told, protocol.SchedulerFailed), told
-                yield process, int(told.address.rsplit(":", 1)[1]), told.dashboard_port
-            finally:
-                end(process, lambda: rank.sendall(line(protocol.CloseScheduler())))
-
-
-def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
-    """The status of an answer; 0 without one."""
-    page = HTTPConnection("127.0.0.1", port, timeout=60)
+def status_of(address: tuple[str, int], method: str, path: str, body: bytes | None = None) -> int:
+    """Return the status of an answer; 0 without one."""
+    page = HTTPConnection(*address, timeout=60)
     try:
         page.request(method, path, body)
         return page.getresponse().status
@@ -164,50 +68,49 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
         page.close()
 
 
+def check_pages(host: str, port: int) -> None:
+    """Assert that an HTTP server leads to no other, and takes small bodies only."""
+    address = host, port
+    assert status_of(address, "GET", "/health") == 200
+    status_of(address, "GET", "/status")  # a scheduler's dashboard is there from then on
+    assert status_of(address, "GET", "/proxy/22/127.0.0.1/") == 404
+    # a page that takes no POST says so, unless its body is too much already
+    assert status_of(address, "POST", "/health", bytes(1000)) == 405
+    assert status_of(address, "POST", "/health", bytes(200_000)) in (0, 400)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "run",
-        "worker",
-        "control_line",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("cluster", "nanny")),
-    ],
-)
-def test_strangers_of_each_server_are_kept_within_limits(kind, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = before[1]
-    if hard != resource.RLIM_INFINITY and hard < 4 * TOO_MANY:
-        pytest.skip(f"only {hard} descriptors are allowed here")
-    with started(kind, str(tmp_path)) as (process, port, pages), contextlib.ExitStack() as stack:
-        soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        assert soft == hard or soft >= listening.ENOUGH_DESCRIPTORS
-        listening.prepare()
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
-        silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
-            for _ in range(TOO_MANY)
-        ]
-        room = TOO_MANY - listening.UNPROVEN_LIMIT
-        start = time.monotonic()
-        wait_for(lambda: closed(silent) >= room, 20, "the oldest to leave for the others")
-        assert time.monotonic() - start < 50  # asyncio itself ends a handshake after a minute
-        if pages is not None:
-            assert status_of(pages, "GET", "/health") == 200
-            status_of(pages, "GET", "/status")  # a scheduler's dashboard is there from then on
-            assert status_of(pages, "GET", "/proxy/22/127.0.0.1/") == 404
-            # a page that takes no POST says so, unless its body is too much already
-            assert status_of(pages, "POST", "/health", bytes(1000)) == 405
-            assert status_of(pages, "POST", "/health", bytes(200_000)) in (0, 400)
+def test_silent_connections_keep_no_client_out_of_a_run(many_descriptors, run):
+    with contextlib.ExitStack() as stack, hpcdask.connect(run) as client:
+        client.wait_for_workers(1, timeout=120)
+        address = urlsplit(client.scheduler.address)
+        for _ in range(STRANGERS):
+            stranger = socket.create_connection((address.hostname, address.port), timeout=60)
+            stack.enter_context(stranger)
+        with hpcdask.connect(run) as late:
+            assert late.submit(sum, [1, 2]).result(timeout=60) == 3
+
+
+@pytest.mark.slow
+def test_pages_of_a_run(run):
+    with hpcdask.connect(run) as client:
+        client.wait_for_workers(1, timeout=120)
+        info = client.scheduler_info()
+        check_pages("127.0.0.1", info["services"]["dashboard"])
+        worker = next(iter(info["workers"].values()))
+        check_pages(worker["host"], worker["services"]["dashboard"])
 
 
 def test_a_cluster_of_one_machine_is_for_that_machine(tmp_path):
-    with started("cluster", str(tmp_path)) as (_, port, pages):
-        assert status_of(pages, "GET", "/health") == 200
-        for one in (port, pages):
-            socket.create_connection(("127.0.0.1", one), timeout=60).close()
+    with hpcdask.LocalCUDAJobCluster(
+        device="cpu", cores=1, memory="1GiB", shared_temp_directory=str(tmp_path)
+    ) as cluster:
+        ports = [urlsplit(one).port for one in (cluster.scheduler_address, cluster.dashboard_link)]
+        check_pages("127.0.0.1", ports[1])
+        for port in ports:
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
             with pytest.raises(ConnectionRefusedError):  # as from the network
-                socket.create_connection(("127.0.0.2", one), timeout=60)
+                socket.create_connection(("127.0.0.2", port), timeout=60)
 
 
 def test_a_cluster_without_keys_says_what_that_means(tmp_path):

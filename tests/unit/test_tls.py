@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import socket
 import ssl
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -103,20 +101,6 @@ def test_credentials_of_one_s_own_are_kept_and_travel():
     assert all(getattr(made, name) == getattr(own, name) for name in Security.__slots__)
     for arguments in (made.get_listen_args("worker"), made.get_connection_args("client")):
         assert issubclass(arguments["ssl_context"].sslsocket_class, tls.Socket)
-
-
-def test_no_key_is_written_where_the_end_of_the_process_would_leave_it(access, monkeypatch):
-    """A run that was ended while it came up left its key in TMPDIR."""
-
-    def write(*_: Any, **__: Any) -> None:
-        raise AssertionError("a temporary folder")
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", write)
-    monkeypatch.setattr(tempfile, "mkdtemp", write)
-    open_files = os.listdir("/proc/self/fd")
-    for arguments in (access.get_listen_args("worker"), access.get_connection_args("client")):
-        assert arguments["ssl_context"].get_ca_certs()
-    assert os.listdir("/proc/self/fd") == open_files
 
 
 def test_without_credentials_there_is_no_tls():

@@ -24,7 +24,6 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status
-from tornado.tcpserver import TCPServer
 
 import hpcdask
 from hpcdask.errors import UsageError
@@ -34,7 +33,6 @@ from hpcdask.upstream import (
     dask_cuda,
     dask_jobqueue,
     distributed,
-    tornado,
 )
 from hpcdask.upstream import multiprocessing as mp
 from launching import needs
@@ -189,7 +187,6 @@ def test_what_is_set_on_live_servers_is_there():
         lambda there: distributed.set_interval(there, 0.0),
         lambda there: distributed.set_message_limit(there, 1),
         distributed.leave_folder,
-        lambda there: tornado.accept_by(there, None),
         dask_jobqueue.prologue,
         lambda there: dask_cuda.on_device(SimpleNamespace(device_buffer=there)),
     ],
@@ -301,12 +298,6 @@ def test_what_is_culled_is_what_dask_culls():
 
 
 # The others
-
-
-def test_tornado_lets_another_accept():
-    server = TCPServer()
-    assert server._sockets == server._handlers == {}
-    assert callable(server._handle_connection)
 
 
 def test_jobs_have_their_prologue():
