@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -23,18 +22,8 @@ from .usage import GpuUsage, RunUsage, summary
 
 #: Name of the monitor among the scheduler's plugins.
 NAME = "hpcdask-gpus"
-#: Seconds for which the past of each GPU is kept, and for a worker to read its GPU at the end.
-KEPT_S, READ_DEADLINE_S = 600.0, 0.5
-
-
-class Moment(NamedTuple):
-    """One GPU at one time: percent, bytes, watts and bytes per second."""
-
-    time: float
-    utilisation: float | None
-    memory: int | None
-    power: float | None
-    nvlink: float | None
+#: Seconds for a worker to read its GPU at the end.
+READ_DEADLINE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,6 @@ class _Gpu:
     workers: list[WorkerState] = field(default_factory=list)
     usage: GpuUsage = field(default_factory=GpuUsage)
     lap: GpuUsage = field(default_factory=GpuUsage)
-    past: deque[Moment] = field(default_factory=deque)
     since: float | None = None
 
     def take(self, told: dict[str, Any] | None) -> None:
@@ -86,12 +74,6 @@ class _Gpu:
         names = ", ".join(str(ws.name) for ws in self.workers)
         pools = [(ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers]
         self.state = GpuState(sample, names, sum(pools) or None, nvlink, pcie)
-        now = sample.time
-        self.past.append(
-            Moment(now, sample.utilisation, sample.memory_used, sample.power_w, nvlink)
-        )
-        while self.past[0].time < now - KEPT_S:
-            self.past.popleft()
 
     def count(self, *, ends: bool = False) -> None:
         """Count the time that a worker has had it; `ends` if none does any more."""
@@ -163,14 +145,6 @@ class GpuMonitor(SchedulerPlugin):
         """Return the GPUs that workers have, as they are, by host and index."""
         states = [gpu.state for gpu in self._gpus.values() if gpu.state and gpu.since]
         return sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0))
-
-    def past(self, since: float = 0.0) -> dict[str, list[Moment]]:
-        """Return what each GPU did of late, by its label."""
-        return {
-            gpu.usage.label: [one for one in gpu.past if one.time >= since]
-            for gpu in self._gpus.values()
-            if gpu.past
-        }
 
     def usage(self) -> RunUsage | None:
         """Return what all GPUs did so far; None if none was sampled."""

@@ -27,7 +27,6 @@ SLEEP = {
     "jobs/attached.py": "until it is killed",
     "jobs/attached.py:work": "a Dask task",
     "jobs/notebook.py": "until it is killed",
-    "jobs/test_cluster.py:endless": "a Dask task",
     "jobs/test_groups.py:slow": "a Dask task",
     "jobs/test_gang.py:run": "wherever it is just then",
     "jobs/test_worker.py:test_the_second_signal_ends_at_once": "longer than what counts once",

@@ -351,27 +351,3 @@ def test_a_peer_that_died_is_one_line(text):
         assert logs._not_of_the_departed(record)
         assert bool(record.exc_info) == traceback
         assert ("after 10 s" in record.getMessage()) == ("after 10 s" in str(error))
-
-
-@needs("ucxx")
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        ("UCXCanceledError('Request canceled')", True),
-        ("UCXMessageTruncatedError('length mismatch: 0 (got) != 32 (expected)')", True),
-        ("UCXMessageTruncatedError('length mismatch: 33 (got) != 32 (expected)')", False),
-        ("UCXError('anything else')", False),
-    ],
-)
-def test_a_worker_that_ended_while_it_said_hello_is_no_stranger(error, expected, monkeypatch):
-    import ucxx
-
-    from hpcdask.comm import ucx
-
-    monkeypatch.setattr(ucx.base, "ucxx", ucxx)  # as after its start
-    error = eval(error, vars(ucxx.exceptions))
-    closed = CommClosedError("the ucx connection broke while reading")
-    closed.__cause__ = error
-    assert ucx._hung_up(error) is ucx._hung_up(closed) is expected
-    assert not ucx._hung_up(CommClosedError("the other side closed"))
-    assert not ucx._hung_up(PermissionError("the other side does not know the secret"))
