@@ -155,18 +155,6 @@ def test_ucx_is_driven_by_the_event_loop_whatever_the_user_set():
     assert given["UCXPY_PROGRESS_MODE"] == "blocking"
 
 
-# Strangers
-
-
-@needs("ucxx")
-def test_a_stranger_has_little_time_and_few_of_them_wait():
-    """Every other test sets limits of its own."""
-    from hpcdask.comm import ucx
-
-    assert ucx.AUTHENTICATION_DEADLINE_S == 5
-    assert 1 < ucx.PENDING_LIMIT <= 64
-
-
 # Messages
 
 
