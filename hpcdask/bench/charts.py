@@ -9,7 +9,7 @@ from typing import Any
 from bokeh.models import ColumnDataSource, PrintfTickFormatter
 from bokeh.palettes import Category20, Cividis256
 from bokeh.plotting import figure
-from bokeh.transform import linear_cmap
+from bokeh.transform import linear_cmap, log_cmap
 from dask.utils import format_time
 
 from hpcdask.bench.records import failed, name_of, reached
@@ -23,6 +23,8 @@ OTHER = "#cc79a7"
 ROW, LINE, ROOM = 30, 25, 70
 #: Heat maps of more workers have small cells without numbers.
 MAX_NUMBERED = 16
+#: Rates that span more than this are coloured by their logarithm.
+LOG_RATIO = 10.0
 
 
 def times(records: Sequence[Record]) -> Any:
@@ -94,8 +96,9 @@ def heat_map(result: Mapping[str, Any]) -> Any:
         if i != j
     ]
     low, high = min(row["rate"] for row in rows), max(row["rate"] for row in rows)
+    middle = math.sqrt(low * high) if LOG_RATIO * low < high else (low + high) / 2
     for row in rows:
-        row["ink"] = "white" if row["rate"] < (low + high) / 2 else "black"
+        row["ink"] = "white" if row["rate"] < middle else "black"
     plot = _figure(
         x_range=names,
         y_range=names[::-1],
@@ -106,7 +109,9 @@ def heat_map(result: Mapping[str, Any]) -> Any:
         height=max(160, cell * len(names)) + 100,
     )
     source = _source(rows)
-    colour = linear_cmap("rate", Cividis256, low, high)
+    # Between nodes, a slow pair would not be seen on a linear scale.
+    scale = log_cmap if 0 < LOG_RATIO * low < high else linear_cmap
+    colour = scale("rate", Cividis256, low, high)
     cells = plot.rect("receives", "sends", 1, 1, source=source, color=colour)
     how: dict[str, Any] = {"text_align": "center", "text_baseline": "middle"}
     plot.text("receives", "sends", "text", source=source, text_color="ink", **how)

@@ -186,36 +186,20 @@ def test_no_result_is_no_table(capsys):
     assert capsys.readouterr().out == ""
 
 
-IS_TERMINAL = "from hpcdask.bench import summary; print(summary.is_terminal())"
-
-
-def test_what_is_a_terminal(tmp_path):
-    """Below Open MPI's mpirun every rank has one: that of mpirun counts."""
-    above = tmp_path / "prterun"  # forwards what its child writes to a terminal of its own
-    above.write_text(
-        f"#!{sys.executable}\nimport pty, sys\n"
-        "open('/proc/self/comm', 'w').write('prterun')\nsys.exit(pty.spawn(sys.argv[1:]))\n"
-    )
-    above.chmod(0o700)
-    child = [sys.executable, "-c", IS_TERMINAL]
-    assert _printed(child, terminal=False) == "False"
-    assert _printed(child, terminal=True) == "True"
-    assert _printed([str(above), *child], terminal=False) == "False"
-    assert _printed([str(above), *child], terminal=True) == "True"
-
-
-def _printed(argv: list[str], *, terminal: bool) -> str:
-    """The last line that a command writes to a terminal, or to a pipe."""
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_rank_of_open_mpi_has_the_terminal_of_mpirun(monkeypatch, terminal):
+    """Open MPI gives each rank a terminal of its own."""
     reading, writing = os.openpty() if terminal else os.pipe()
-    root = str(Path(command.__file__).parents[2])
-    with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=writing, env={**os.environ, "PYTHONPATH": root}
-    ) as process:
-        assert process.wait(timeout=60) == 0
-    os.close(writing)
-    text = os.read(reading, 10_000).decode()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=writing) as mpirun:
+        process = SimpleNamespace(pid=mpirun.pid, name=lambda: "prterun")
+        monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: [process]))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        assert summary.is_terminal() == terminal
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+        assert not summary.is_terminal()
+        mpirun.stdin.close()
     os.close(reading)
-    return text.split()[-1]
+    os.close(writing)
 
 
 @pytest.mark.parametrize(
