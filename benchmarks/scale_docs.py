@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Template
 
-from hpcdask.bench.charts import NAMES
-
+#: Okabe and Ito's, which colour-blind people tell apart ("Color universal design", 2008).
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE.parent / "docs/scale.md", HERE.parent / "docs/pictures/scale.svg"
 BEGIN, END = "<!-- written by benchmarks/scale.py -->\n", "<!-- end -->\n"
@@ -119,7 +119,7 @@ def panel(
         lines.append(
             {
                 "name": row.words.replace("`", ""),
-                "colour": NAMES[place % len(NAMES)],
+                "colour": COLOURS[place % len(COLOURS)],
                 "dots": dots,
                 "points": " ".join(f"{a},{b}" for a, b in dots),
                 "legend": 40 + 20 * place,

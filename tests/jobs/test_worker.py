@@ -27,6 +27,7 @@ from hpcdask.gpu.first_use import FirstUse
 from hpcdask.node import device_worker, job_agent, job_options
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.queues import environment
+from hpcdask.queues.registry import systems
 from hpcdask.security import private
 from hpcdask.security.credentials import (
     create_credentials,
@@ -584,6 +585,12 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
     assert "job 4711.server has 2 nodes, and only under SLURM" in ended.errors[0], ended
 
 
+def of_jobs() -> set[str]:
+    """Return the variables by which queueing systems name their jobs."""
+    named = {name for system in systems().values() for name in (system.job, system.number)}
+    return {*environment.FLUX, *named} - {""}
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -595,12 +602,7 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
     ],
 )
 def test_the_identity_of_a_job(monkeypatch, environ, expected):
-    for name in [
-        *environment.VARIABLES,
-        "HPCDASK_JOB_ID",
-        "HPCDASK_RESTARTS",
-        "SLURM_RESTART_COUNT",
-    ]:
+    for name in [*of_jobs(), "HPCDASK_JOB_ID", "HPCDASK_RESTARTS", "SLURM_RESTART_COUNT"]:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -619,7 +621,7 @@ def test_the_identity_of_a_job(monkeypatch, environ, expected):
     ],
 )
 def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
-    for name in [*environment.VARIABLES, "SLURM_ARRAY_JOB_ID", "JOB_ID"]:
+    for name in of_jobs():
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -20,14 +20,8 @@ JOB = """#!/bin/bash
 #SBATCH hetjob
 #SBATCH --nodes=2 --ntasks-per-node=2 --mem=6000
 {environment}
-srun --het-group=0,1 {python} {memory}
 srun --het-group=0,1 bash {rank} {python} -m hpcdask.run {options} {show}
 echo over $?
-"""
-MEMORY = """
-import os
-from hpcdask.bootstrap.resources import job_memory
-print("memory", os.environ["SLURM_PROCID"], job_memory() >> 20, flush=True)
 """
 SHOW = """
 from distributed import Client
@@ -46,7 +40,7 @@ exec "$@"
 @needs("cuda")
 def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> None:
     patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
-    files = {"sitecustomize.py": patch, "memory.py": MEMORY, "show.py": SHOW, "rank.sh": RANK}
+    files = {"sitecustomize.py": patch, "show.py": SHOW, "rank.sh": RANK}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     path = [str(tmp_path), str(TESTS / "fakes"), os.environ.get("PYTHONPATH", "")]
@@ -60,7 +54,6 @@ def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> N
     script = JOB.format(
         environment="\n".join(f"export {key}='{value}'" for key, value in variables.items()),
         python=sys.executable,
-        memory=tmp_path / "memory.py",
         rank=tmp_path / "rank.sh",
         options="--groups auto --rmm-pool-size 0 --device-memory-limit 0",
         show=tmp_path / "show.py",
@@ -71,8 +64,6 @@ def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> N
     slurm.submit("-o", log, tmp_path / "job.sh", cwd=tmp_path)
     wait_for(lambda: "\nover " in f"\n{log.read_text()}", 60, "the job's end")
     lines = log.read_text().splitlines()
-    memory = {line for line in lines if line.startswith("memory")}
-    assert memory == {f"memory {i} {4000 if i < 2 else 6000}" for i in range(6)}, lines
     assert "kinds 2 4" in lines, lines
     assert "over 0" in lines, lines
     (ready,) = [line for line in lines if "ready in" in line]

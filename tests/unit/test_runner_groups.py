@@ -169,7 +169,7 @@ def test_a_fall_back_to_the_cpu_is_told(capfd):
 
 
 def test_the_device_is_said_once():
-    error = early_error(RunRequest(RunSpec(groups="gpu:1 cpu:1", device="cpu")), FIRST)
+    error = early_error(RunRequest(RunSpec(groups="gpu:1 cpu:1", device="cpu")))
     assert "--device cpu that all compute on the same: leave one out" in str(error)
 
 
