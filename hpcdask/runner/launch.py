@@ -100,7 +100,9 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
     janitor, probe = prepared
     _check_configuration(rank)
-    import distributed  # noqa: F401  (once per rank: all that follows is forked)
+    # once per rank, for all that is forked: the program, the scheduler, the template of workers
+    import dask.array  # noqa: F401
+    import distributed  # noqa: F401
 
     from hpcdask.node import forking
     from hpcdask.node.forkserver import start_forkserver

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import socket
 import warnings
 from collections.abc import Callable
@@ -61,8 +60,6 @@ class _WorkerReporter(SchedulerPlugin):
 def main(sock: socket.socket) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     leave_signals_to_the_rank()
-    # the first graph would wait for it: 1.2 s for a sum on two cores, instead of 0.1
-    importlib.import_module("dask.array")
     raise_descriptor_limit()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
