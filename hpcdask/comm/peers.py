@@ -24,6 +24,7 @@ from distributed.comm import Comm, get_address_host, unparse_host_port
 from distributed.config import defaults
 from distributed.core import ConnectionPool, Status, send_recv
 from distributed.protocol import to_serialize
+from distributed.utils import get_ip
 
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.logs import complain, say
@@ -216,7 +217,10 @@ class PeerWorker(Worker):
         from . import ucx
 
         ucx.register()
-        await super().listen(f"ucx://{unparse_host_port(get_address_host(self.address))}:0")
+        host, devices = get_address_host(self.address), os.environ.get("UCX_NET_DEVICES", "lo")
+        if host == "127.0.0.1" and "lo" not in devices.split(","):
+            host = get_ip()  # UCX does not listen on the loopback
+        await super().listen(f"ucx://{unparse_host_port(host)}:0")
         self._ucx: Any = self.listeners[-1]
         self._ucx_address = self._ucx.contact_address
 
