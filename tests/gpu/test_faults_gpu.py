@@ -19,17 +19,21 @@ from distributed import Client, wait
 
 SIDE = 4000
 
-def block(block_id=None):
+def block(number):
     import cupy
-    i, j = block_id
-    return cupy.full((SIDE, SIDE), 10.0 * i + j)
+    return cupy.full((SIDE, SIDE), float(number))
+
+def mean(x):
+    return float(x.mean())
 
 def exchange(client):
-    '''x + x.T over all workers, checked.'''
-    x = da.map_blocks(block, chunks=((SIDE,) * 4, (SIDE,) * 4), dtype=float,
-                      meta=np.empty((0, 0)))
-    y = (x + x.T).map_blocks(lambda b: b[:1, :1].get(), chunks=(1, 1), meta=np.empty((0, 0)))
-    return bool((y.compute() == [[11.0 * (i + j) for j in range(4)] for i in range(4)]).all())
+    '''The mean of an array from each worker, on another one: checked.'''
+    workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    made = [client.submit(block, number, workers=[worker], pure=False)
+            for number, worker in enumerate(workers)]
+    means = [client.submit(mean, made[number - 1], workers=[worker], pure=False)
+             for number, worker in enumerate(workers)]
+    return client.gather(means) == [float((n - 1) % len(workers)) for n in range(len(workers))]
 
 def free_memory(client):
     '''Bytes free on each GPU, by worker name.'''
