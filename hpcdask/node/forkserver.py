@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: What the template imports, as far as it is installed; none of it makes a CUDA call. dask-cuda,
 #: which has the device's store, takes 0.2 s to import cuda.core.
-PRELOAD = ("dask.array", "cuda.core")
+PRELOAD = ("cuda.core",)
 
 
 def leave_signals_to_the_rank() -> None:

@@ -100,9 +100,7 @@ def _check_configuration(rank: ranks.Rank | None) -> None:
 def _launch(request: RunRequest, prepared: Prepared, rank: ranks.Rank | None) -> Program:
     janitor, probe = prepared
     _check_configuration(rank)
-    # once per rank, for all that is forked: the program, the scheduler, the template of workers
-    import dask.array  # noqa: F401
-    import distributed  # noqa: F401
+    import distributed  # noqa: F401  (once per rank: all that follows is forked)
 
     from hpcdask.node import forking
     from hpcdask.node.forkserver import start_forkserver

@@ -259,25 +259,6 @@ print(MPI.Is_initialized(), *Client().run(initialized).values())
 """
 
 
-ARRAYS_ARE_LOADED = """
-from distributed import Client
-client = Client()
-def loaded():
-    import sys
-    return "dask.array" in sys.modules
-print(client.run_on_scheduler(loaded), *client.run(loaded).values())
-"""
-
-
-@under("openmpi")
-def test_scheduler_and_workers_have_loaded_arrays(site: Site):
-    """The first graph would wait for that."""
-    (site.folder / "imports.py").write_text(ARRAYS_ARE_LOADED)
-    ended = site.run("imports.py", find=False)
-    assert ended.code == 0, str(ended)
-    assert ended.out == "True True True\n"
-
-
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_importing_mpi4py_does_not_wait_for_the_other_ranks(site: Site):
     (site.folder / "imports.py").write_text(MPI_PROGRAM)
