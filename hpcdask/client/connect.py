@@ -43,21 +43,7 @@ def forget_client() -> None:
     dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
 
 
-def connect(
-    path: str | None = None,
-    *,
-    timeout: float = 30.0,
-    set_as_default: bool = True,
-    asynchronous: bool = False,
-    name: str | None = None,
-    loop: Any = None,
-    heartbeat_interval: int | str | None = None,
-    serializers: list[str] | None = None,
-    deserializers: list[str] | None = None,
-    extensions: Mapping[str, Any] | None = None,
-    direct_to_workers: bool | None = None,
-    connection_limit: int = 512,
-) -> Client:
+def connect(path: str | None = None, *, timeout: float = 30.0, **options: Any) -> Client:
     """Connect to the cluster that a scheduler file names.
 
     Parameters
@@ -66,8 +52,7 @@ def connect(
         The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
     timeout
         Seconds to wait for the scheduler's answer.
-    set_as_default, asynchronous, name, loop, heartbeat_interval, serializers, deserializers, \
-extensions, direct_to_workers, connection_limit
+    **options
         As of `distributed.Client`.
 
     Raises
@@ -75,25 +60,9 @@ extensions, direct_to_workers, connection_limit
     SchedulerFileError
         The file is missing, foreign or stale (its cluster does not answer).
     """
-    return _connect(
-        os.path.expanduser(path or os.environ.get(VARIABLE, "")),
-        timeout=timeout,
-        set_as_default=set_as_default,
-        asynchronous=asynchronous,
-        name=name,
-        loop=loop,
-        heartbeat_interval=heartbeat_interval,
-        serializers=serializers,
-        deserializers=deserializers,
-        extensions=dict(extensions or {}),
-        direct_to_workers=direct_to_workers,
-        connection_limit=connection_limit,
-    )
-
-
-def _connect(path: str, **options: Any) -> Client:
     from distributed import Client
 
+    path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
     content = read(path)
@@ -110,7 +79,7 @@ def _connect(path: str, **options: Any) -> Client:
     try:
         _knock(content["address"], access)  # Client would try for `timeout`
         with dask.config.set(prompt_clients()):
-            return Client(content["address"], security=access, **options)
+            return Client(content["address"], security=access, timeout=timeout, **options)
     except OSError as error:
         raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
 
 import hpcdask
 from hpcdask.clusters import typed
@@ -77,15 +76,6 @@ def test_what_dask_mpi_takes_is_known():
     import dask_mpi
 
     assert set(inspect.signature(dask_mpi.initialize).parameters) <= set(of_run_time("initialize"))
-
-
-def test_connect_s_signature_has_what_a_client_takes():
-    there = inspect.signature(Client.__init__).parameters
-    ours = inspect.signature(hpcdask.connect).parameters
-    by_us = {"self", "address", "scheduler_file", "security", "kwargs"}
-    assert set(ours) == set(there) - by_us | {"path"}
-    for name in set(ours) - {"path", "timeout", "extensions"}:
-        assert ours[name].default == there[name].default, name
 
 
 #: What dask-jobqueue's documentation says of a type, and what a value may be.
@@ -156,7 +146,6 @@ def test_a_class_of_the_user_has_a_signature_of_its_own():
         ("hpcdask.HTCondorCUDACluster(dis", "disk="),
         ("hpcdask.Runner(workers", "workers_min="),
         ("hpcdask.initialize(worker_cl", "worker_class="),
-        ("hpcdask.connect('f', set", "set_as_default="),
     ],
 )
 @needs("jedi")

@@ -65,6 +65,4 @@ hpcdask.initialize(memory="1GB")  # wrong: Unexpected keyword argument "memory"
 assert_type(hpcdask.connect("cluster.json", timeout=3, set_as_default=False), Client)
 assert_type(connect(), Client)
 hpcdask.connect(3)  # wrong: Argument 1 to "connect"
-hpcdask.connect(asynchronos=True)  # wrong: Unexpected keyword argument "asynchronos"
-hpcdask.connect(name=3)  # wrong: Argument "name" to "connect"
 hpcdask.LocalCUDACluster()  # wrong: Module has no attribute "LocalCUDACluster"
