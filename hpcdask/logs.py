@@ -67,7 +67,7 @@ def numbered(noun: str, numbers: Collection[int]) -> str:
 
 
 def by_host(hosts: Iterable[str]) -> str:
-    """How many are where: ``4 on n1, 3 on n2``."""
+    """Return how many are where: ``4 on n1, 3 on n2``."""
     return some(f"{count} on {host}" for host, count in Counter(hosts).items())
 
 

@@ -46,7 +46,7 @@ class Rank:
 
     @property
     def one_node(self) -> bool:
-        """Whether all ranks of the launch are on this node."""
+        """Return whether all ranks of the launch are on this node."""
         return self.local_size == self.size
 
     def to_text(self, launch_id: str) -> str:

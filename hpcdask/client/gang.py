@@ -136,7 +136,7 @@ def gang(
 
 
 def _size(items: Sequence[Sequence[Any]], size: int | None) -> int | None:
-    """How many ranks the arguments are for; None if nothing says so."""
+    """Return how many ranks the arguments are for; None if nothing says so."""
     sizes = {len(one) for one in items} | ({size} if size is not None else set())
     if len(sizes) > 1 or 0 in sizes:
         raise UsageError(

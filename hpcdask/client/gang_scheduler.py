@@ -101,7 +101,7 @@ class Gangs(SchedulerPlugin):
         scheduler.stream_handlers["gang-left"] = self.left
 
     def wanted(self) -> int:
-        """How many workers the gangs need that run or wait."""
+        """Return how many workers the gangs need that run or wait."""
         return sum(gang.size for gang in self._gangs.values())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -312,7 +312,7 @@ class Gangs(SchedulerPlugin):
     def _nbytes(
         self, keys: Collection[Key], free: Collection[WorkerState]
     ) -> dict[WorkerState, int]:
-        """How much of the data these workers have, who has most first."""
+        """Return how much of the data these workers have, who has most first."""
         nbytes: dict[WorkerState, int] = {}
         for key in keys:
             ts = self._scheduler.tasks.get(key)
@@ -322,7 +322,7 @@ class Gangs(SchedulerPlugin):
         return dict(sorted(nbytes.items(), key=lambda one: (-one[1], _of(one[0]))))
 
     def _most(self) -> float:
-        """How many workers there are, or will be without further ado."""
+        """Return how many workers there are, or will be without further ado."""
         there = {str(ws.name) for ws in self._scheduler.workers.values()}
         self._returning = {
             name: until
@@ -350,7 +350,7 @@ def install(dask_scheduler: Scheduler) -> None:
 
 
 def workers_wanted(scheduler: Scheduler) -> int:
-    """How many workers the gangs of a scheduler need."""
+    """Return how many workers the gangs of a scheduler need."""
     plugin = scheduler.plugins.get(NAME)
     return plugin.wanted() if isinstance(plugin, Gangs) else 0
 

@@ -87,7 +87,7 @@ class GroupOfWorkers:
     # What is asked of the scheduler
 
     async def adaptive_target(self, target_duration: float) -> int:
-        """How many workers the group needs."""
+        """Return how many workers the group needs."""
         controller = self._cluster._running_controller()
         return demand.targets(
             [group.state for group in controller.groups.values()],

@@ -119,7 +119,7 @@ class JobController:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the end of a worker or a job is meant."""
+        """Return whether the end of a worker or a job is meant."""
         return any(group.state.closing for group in self.groups.values())
 
     def wake(self) -> None:

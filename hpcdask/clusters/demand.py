@@ -46,7 +46,7 @@ class Part:
         return getattr(self._scheduler, name)
 
     def target(self, target_duration: float) -> int:
-        """How many workers the group needs."""
+        """Return how many workers the group needs."""
         rule: Callable[..., int] = Scheduler.adaptive_target
         return rule(self, target_duration)
 
@@ -63,7 +63,7 @@ def targets(
     target_duration: float,
     gangs: int = 0,
 ) -> dict[str, int]:
-    """How many workers each group needs.
+    """Return how many workers each group needs.
 
     What several groups can run, such as Dask tasks that ask for no resources and `gangs` of so many
     workers, counts for the first of them up to its limit in `most`, and what is left for the next.

@@ -37,7 +37,7 @@ class JobTable(tuple[Job, ...]):
         return table
 
     def counts(self) -> str:
-        """How many there are in each state; those that ended as they should are left out."""
+        """Return how many there are in each state; those that ended as they should are left out."""
         return counts(
             job.report()
             for job in self

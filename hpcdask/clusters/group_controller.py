@@ -200,7 +200,7 @@ class GroupController:
     # Submitting
 
     def _missing(self) -> int:
-        """How many jobs the submission under way still has to bring."""
+        """Return how many jobs the submission under way still has to bring."""
         if self.state.closing or self.failure is not None:
             return 0
         return max(0, self.state.wanted - len(self.state.active()))

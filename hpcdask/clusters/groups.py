@@ -54,7 +54,7 @@ class GroupSpec:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its workers compute on GPUs."""
+        """Return whether its workers compute on GPUs."""
         return bool(self.options.gpus) and self.options.spec.device != "cpu"
 
     @property

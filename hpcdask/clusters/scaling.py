@@ -203,7 +203,7 @@ class Scaling(Cluster):
         controller.scheduler.extensions[MOST_WORKERS] = most
 
     def _limits(self) -> dict[str, float]:
-        """How many workers each group may come to have without further ado."""
+        """Return how many workers each group may come to have without further ado."""
         adaptive = upstream.adaptive(self)
         limits: dict[str, float] = {name: len(self._names([name])) for name in self.groups}
         if adaptive is not None and adaptive.state in ("starting", "running"):

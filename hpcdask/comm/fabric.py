@@ -63,17 +63,17 @@ class Port(Record):
 
     @property
     def usable(self) -> bool:
-        """Whether UCX can send through it, if it has the transport."""
+        """Return whether UCX can send through it, if it has the transport."""
         return self.state == "ACTIVE" and self.accessible
 
     @property
     def closed(self) -> bool:
-        """Whether only this process's rights keep UCX from it."""
+        """Return whether only this process's rights keep UCX from it."""
         return self.state == "ACTIVE" and not self.accessible
 
     @property
     def roce(self) -> bool:
-        """Whether it is RDMA over Ethernet."""
+        """Return whether it is RDMA over Ethernet."""
         return self.link_layer == "Ethernet"
 
 

@@ -174,7 +174,7 @@ class PeerWorker(Worker):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the first exchange with its peers is over."""
+        """Return whether the first exchange with its peers is over."""
         return self._warming is not None and self._warming.done()
 
     @property
@@ -311,7 +311,7 @@ class PeerWorker(Worker):
         return asdict(replace(link, first_s=first_s, cuda_ipc=cuda_ipc, **found))
 
     async def _shares_memory_with(self, source: str) -> bool | None:
-        """Whether UCX has mapped device memory of the other, here or there."""
+        """Return whether UCX has mapped device memory of the other, here or there."""
         ours = await self._tell_mapped()
         theirs = await self._ask(source, op=MAPPED)
         if ours["mapped"] is None or theirs["mapped"] is None:

@@ -196,7 +196,7 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
 
 
 def _of_device(msg: Any) -> bool:
-    """Whether a message of distributed carries arrays of device memory."""
+    """Return whether a message of distributed carries arrays of device memory."""
     carried = msg.get("data") if isinstance(msg, dict) else msg
     values = carried.values() if isinstance(carried, dict) else (carried,)
     return any(

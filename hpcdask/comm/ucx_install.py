@@ -44,7 +44,7 @@ class UcxInstall(Record):
 
     @property
     def missing(self) -> bool:
-        """Whether the packages are not installed, rather than broken."""
+        """Return whether the packages are not installed, rather than broken."""
         return bool(self.problem) and not self.distributed_ucxx
 
 

@@ -262,7 +262,7 @@ def _check_queue(row: Facts, there: Collection[str]) -> Iterator[Finding]:
 
 
 def _own_interface(section: str, rows: Sequence[Facts]) -> bool:
-    """Whether a section names the scheduler's interface apart from that of its workers."""
+    """Return whether a section names the scheduler's interface apart from that of its workers."""
     return any((row["section"], row["key"]) == (section, SCHEDULER_INTERFACE) for row in rows)
 
 

@@ -76,7 +76,7 @@ def mount_type(path: str, mounts: Iterable[str]) -> str:
 
 
 def is_network(kind: str) -> bool:
-    """Whether a file system lies on other machines."""
+    """Return whether a file system lies on other machines."""
     local = ("fuse.fuse-overlayfs", "fuse.squashfuse")
     return kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in local)
 

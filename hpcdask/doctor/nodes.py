@@ -125,7 +125,7 @@ def _join(by_rank: Mapping[int, Facts], ranks: tuple[int, ...]) -> Facts:
 
 
 def workers(built: Node) -> int:
-    """How many workers a node would have."""
+    """Return how many workers a node would have."""
     return process.local_workers(built.facts) if "process" in built.facts else len(built.ranks)
 
 

@@ -78,7 +78,7 @@ def _describe(nvml: Any, gpu: devices.Gpu) -> Facts:
 
 
 def _nvlinks(nvml: Any, card: Any) -> int:
-    """How many of its links are up."""
+    """Return how many of its links are up."""
     links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0))
     return sum(bool(_ask(nvml, "nvmlDeviceGetNvLinkState", card, link)) for link in links)
 

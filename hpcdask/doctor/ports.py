@@ -34,7 +34,7 @@ def read() -> Facts:
 
 
 def check(facts: Facts, workers: int) -> Iterator[Finding]:
-    """Whether they are enough for so many workers on this node."""
+    """Return whether they are enough for so many workers on this node."""
     if not (known := facts.get("ports")):
         return
     value = f"{known['range']}: {known['free']} of {known['size']} ports are free"

@@ -97,7 +97,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _plugins(facts: Facts) -> Iterator[Finding]:
-    """Whether srun can start the MPI that mpi4py loads."""
+    """Return whether srun can start the MPI that mpi4py loads."""
     library, plugins = facts.get("mpi", {}).get("library", ""), facts["queue"]["mpi"]
     wanted = "pmix" if "Open MPI" in library else "pmi2"
     if library and plugins and not any(name.startswith(wanted) for name in plugins):

@@ -177,7 +177,7 @@ def _cuda(packages: dict[str, str], driver: int, unfit: list[str], old: str) -> 
 
 
 def check_mpi(facts: Facts) -> Iterator[Finding]:
-    """Whether mpi4py loads an MPI, and the launcher's."""
+    """Return whether mpi4py loads an MPI, and the launcher's."""
     known, launcher = facts["mpi"], facts["launcher"]
     if not known:
         yield say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")

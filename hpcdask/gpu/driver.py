@@ -73,7 +73,7 @@ def read(path: str) -> str:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine has NVIDIA device files, by looking at /dev only."""
+    """Return whether this machine has NVIDIA device files, by looking at /dev only."""
     # In Windows' Linux, /dev/dxg is there for every maker's GPU, the library for NVIDIA's
     windows = os.path.exists("/dev/dxg") and os.path.exists(WINDOWS_NVML)
     return windows or bool(glob.glob("/dev/nvidia[0-9]*"))
@@ -106,7 +106,7 @@ def driver_files(root: str = "/") -> list[DriverFile]:
 
 
 def hidden_gpus(root: str = "/") -> int:
-    """How many of the node's GPUs a cgroup or a container keeps from this process.
+    """Return how many of the node's GPUs a cgroup or a container keeps from this process.
 
     Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
     """

@@ -21,7 +21,7 @@ class FirstUse:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended, and CUDA's libraries have their memory back."""
+        """Return whether the thread has ended, and CUDA's libraries have their memory back."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def start(self) -> None:

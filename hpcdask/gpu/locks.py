@@ -86,6 +86,6 @@ def _lock(gpu: Gpu, owner: str, folder: str) -> int:
 
 
 def shared_on_purpose(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the queue gave this job a part of a GPU, which others may use too."""
+    """Return whether the queue gave this job a part of a GPU, which others may use too."""
     environ = os.environ if environ is None else environ
     return any(name in environ for name in SHARED_ON_PURPOSE)

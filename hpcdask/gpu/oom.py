@@ -51,7 +51,7 @@ class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib
 
 
 def device_out_of_memory(error: BaseException) -> bool:
-    """Whether this error, or one that led to it, says that a device is out of memory."""
+    """Return whether this error, or one that led to it, says that a device is out of memory."""
     return any(map(_says_so, _chain(error)))
 
 

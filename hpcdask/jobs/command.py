@@ -162,7 +162,7 @@ def _where(cluster: ClusterRecord) -> str:
 
 
 def _is_batch(name: str) -> bool:
-    """Whether this is a job of hpcdask submit: a cluster's name has no second dash."""
+    """Return whether this is a job of hpcdask submit: a cluster's name has no second dash."""
     return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
 
 

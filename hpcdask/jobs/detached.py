@@ -217,7 +217,7 @@ async def settle(folder: ClusterFolder) -> str | None:
 
 
 async def _ends_by_itself(folder: ClusterFolder) -> bool:
-    """Whether the process that says it ends its jobs is there to do so."""
+    """Return whether the process that says it ends its jobs is there to do so."""
     if (job_id := scheduler_job(folder)) is None:
         return folder.owner.lives() is not False
     seen = (await queue_class(folder.queue)().query([job_id])).get(job_id)

@@ -38,7 +38,7 @@ class ClusterRecord:
 
     @property
     def lives(self) -> bool | None:
-        """Whether its notebook lives; None if that cannot be seen from here."""
+        """Return whether its notebook lives; None if that cannot be seen from here."""
         if self.scheduler is not None:
             return True
         if self.folder and self.folder.ended is None and scheduler_job(self.folder):

@@ -61,7 +61,7 @@ class Submission:
 
     @property
     def is_answered(self) -> bool:
-        """Whether any of its jobs is recorded."""
+        """Return whether any of its jobs is recorded."""
         return (self.path / "ids").exists()
 
     def record(self, ids: Iterable[str]) -> None:

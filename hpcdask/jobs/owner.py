@@ -36,7 +36,7 @@ class Owner:
         return cls(socket.gethostname(), space, os.getpid(), process_start(os.getpid()))
 
     def lives(self) -> bool | None:
-        """Whether it still runs; None if that cannot be seen from here."""
+        """Return whether it still runs; None if that cannot be seen from here."""
         here = Owner.this()
         if (self.host, self.space) != (here.host, here.space):
             return None

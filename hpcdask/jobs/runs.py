@@ -85,7 +85,7 @@ class RunNote:
         return ""
 
     async def answers(self) -> bool:
-        """Whether its scheduler can be reached from here."""
+        """Return whether its scheduler can be reached from here."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
                 _, writer = await asyncio.open_connection(*scheduler_file.endpoint(self.address))

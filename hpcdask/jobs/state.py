@@ -58,12 +58,12 @@ class JobReport:
         return cls(seen.id, state, seen.reason, None, None, seen.nodes, since, group)
 
     def contradicts(self, seen: QueueStatus) -> bool:
-        """Whether the queue says that the job has started or waits again since."""
+        """Return whether the queue says that the job has started or waits again since."""
         return (self.state in WAITING) != (seen.state in job_state.WAITING)
 
 
 def counts(reports: Iterable[JobReport]) -> str:
-    """How many jobs are in each state, such as ``2 pending (Resources), 6 running``."""
+    """Return how many jobs are in each state, such as ``2 pending (Resources), 6 running``."""
     found: Counter[str] = Counter()
     for job in reports:
         why = job.reason if job.state not in OVER else ""  # it waits, or is suspended

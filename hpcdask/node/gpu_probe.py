@@ -274,7 +274,7 @@ def _may_prestart(rank: ranks.Rank | None, early: EarlyOptions) -> bool:
 
 
 def has_peers(rank: ranks.Rank | None) -> bool:
-    """Whether there may be other workers on GPUs in the run of this rank."""
+    """Return whether there may be other workers on GPUs in the run of this rank."""
     return rank is None or rank.size > 1 or _count_visible() != 1
 
 

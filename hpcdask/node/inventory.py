@@ -36,7 +36,7 @@ class Inventory(Record):
 
     @property
     def cpus(self) -> int:
-        """How many threads can run at a time."""
+        """Return how many threads can run at a time."""
         return min(len(self.cores), self.quota or len(self.cores))
 
 

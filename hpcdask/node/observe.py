@@ -132,7 +132,7 @@ def observe(pid: int) -> ProcessView:
 
 
 def _wants_a_core(pid: int) -> bool:
-    """Whether one of its threads runs or could, at the end of a part of `SAMPLE_S`."""
+    """Return whether one of its threads runs or could, at the end of a part of `SAMPLE_S`."""
     time.sleep(SAMPLE_S / LOOKS)
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -246,7 +246,7 @@ def _file_of(pid: int) -> str | None:
 
 
 def _catches(pid: int) -> bool:
-    """Whether it has a handler for the signal, which would else end it."""
+    """Return whether it has a handler for the signal, which would else end it."""
     try:
         with open(f"/proc/{pid}/status") as file:
             masks = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.M)

@@ -85,7 +85,7 @@ class Arrivals:
 
     @property
     def complete(self) -> bool:
-        """Whether all came; asked at each arrival, so that counting comes first."""
+        """Return whether all came; asked at each arrival, so that counting comes first."""
         return len(self.reports) >= self._rank.size and not self.missing
 
     def too_late(self, timeout: float) -> LaunchError:

@@ -104,7 +104,7 @@ class Program:
         return spec
 
     def _is_script(self) -> bool:
-        """Whether it is no folder and no archive: a pipe is a script, too."""
+        """Return whether it is no folder and no archive: a pipe is a script, too."""
         import zipfile
 
         path = self.target

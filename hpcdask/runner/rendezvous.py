@@ -154,7 +154,7 @@ class MPIRendezvous:
 
 
 def wants_mpi(rank: Rank | None, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this launch needs MPI to meet."""
+    """Return whether this launch needs MPI to meet."""
     environ = os.environ if environ is None else environ
     if rank is None:
         return True

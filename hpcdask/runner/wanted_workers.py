@@ -27,7 +27,7 @@ class WantedWorkers:
 
     @property
     def least(self) -> int:
-        """How many must register before the program starts."""
+        """Return how many must register before the program starts."""
         return min(self._spec.workers_min or len(self.names), len(self.names))
 
     def are_enough(self, registered: Set[str]) -> bool:

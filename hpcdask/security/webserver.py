@@ -55,7 +55,7 @@ def guard(server: Any) -> None:
 
 
 def _is_of_another_site(request: HTTPServerRequest) -> bool:
-    """Whether a page of another site opens a websocket: browsers let it, and name the site.
+    """Return whether a page of another site opens a websocket: browsers let it, and name the site.
 
     A user who configured origins gets them; Bokeh checks those.
     """

@@ -185,7 +185,7 @@ def parse_groups(
 
 
 def has_rank(spans: Iterable[str], rank: int) -> bool:
-    """Whether a rank is one of those of `parse_ranks`."""
+    """Return whether a rank is one of those of `parse_ranks`."""
     ends = [[int(end) for end in span.split("-")] for span in spans]
     return any(pair[0] <= rank <= pair[-1] for pair in ends)
 

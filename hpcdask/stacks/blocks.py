@@ -80,7 +80,7 @@ def main_thread(process: ProcessView) -> ThreadView | None:
 
 
 def is_waiting(thread: ThreadView) -> bool:
-    """Whether an event loop waits for messages, as it should."""
+    """Return whether an event loop waits for messages, as it should."""
     idle = ("selectors.py", "asyncio/base_events.py")
     return bool(thread.frames) and thread.frames[0].file.endswith(idle)
 

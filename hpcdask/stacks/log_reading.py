@@ -50,11 +50,11 @@ class _Jobs(ClusterLogs):
         return f"cluster {self.folder.name}"
 
     def waiting(self) -> str:
-        """How many jobs wait, and for what; empty if none does."""
+        """Return how many jobs wait, and for what; empty if none does."""
         return counts(job for job in self.folder.reports().values() if job.state in WAITING)
 
     def goes_on(self) -> bool:
-        """Whether there may be more."""
+        """Return whether there may be more."""
         return ClusterFolder.open(self.folder.path).lives() is not False
 
 
@@ -96,7 +96,7 @@ class _Run:
         return ""
 
     def goes_on(self) -> bool:
-        """Whether it is still there; workers that came meanwhile are asked, too."""
+        """Return whether it is still there; workers that came meanwhile are asked, too."""
         with contextlib.suppress(SchedulerFileError, UsageError):
             self.target = find(self.name, self.base)
         return self._reached > 0

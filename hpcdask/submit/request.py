@@ -71,7 +71,7 @@ class BatchRequest(Allocation):
 
 
 def wants_cpu(run: Sequence[str]) -> bool:
-    """Whether options of the runner have all workers compute on CPUs."""
+    """Return whether options of the runner have all workers compute on CPUs."""
     return "--device=cpu" in run or ("--device", "cpu") in itertools.pairwise(run)
 
 

@@ -31,7 +31,7 @@ def check() -> None:
 
 
 def wants_key() -> bool:
-    """Whether this Python's fork server serves only who has its key, as from 3.14 on."""
+    """Return whether this Python's fork server serves only who has its key, as from 3.14 on."""
     main = getattr(_server, "main", None)
     return callable(main) and "authkey_r" in inspect.signature(main).parameters
 

@@ -90,7 +90,7 @@ async def unless_ended(asking: Coroutine[Any, Any, T], folder: ClusterFolder) ->
 
 
 async def _is_over(folder: ClusterFolder) -> bool:
-    """Whether all jobs and the process are gone; ends those of a process that has died."""
+    """Return whether all jobs and the process are gone; ends those of a process that has died."""
     now = ClusterFolder.open(folder.path)
     if now.ended is None:
         await detached.settle(now)
