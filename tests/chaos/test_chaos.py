@@ -1,4 +1,4 @@
-"""A few episodes of each arena, always the same; `make chaos` plays others, for longer."""
+"""An episode of each arena, always the same; `make chaos` plays others, for longer."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.mpi
 def test_runs(tmp_path: Path):
-    assert chaos("runner", seed=29, out=tmp_path, episodes=2) == 0
+    assert chaos("runner", seed=29, out=tmp_path, episodes=1) == 0
 
 
 @pytest.mark.slurm
 def test_job_clusters(tmp_path: Path):
-    assert chaos("jobs", seed=1281, out=tmp_path, episodes=2) == 0
+    assert chaos("jobs", seed=1281, out=tmp_path, episodes=1) == 0
 
 
 @pytest.mark.gpu

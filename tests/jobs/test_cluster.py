@@ -562,6 +562,7 @@ def test_work_longer_than_the_walltime(folder: Path, how: str):
         assert len(cluster.jobs()) <= 2 * (2 + (time.monotonic() - start) / 9)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_task_longer_than_the_walltime_ends_with_an_error(folder: Path):
     walltime = f"{max(8, stretched(4))}s"

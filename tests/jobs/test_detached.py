@@ -49,6 +49,7 @@ def hpcdask_cli(*words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()

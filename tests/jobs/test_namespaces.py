@@ -170,6 +170,7 @@ def start_program(machines: Machines, clusters: Path, **environment: str) -> sub
     return machines.start_on("login", *command, **environment)
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_ends_a_gang(machines: Machines):
     """Nothing is closed: its connections just tell no more."""
     clusters = machines.shared / "clusters"

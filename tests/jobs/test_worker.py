@@ -359,6 +359,7 @@ def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
     assert job.end().code == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_start_again_ends_the_job(site, client, tmp_path):
     preload, flag = tmp_path / "dies.py", tmp_path / "flag"
     preload.write_text(

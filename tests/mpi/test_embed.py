@@ -39,7 +39,7 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
     ("site", "how", "end"),
     [
         ("openmpi", "runner", "return"),
-        ("openmpi", "runner-mpi", "exit"),
+        pytest.param("openmpi", "runner-mpi", "exit", marks=pytest.mark.long),
         pytest.param("openmpi", "runner-thread", "return", marks=pytest.mark.long),
         pytest.param("openmpi", "initialize", "raise", marks=pytest.mark.long),
         ("mpich", "runner-mpi", "raise"),

@@ -97,7 +97,13 @@ def listed() -> list[dict]:
     return [row for row in json.loads(text) if row["kind"] == "run"]
 
 
-@pytest.mark.parametrize("end", ["shutdown", "term", "kill", "cleanup"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["shutdown", pytest.param("term", marks=LONG), "kill", pytest.param("cleanup", marks=LONG)],
+)
 def test_a_run_is_listed_while_it_is_there(
     site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ GPU = {"resources": {"GPU": 1, "CPU": 0}}
 CPU = {"gpus_per_job": 0}
 
 
+@pytest.mark.long
 def test_groups_up_and_down(user: Login):
     """Each with its own request, and one query of the queue for all."""
     squeue = user.wrap("squeue")

@@ -445,19 +445,3 @@ def test_a_limit_that_does_not_pass(accounted):
         assert not caught.value.for_now
     finally:
         site.run(*limit, "MaxWall=-1", "Flags=-1")
-
-
-def test_two_sites_with_accounting_side_by_side(accounted, slurm_accounting):
-    job = slurm_accounting.submit("-o", "/dev/null", "--wrap", "exit 4")
-    with SlurmSite(nodes=1, accounting=True) as other:
-        theirs = [other.submit("-o", "/dev/null", "--wrap", "exit 5") for _ in range(job)][-1]
-        assert theirs == job  # both begin with 1
-
-        def code(site: SlurmSite) -> str:
-            return site.run("sacct", "-nXPj", str(job), "-o", "ExitCode").stdout.strip()
-
-        wait_for(lambda: code(other) == "5:0", 20, "the other site's accounting")
-        wait_for(lambda: code(slurm_accounting) == "4:0", 20, "this site's accounting")
-        folder, marker = other.folder, other.marker
-    assert not folder.exists()
-    assert not leftovers(marker)
