@@ -1,4 +1,4 @@
-"""What can go wrong before or while a cluster runs, as one tree.
+"""Errors before or while a cluster runs, as one tree.
 
 ::
 

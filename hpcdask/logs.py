@@ -1,4 +1,4 @@
-"""What this process tells the user: one line each, on stderr."""
+"""Lines for the user, one each, on stderr."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DIED = "hpcdask-worker-died"
 
 
 def say(text: str) -> None:
-    """One line for the user; where that cannot be written, the run goes on."""
+    """Print one line for the user; where that cannot be written, the run goes on."""
     with contextlib.suppress(OSError, ValueError):
         print(f"hpcdask: {text}", file=sys.stderr, flush=True)
 
 
 def complain(error: BaseException | str) -> None:
-    """One line that says what went wrong."""
+    """Print one line that says what went wrong."""
     say(f"error: {error}")
 
 
@@ -98,7 +98,7 @@ USUAL_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def sign_lines(node: str, worker: str) -> None:
-    """Have lines of the log say whose they are, unless the user configured logging."""
+    """Add the process's name to lines of the log, unless the user configured logging."""
     import dask.config
 
     usual = dask.config.get("distributed.admin.log-format", USUAL_FORMAT) == USUAL_FORMAT
@@ -113,7 +113,7 @@ def sign_lines(node: str, worker: str) -> None:
 
 
 def set_log_level(level: str = "WARNING") -> None:
-    """Have distributed log from this level on, unless the user configured logging."""
+    """Make distributed log from this level on, unless the user configured logging."""
     import dask.config
 
     if dask.config.get("logging", None) is None:

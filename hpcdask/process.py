@@ -109,7 +109,7 @@ def home_folder() -> str:
 
 
 def owner_text(pid: int | None = None) -> str:
-    """What is written into a folder of a process of this node, and names that process for good.
+    """Return the text that names a process of this node for good, for folders that it makes.
 
     Host and process id namespace come first: a process id means something only within both.
     """

@@ -1,4 +1,4 @@
-"""What a running cluster computes on, asked of its workers."""
+"""Devices, nodes and memory of a running cluster, asked of its workers."""
 
 from __future__ import annotations
 

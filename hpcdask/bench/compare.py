@@ -124,7 +124,7 @@ def _change(old: Record | None, new: Record | None) -> Change:
 
 
 def _runs(record: Record | None) -> int:
-    """How often it was timed; the least and greatest of start-up are over workers."""
+    """Return the number of timings; least and greatest of start-up are over workers."""
     return len((record or {}).get("seconds") or range(LEAST_RUNS))
 
 

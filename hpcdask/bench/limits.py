@@ -1,4 +1,4 @@
-"""What the hardware of a running cluster allows, measured on its own workers.
+"""Limits of a running cluster's hardware, measured on its own workers.
 
 A workload cannot end before the part of it that takes longest: its bytes through the memory, its
 random numbers, its matrix products, its bytes between workers, each at the rate that the same
@@ -51,7 +51,7 @@ LINK_FRACTION = 0.25
 
 @dataclass(frozen=True)
 class Work:
-    """What a workload has to do, however it is written: the least there is.
+    """Least work of a workload, however it is written.
 
     ``memory``: bytes read from the memory of the devices and written to it; ``random``: float64
     normals drawn; ``matrix_float64`` and ``matrix_float32``: floating-point operations of matrix

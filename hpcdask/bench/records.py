@@ -1,4 +1,4 @@
-"""What the bench prints: lines for the user on stderr, records as JSON, numbers with units."""
+"""Output of the bench: lines for the user on stderr, records as JSON, numbers with units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_NAMES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: an array of ``n_chunks`` chunks, the ``largest`` of that shape.
+    """Measured case: an array of ``n_chunks`` chunks, the ``largest`` of that shape.
 
     ``variant`` tells which of several computations of the workload.
     """

@@ -1,4 +1,4 @@
-"""What the time from launch to workers goes into, as the workers of this cluster remember it."""
+"""Phases of the time from launch to workers, as the workers of this cluster remember them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def phases(marks: Marks) -> dict[str, float]:
 
 
 def _marks() -> Marks:
-    """What this worker remembers, in seconds since its launcher started; runs on workers."""
+    """Return this worker's marks, in seconds since its launcher started; runs on workers."""
     import psutil
 
     started = float(os.environ.get(STARTED, "nan"))

@@ -1,4 +1,4 @@
-"""One workload, and what is done with each: announce it, warm up, time it, check it, record it.
+"""Steps of each workload: announce it, warm up, time it, check it, record it.
 
 What is timed is what a user waits for: from the call that computes a graph, already built, to the
 result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of

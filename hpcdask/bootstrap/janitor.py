@@ -39,11 +39,11 @@ class Janitor:
         return cls(pid, write_end)
 
     def remove_at_end(self, path: str) -> None:
-        """Have a file or folder removed when this rank and its processes are gone."""
+        """Remove a file or folder when this rank and its processes are gone."""
         self._tell(b"later ", path)
 
     def remove_at_once(self, path: str) -> None:
-        """Have it removed when this rank is gone: another cluster may take the name then."""
+        """Remove it when this rank is gone: another cluster may take the name then."""
         self._tell(b"now ", path)
 
     def forget(self, path: str) -> None:
@@ -55,7 +55,7 @@ class Janitor:
         os.write(self._pipe, when + os.fsencode(path) + b"\0")
 
     def dismiss(self) -> None:
-        """Have it end now, with all that this rank has forked."""
+        """End the janitor now, with all that this rank has forked."""
         os.close(self._pipe)
         os.waitpid(self.pid, 0)
 

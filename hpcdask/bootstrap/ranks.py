@@ -1,4 +1,4 @@
-"""Which rank am I? Read from what the launcher put into the environment.
+"""Detection of the rank, from the variables that the launcher put into the environment.
 
 MPI itself is asked only by `hpcdask.runner.rendezvous`, and only where this says too little.
 """
@@ -28,7 +28,7 @@ _launcher: tuple[int, str] | None = None
 
 @dataclass(frozen=True)
 class Rank:
-    """One process that a launcher started, and its place among all, and among those of its node.
+    """Process that a launcher started, with its place among all and among those of its node.
 
     The launcher is ``openmpi``, ``hydra`` (MPICH, Intel MPI), ``mvapich``, ``flux``, ``pals``,
     ``srun``, ``mpi`` (found out by asking MPI) or ``none`` (started by hand: one rank). The launch
@@ -206,7 +206,7 @@ def launcher_pid() -> int:
 
 
 def leave_mpi_alone() -> None:
-    """Have programs and Dask tasks that import mpi4py not start MPI by it.
+    """Keep mpi4py from starting MPI when programs and Dask tasks import it.
 
     They are not the launcher's ranks, and MPI would wait for all of those. Libraries import it too.
     A rank itself may still start it.
@@ -235,7 +235,7 @@ def note_launcher() -> None:
 
 
 def given() -> dict[str, str]:
-    """What `hpcdask.Runner` said to this process, as variables for its next life."""
+    """Return what `hpcdask.Runner` told this process, as variables for its next life."""
     return dict(_given)
 
 
@@ -251,7 +251,7 @@ def launcher_text() -> str:
 
 
 def is_launcher(name: str) -> bool:
-    """Whether processes of this name start MPI's ranks, and run with all cores of the job."""
+    """Return whether processes of this name start MPI's ranks, with all cores of the job."""
     names = "prte|orte|mpirun|mpiexec|mpispawn|hydra|pmi_proxy|prun|pals"
     return re.match(names, name) is not None
 

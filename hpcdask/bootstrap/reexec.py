@@ -87,7 +87,7 @@ def adopt_configured_pre_spawn(janitor: Janitor, **given: str) -> None:
 
 
 def _mend_inheritance() -> None:
-    """Have what daemons may start without: standard streams, and children that can be waited for.
+    """Restore what daemons may lack: standard streams, and children that can be waited for.
 
     Pipes would take the streams' numbers, and be lost when those are redirected.
     """
@@ -123,12 +123,12 @@ def interpreter() -> list[str]:
 
 
 def wants_folders() -> bool:
-    """Whether modules beside programs are to be found: `-P` is ours, these are the user's word."""
+    """Return whether modules beside programs count: `-P` is ours, these are the user's settings."""
     return not (os.environ.get("PYTHONSAFEPATH") or sys.flags.isolated)
 
 
 def add_working_folder() -> None:
-    """Have modules of the current folder found, after all others, unless any user may put some."""
+    """Append the current folder to the module path, unless any user may write in it."""
     if not wants_folders():
         return
     with contextlib.suppress(OSError):  # it is gone

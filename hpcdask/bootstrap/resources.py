@@ -27,19 +27,19 @@ def launcher_cores() -> set[int]:
 
 
 def widen(cores: Sequence[int] | set[int], pid: int = 0) -> None:
-    """Let a process run on these cores, as far as its cgroup allows."""
+    """Bind a process to these cores, as far as its cgroup allows."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(pid, cores)
 
 
 def widen_threads(cores: Sequence[int] | set[int]) -> None:
-    """Let all threads of this process run on these cores: the driver's are its, too."""
+    """Bind all threads of this process to these cores: the driver's are among them."""
     for thread in os.listdir("/proc/self/task"):
         widen(cores, int(thread))
 
 
 def cpu_quota(root: str = "/") -> int | None:
-    """Of how many cores a cgroup, such as a container's, allows the time; None for no limit."""
+    """Return the cores whose time a cgroup, such as a container's, allows; None for no limit."""
     found = []
     for folder, unified in _cgroups("cpu", root):
         with contextlib.suppress(OSError, ValueError):

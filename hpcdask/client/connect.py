@@ -93,7 +93,7 @@ def _knock(address: str, access: Security) -> None:
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:
-    """Let plain ``Client()`` in: a ``distributed.client.security-loader``.
+    """Return the keys for plain ``Client()``: a ``distributed.client.security-loader``.
 
     The runner configures it for the user's program. Elsewhere, set ``scheduler-address`` and
     ``distributed.client.security-loader: hpcdask.client.connect.load_security`` in Dask's

@@ -38,7 +38,7 @@ TOLD_S = 5.0
 
 @dataclass(frozen=True)
 class RankContext:
-    """What one call of a gang knows of itself; the first argument of the function.
+    """Rank, size and meeting point of a gang's call; the first argument of the function.
 
     Attributes
     ----------
@@ -292,7 +292,7 @@ class _NotStarted(Exception):
 
 
 async def _error(failure: Mapping[str, Any], futures: Sequence[Future[Any]]) -> Exception:
-    """What is raised for a failure, with what the rank raised as its cause."""
+    """Return the error of a failed gang, with the rank's own error as its cause."""
     rank, worker, host = failure["rank"], failure["worker"], failure["host"]
     cause = await futures[rank].exception() if failure["raised"] else None
     text = failure["text"] or repr(cause)

@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass
 class Gang:
-    """One gang, from the wish for workers to the end of its last call."""
+    """Gang, from the wish for workers to the end of its last call."""
 
     size: int
     client: str
@@ -105,7 +105,7 @@ class Gangs(SchedulerPlugin):
         return sum(gang.size for gang in self._gangs.values())
 
     def describe(self) -> list[dict[str, Any]]:
-        """How far each gang is: its workers by rank, and which ranks have come, or call."""
+        """Return each gang's workers by rank, and which ranks have come, or call."""
         return [
             {
                 "size": gang.size,
@@ -158,7 +158,7 @@ class Gangs(SchedulerPlugin):
         return None
 
     async def end(self, gang: str, grace_s: float) -> dict[str, Any]:
-        """Have a gang's calls end, and restart the workers on which they do not.
+        """End a gang's calls, and restart the workers on which they do not end.
 
         Returns what it was doing: whether it had `started`, its `calling` ranks, and the names of
         the workers that are restarted, by rank, as `stuck`.
@@ -183,7 +183,7 @@ class Gangs(SchedulerPlugin):
         return {**state, "stuck": {rank: str(mine.workers[rank].name) for rank in stuck}}
 
     async def _restart(self, workers: Collection[WorkerState]) -> None:
-        """Have nannies kill workers that had their grace, and start them again.
+        """Tell nannies to kill workers that had their grace, and to start them again.
 
         The scheduler's own way gives each of them 4 s to close.
         """
@@ -344,7 +344,7 @@ class Gangs(SchedulerPlugin):
 
 
 def install(dask_scheduler: Scheduler) -> None:
-    """Have a scheduler know gangs."""
+    """Add gangs to a scheduler."""
     if NAME not in dask_scheduler.plugins:
         dask_scheduler.add_plugin(Gangs(dask_scheduler))
 
@@ -391,6 +391,6 @@ def _why_gone(stimulus_id: str) -> str:
 
 
 def describe(scheduler: Scheduler) -> list[dict[str, Any]]:
-    """How far each gang of a scheduler is."""
+    """Return the progress of each gang of a scheduler."""
     plugin = scheduler.plugins.get(NAME)
     return plugin.describe() if isinstance(plugin, Gangs) else []

@@ -24,13 +24,13 @@ class JobAdaptive(Adaptive):
     cluster: Scaling
 
     async def target(self) -> int:
-        """As many as the work needs, or the gangs that run or wait."""
+        """Return the number of workers that the work needs, or the gangs that run or wait."""
         controller = self.cluster.controller
         gangs = 0 if controller is None else workers_wanted(controller.scheduler)
         return max(int(await super().target()), gangs)
 
     async def workers_to_close(self, target: int) -> list[str]:
-        """Of those that stay: the others go by themselves, or are not the cluster's."""
+        """Return the workers to close among the cluster's own that do not leave by themselves."""
         staying = self.observed & self.plan
         names = [name for name in await super().workers_to_close(target) if name in staying]
         return names[: max(0, len(staying) - target)]
@@ -51,7 +51,7 @@ class JobAdaptive(Adaptive):
 
 
 class GroupOfWorkers:
-    """One group, in the place of the cluster and of the scheduler that `JobAdaptive` asks."""
+    """Group that `JobAdaptive` asks in the place of the cluster and of the scheduler."""
 
     controller = None  # the demand has the gangs
 

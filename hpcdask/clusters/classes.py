@@ -117,7 +117,7 @@ class LocalJobCluster(JobCluster):
 
 
 class _WhenAsked:
-    """What a class has when somebody looks: the import of dask-jobqueue is not for nothing."""
+    """Class attribute that is read when somebody looks: importing dask-jobqueue takes time."""
 
     def __init__(self, read: Callable[[type[JobCluster]], Any]) -> None:
         self._read = read
@@ -148,7 +148,7 @@ def _doc(cls: type[JobCluster]) -> str:
 
 
 def _contents(system: str) -> dict[str, Any]:
-    """What the class of a system has that others have not."""
+    """Return the attributes that only this system's class has."""
     return {
         "__doc__": _WhenAsked(_doc),
         "__signature__": _WhenAsked(_signature),

@@ -146,12 +146,12 @@ class JobCluster(JobLogs, Detachable):
 
     @property
     def _port_range(self) -> str | None:
-        """What all of it listens in, the scheduler too: it is the same for all groups."""
+        """Return the range of ports of all parts, the scheduler too: the same for all groups."""
         return next(iter(self.groups.values())).options.spec.port_range
 
     @property
     def security(self) -> Security:
-        """What lets workers and clients in."""
+        """Return the credentials of workers and clients."""
         return self._own_scheduler.security
 
     # Start and end
@@ -320,7 +320,7 @@ class JobCluster(JobLogs, Detachable):
         return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
 
     def gpus(self) -> GpuTable:
-        """What the GPUs of all workers do now; empty while none was sampled."""
+        """Return what the GPUs of all workers do now; empty while none was sampled."""
         return GpuTable.of(self.scheduler)
 
     @property

@@ -49,7 +49,7 @@ def import_job_class(jobqueue: tuple[str, str]) -> Any:
 
 @contextlib.contextmanager
 def section(config_name: str, usual: str) -> Iterator[None]:
-    """What a section of the configuration leaves out is that of the usual one.
+    """Fill a section of the configuration with the usual section's values where it has none.
 
     Raises UsageError if there is no such section.
     """

@@ -1,4 +1,4 @@
-"""Which group's workers the waiting Dask tasks need, and how many.
+"""Demand of groups: whose workers the waiting Dask tasks need, and how many.
 
 distributed's own rules (`Scheduler.adaptive_target`, `Scheduler.workers_to_close`) are asked of a
 part of the scheduler: one group's workers, and the Dask tasks that count for it. What the rules
@@ -32,7 +32,7 @@ def able(groups: Sequence[ClusterState], ts: TaskState) -> tuple[str, ...]:
 
 
 class Part:
-    """One group's workers, and Dask tasks that wait, in the place of the scheduler in its rules."""
+    """Workers and waiting Dask tasks of one group, in the place of the scheduler in its rules."""
 
     def __init__(self, state: ClusterState, waiting: Sequence[TaskState] = ()) -> None:
         self._scheduler = state.scheduler
@@ -51,7 +51,7 @@ class Part:
         return rule(self, target_duration)
 
     def workers_to_close(self, **rules: Any) -> list[str]:
-        """Which workers may be closed, by their addresses, or names with ``attribute="name"``."""
+        """Return the workers that may close, by address, or by name with ``attribute="name"``."""
         rule: Callable[..., list[str]] = Scheduler.workers_to_close
         return rule(self, **rules)
 

@@ -1,4 +1,4 @@
-"""What a cluster of jobs needs so that a process of its own can hold it."""
+"""Parts of a cluster of jobs that a process of its own needs to hold it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def age(seconds: float) -> str:
 
 
 def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
-    """What a terminal shows beside distributed's own summary of a cluster."""
+    """Return the lines that a terminal shows beside distributed's own summary of a cluster."""
     failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
     parts = [
         jobs.counts(),
@@ -108,7 +108,7 @@ def html(
     tunnel: str = "",
     transport: str = "",
 ) -> str:
-    """What a notebook shows beside distributed's own summary of a cluster."""
+    """Return the HTML that a notebook shows beside distributed's own summary of a cluster."""
     parts = []
     if failure is not None:
         # It may end with lines of a log

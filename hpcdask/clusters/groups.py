@@ -37,7 +37,7 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a group's jobs are, and how many workers it starts with.
+    """Description of a group's jobs, and the number of workers it starts with.
 
     The name is empty where the cluster has no groups.
     """
@@ -59,7 +59,7 @@ class GroupSpec:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What each worker has."""
+        """Return the resources of each worker."""
         return self.options.spec.all_resources(on_gpu=self.on_gpu)
 
     @property
@@ -75,7 +75,7 @@ class GroupSpec:
     def new_state(
         self, scheduler: Scheduler, cluster: str, say: Callable[[str], None]
     ) -> ClusterState:
-        """What is wanted and known of its jobs, at the start of a cluster with this id."""
+        """Return the state of the group's jobs at the start of a cluster with this id."""
         return ClusterState(
             scheduler,
             cluster,

@@ -12,7 +12,7 @@ from hpcdask.spec.job import worker_name
 
 @dataclass(frozen=True)
 class Job:
-    """What the cluster knows of one job. Times are unix times.
+    """Job, as the cluster knows it. Times are unix times.
 
     A job that the queue starts again under the same id counts as a new job.
 
@@ -94,7 +94,7 @@ class Job:
         return self.id
 
     def report(self) -> JobReport:
-        """What other processes are told of it."""
+        """Return what other processes are told of the job."""
         since = self.started or self.submitted
         count = len(self.workers)
         size, nodes, group = self.size, self.nodes, self.group
@@ -103,7 +103,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient to be.
+    """Limits and patience of a cluster's control.
 
     A job that the queue says runs has `start_timeout_s` for its workers. Workers that were
     connected and are gone have `lost_after_s`: a nanny may start one again in this time. A job
@@ -140,7 +140,7 @@ def worker_names(cluster: str, job: Job) -> list[str]:
 
 
 def is_stuck(job: Job) -> bool:
-    """Whether the queue holds a job that it failed to start; a user's own hold is another thing."""
+    """Return whether the queue holds a job that it failed to start; a user's hold is not meant."""
     return bool(job.reason) and job.state in WAITING and _STUCK.search(job.reason) is not None
 
 

@@ -11,7 +11,7 @@ from .display import JobTable, chosen_jobs
 
 
 class JobLogs:
-    """What a cluster shows of its logs."""
+    """Logs of a cluster's jobs."""
 
     _folder: ClusterFolder | None = None
 

@@ -83,7 +83,7 @@ OF_JOBS: tuple[tuple[str, Any, str], ...] = (
 
 
 def keywords_of_cluster(queue: type[Queue], job_cls: type) -> list[Keyword]:
-    """What the class of a system takes beside the keywords that all clusters have."""
+    """Return the keywords that only this system's class takes."""
     known = {name: Keyword(name, *rest) for name, *rest in (*OF_JOBS, *queue.keywords)}
     there = {name for name, *_ in queue.keywords} | job_keywords(job_cls) - SPEC_FIELDS
     of_jobs = [one for name, one in known.items() if name in there]
@@ -188,7 +188,7 @@ def check_memory(value: Any) -> None:
 
 
 def number(value: Any, name: str, of: str, least: int = 0) -> int:
-    """What counts something; 2.0 is a number too.
+    """Return a count; 2.0 is a number too.
 
     Raises UsageError if it is a text, has a fraction or is less than `least`.
     """

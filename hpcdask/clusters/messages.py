@@ -1,4 +1,4 @@
-"""What the user is told of jobs, of a queue that does not answer, and of why nothing more comes."""
+"""Messages for the user on jobs, on a silent queue, and on why nothing more is submitted."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ NO_LOG = (
 
 
 def words(error: BaseException) -> str:
-    """What a query failed with; an answer that makes no sense may be any exception."""
+    """Return the error of a query; an answer that makes no sense may be any exception."""
     return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"

@@ -82,7 +82,7 @@ def _first(value: float | None, other: float | None) -> float | None:
 
 
 def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
-    """Whether the queue, which may not count restarts, holds a job again that had started."""
+    """Return whether the queue, which may not count restarts, holds a started job again."""
     if seen is None or seen.restarts < job.restarts or seen.state not in job_state.WAITING:
         return False
     if job.state in OVER:

@@ -1,4 +1,4 @@
-"""What a cluster is made of, from the keywords of its class: read and checked once.
+"""Options of a cluster, from the keywords of its class: read and checked once.
 
 The keywords are dask-jobqueue's, those of `WorkerSpec`, and a few of hpcdask. What is not given
 comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with its own classes.
@@ -46,7 +46,7 @@ NO_ADDRESS = "<scheduler's address>"
 
 @dataclass
 class JobOptions:
-    """What one job is.
+    """Description of one job.
 
     `job` is dask-jobqueue's Job, for header and options only. `gpus` and `workers` are those on all
     its nodes together; `gpus_in_header` tells whether the user's own directives ask for the GPUs.
@@ -76,7 +76,7 @@ class JobOptions:
         return self.walltime.total_seconds()
 
     def request(self, tag: str, logs: str) -> Request:
-        """What the queue adds to the header."""
+        """Return the lines that the queue adds to the header."""
         return Request(
             name=self.name,
             tag=tag,
@@ -159,7 +159,7 @@ def read_job_options(
 def _worker_spec(
     given: Mapping[str, Any], for_job: dict[str, Any], protocol: str | None, config_name: str
 ) -> WorkerSpec:
-    """What the workers are asked to be; takes `worker_extra_args` out of what is for the job."""
+    """Return the workers' specification; take `worker_extra_args` out of the job's keywords."""
     settings = worker_extra_args(for_job, config_name)
     settings |= {name: value for name, value in given.items() if name in SPEC_FIELDS}
     for name in SHARED - set(settings):
@@ -265,7 +265,7 @@ def _make_job(
 
 
 def _python(for_job: Mapping[str, Any], config_name: str) -> str:
-    """As in dask-jobqueue shell words, since sites start Python through a container's command."""
+    """Return shell words as in dask-jobqueue: sites start Python by a container's command."""
     return str(configured("python", for_job, config_name) or shlex.quote(sys.executable))
 
 

@@ -70,11 +70,11 @@ class QueuePoller:
         return set(), {}
 
     def postpone(self) -> None:
-        """Let an interval pass before the next query: what there is to see was just submitted."""
+        """Postpone the next query by an interval: the jobs were just submitted."""
         self._next = max(self._next, time.monotonic() + self.interval_s)
 
     async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """One query, and one more for the jobs that have left the queue."""
+        """Query the queue, and once more for the jobs that have left it."""
         seen = await self.queue.query(ids)
         gone = [job_id for job_id in ids if job_id not in seen]
         if gone:

@@ -70,7 +70,7 @@ class JobPublisher:
             await asyncio.sleep(PAUSE_S)
 
     async def forget(self) -> None:
-        """Have the queue's word count from now on, as nobody watches these jobs any more."""
+        """Publish that no cluster watches these jobs any more: the queue's word counts."""
         with contextlib.suppress(OSError, RuntimeError):
             await asyncio.to_thread(self.folder.write_reports, [])
 

@@ -26,7 +26,7 @@ WAITING = ("no-worker", "queued")
 
 
 def ignore_removed(scheduler: Scheduler) -> None:
-    """Let the scheduler ignore what workers ask that it has just removed.
+    """Ignore requests of workers that the scheduler has just removed.
 
     A request for where results are, on its way when the worker was removed, breaks in its handler.
     """
@@ -45,7 +45,7 @@ def ignore_removed(scheduler: Scheduler) -> None:
 async def retire(
     scheduler: Scheduler, names: Collection[str], *, deadline_s: float
 ) -> frozenset[str]:
-    """Let workers finish, hand over what they alone hold, and close; return who is gone then.
+    """Make workers finish, hand over what they alone hold, and close; return those that are gone.
 
     A worker that nobody can relieve, or that is not ready in time, goes on as before, so the caller
     can try again. Calls for different workers may overlap.
@@ -94,7 +94,7 @@ def fail_waiting(
     which: Callable[[TaskState], bool] = lambda ts: True,
     states: Collection[str] = WAITING,
 ) -> int:
-    """Let the Dask tasks that could run and have no worker fail with `error`; return how many.
+    """Fail the Dask tasks that could run and have no worker with `error`; return their number.
 
     Those that depend on them fail too and are not counted.
     """
@@ -111,7 +111,7 @@ def fail_waiting(
 
 
 def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
-    """Let the Dask tasks that wait or run fail with `error`; return how many."""
+    """Fail the Dask tasks that wait or run with `error`; return their number."""
     return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 

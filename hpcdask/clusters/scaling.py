@@ -1,4 +1,4 @@
-"""How many workers a cluster has: asked for by hand or by the work."""
+"""Number of a cluster's workers: asked for by hand or by the work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def job_of(state: WorkerState) -> str:
 def _workers(
     value: Any, name: str, of: str, *, each: int = 1, share: int = 1, default: float = 0
 ) -> float:
-    """How many workers a bound is: `each` for one of what it counts, or one for a `share`."""
+    """Convert a bound to workers: multiply by `each`, divide by `share`."""
     if value is None or value == math.inf:
         return default
     return number(value, f"adapt: {name}", of) * each / share
@@ -194,7 +194,7 @@ class Scaling(Cluster):
             )
 
     def _tell_most_workers(self, controller: JobController) -> None:
-        """Let gangs know how many workers there may come to be."""
+        """Tell gangs how many workers there may come to be."""
 
         def most() -> float:
             limits, groups = self._limits(), controller.groups
@@ -212,7 +212,7 @@ class Scaling(Cluster):
         return limits
 
     def _wish(self, workers: int | Mapping[str, int]) -> JobController:
-        """Have so many workers, or so many of each of these groups."""
+        """Set the number of workers, or that of each of these groups."""
         wishes = workers if isinstance(workers, Mapping) else {"": workers}
         controller = self._running_controller()
         for name, n in wishes.items():
@@ -277,7 +277,7 @@ class Scaling(Cluster):
         Adaptive: type[Adaptive] = JobAdaptive,
         **kwargs: Any,
     ) -> Adaptive:
-        """Let the number of workers follow the work.
+        """Make the number of workers follow the work.
 
         Minimums are rounded up to whole jobs, maximums down. The strictest bound counts.
 
@@ -348,7 +348,7 @@ class Scaling(Cluster):
     def _bounds(
         self, name: str, default: float, workers: Any, jobs: Any, memory: Any, cores: Any
     ) -> list[float]:
-        """What each of a bound's four forms is in workers, `default` where it is not given."""
+        """Return each of a bound's four forms in workers, `default` where it is not given."""
         one = self.groups[""]
         amount = parse_memory(memory, f"{name}_memory")
         return [

@@ -87,7 +87,7 @@ class ClusterScheduler:
             save_credentials(shared, folder)
 
     def _credentials(self) -> Credentials:
-        """What lets workers in; sets `security`. Keys of one's own are files or texts, as given."""
+        """Set `security`, and return the workers' keys. The user's are files or texts, as given."""
         asked = self.asked
         if asked is False:
             self.say("warning: security=False: any user who reaches a port of it runs code as you")

@@ -1,4 +1,4 @@
-"""What is wanted and what is known of a group of jobs, for those who act on it."""
+"""Wanted and known jobs of a group, for those who act on them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ClusterState:
 
     @property
     def prefix(self) -> str:
-        """What the names of its workers begin with."""
+        """Return the beginning of the names of the group's workers."""
         return group_id(self.cluster, self.group)
 
     def want(self, jobs: int) -> None:

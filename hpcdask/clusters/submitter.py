@@ -77,7 +77,7 @@ class Submitter:
         self._retry_s = min(2 * self._retry_s, RETRY_S[1])
 
     async def _submit(self, count: int) -> None:
-        """One command."""
+        """Submit jobs with one command."""
         # the shared file system may be slow
         submission = await asyncio.to_thread(self.folder.new_submission, self.group)
         ids = await self.queue.submit(str(submission.script), count)

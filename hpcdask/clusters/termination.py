@@ -100,7 +100,7 @@ class JobTerminator:
     # In good order
 
     def retire(self, job_id: str) -> None:
-        """Let the job's workers hand over what they hold, and let the job end."""
+        """Make the job's workers hand over what they hold, then end the job."""
         if job_id not in self._retiring:
             self.state.mark(job_id, leaving=True)
             task = self._spawn(self._retire(job_id))

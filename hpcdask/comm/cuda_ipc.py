@@ -100,7 +100,7 @@ class Mappings:
 async def release_of_the_dead(
     mappings: Mappings, progress: Callable[[], None], worker: str
 ) -> None:
-    """Let go of the memory of each process that ends, for ever."""
+    """Release the memory of each process that ends, for ever."""
     starts: dict[tuple[int, int], str] = {}  # empty once it was let go of
     while mappings.known:
         await asyncio.sleep(LOOK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What joins the GPUs and the nodes, and which of it the UCX that is installed can use.
+"""Links of the GPUs and the nodes, and which of them the installed UCX can use.
 
 Everything is read from files, psutil and NVML: no CUDA call, and UCX is not loaded, so that the
 process can still fork. Nothing here decides; `hpcdask.comm.transport` does.
@@ -79,7 +79,7 @@ class Port(Record):
 
 @dataclass(frozen=True)
 class Fabric(Record):
-    """What one process sees of its node's links: interfaces that are up and lead to other nodes.
+    """Links of a node, as one process sees them: interfaces that are up and lead to other nodes.
 
     ``infiniband`` has the ports of RDMA devices, those that are down too; ``nvlink`` the pairs of
     UUIDs of GPUs that NVLink joins, also through switches, and ``nvlink_unknown`` those of which

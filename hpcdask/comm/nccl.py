@@ -33,7 +33,7 @@ def version() -> str:
 
 
 def unique_id() -> bytes:
-    """What the ranks find each other by, at a port of this process: it has to live on."""
+    """Return the id by which ranks find each other at this process, which has to live on."""
     from cupy.cuda import nccl
 
     return bytes(nccl.get_unique_id())

@@ -1,4 +1,4 @@
-"""What keeps workers from ucx, NVLink or InfiniBand: one list, which transport and doctor read."""
+"""Obstacles to ucx, NVLink or InfiniBand: one list, which transport and doctor read."""
 
 from __future__ import annotations
 

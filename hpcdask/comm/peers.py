@@ -184,7 +184,7 @@ class PeerWorker(Worker):
         return {addr: "ucx" if contact else "tcp" for addr, contact in pool.contacts.items()}
 
     async def may_use_ucx_to(self, address: str) -> bool:
-        """Whether ucx is worth trying to a worker, once it is known whether it starts here."""
+        """Return whether to try ucx to a worker, once it is known whether ucx starts here."""
         await self._decided.wait()
         if self._ucx_address is None:
             return False
@@ -249,7 +249,7 @@ class PeerWorker(Worker):
             self._decided.set()
 
     def _ask_for_more(self) -> None:
-        """Have the worker fetch more in one message, unless the user said how much."""
+        """Make the worker fetch more in one message, unless the user said how much."""
         limit = "distributed.worker.transfer.message-bytes-limit"
         if dask.config.get(limit) == dask.config.get(limit, config=defaults):
             upstream.set_message_limit(self, MESSAGE_NBYTES)
@@ -282,7 +282,7 @@ class PeerWorker(Worker):
         return {"address": self._ucx_address, "secret": self._ucx.secret}
 
     async def _tell_mapped(self) -> dict[str, Any]:
-        """Which process this is, and those whose device memory it has mapped; None if unknown."""
+        """Return this process and those whose device memory it has mapped; None if unknown."""
         found = self._mappings if self._mappings is not None and self._mappings.known else None
         return {
             "me": [os.getpid(), own_namespace()],
@@ -368,7 +368,7 @@ class PeerWorker(Worker):
             links.append(await self._have_fetched(peer, names[peer]))
 
     async def _have_fetched(self, peer: str, name: str) -> dict[str, Any]:
-        """What a peer finds when it fetches from here."""
+        """Return what a peer finds when it fetches from here."""
         try:
             async with asyncio.timeout(WARM_DEADLINE_S):
                 me = {"source": self.address, "name": str(self.name)}

@@ -1,4 +1,4 @@
-"""What joins the workers of a cluster, or of one job."""
+"""Topology of the workers of a cluster, or of one job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .fabric import Fabric, Port
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What one rank, or one node, brings to the choice: its workers' GPUs, and what joins them."""
+    """GPUs and links of one rank or node, for the choice of a transport."""
 
     host: str
     gpus: tuple[Gpu, ...]
@@ -90,7 +90,7 @@ class Topology:
         return {*_uuids(seats), *seen}
 
     def nvlink(self, host: str) -> Literal["all", "some", "none", "unknown"]:
-        """Whether NVLink joins the workers' GPUs of a node to all others, each to one, or less."""
+        """Return whether NVLink joins a node's GPUs to all others, each to one, or less."""
         seats, others = self.hosts[host], self.partners(host)
         used = _uuids(seats)
         pairs = {frozenset(pair) for pair in itertools.product(used, others) if len({*pair}) == 2}
@@ -103,7 +103,7 @@ class Topology:
         return "unknown" if pairs & unknown else "none"
 
     def links(self, *, nvlink: bool) -> str:
-        """What joins the workers where ucx is for all of them, perhaps NVLink too."""
+        """Return what joins the workers where ucx is for all of them, perhaps NVLink too."""
         if self.others:
             nodes = "this node to others" if self.alone else f"the {len(self.hosts)} nodes"
             return f"InfiniBand joins {nodes}{', NVLink the GPUs inside' if nvlink else ''}"

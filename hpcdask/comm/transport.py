@@ -1,4 +1,4 @@
-"""Which transport workers use, and on which interface.
+"""Choice of the workers' transport and interface.
 
 Pure decisions from what `hpcdask.comm.fabric` saw on each node.
 """
@@ -30,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Choice:
-    """How workers exchange data, why, in one line for the user, and what else to know, a line each.
+    """Chosen transport, the reason in one line for the user, and warnings, a line each.
 
     The reach of ucx is all workers, or those of one node among each other.
     """
@@ -88,7 +88,7 @@ def _first(found: Sequence[Obstacle], **wanted: str) -> Obstacle | None:
 
 
 def _best(site: Topology, found: Sequence[Obstacle]) -> Choice:
-    """What ``auto`` takes. Links come first: without them no package need be installed."""
+    """Return the choice of ``auto``. Links first: without them no package need be installed."""
     nvlink = _first(found, link="nvlink")
     infiniband = _first(found, link="infiniband") if site.others else None
     nobody = _first(found, kind="workers") or _first(found, kind="alone")
@@ -111,7 +111,7 @@ def _best(site: Topology, found: Sequence[Obstacle]) -> Choice:
 
 
 def _remedies(site: Topology, found: Sequence[Obstacle]) -> list[str]:
-    """How to make use of InfiniBand that is idle."""
+    """Return remedies for InfiniBand that is idle."""
     if not site.others or not site.cuda or _first(found, kind="setting", link="infiniband"):
         return []
     idle = [one for one in found if one.link == "infiniband" and one.severity == "slow"]
@@ -119,7 +119,7 @@ def _remedies(site: Topology, found: Sequence[Obstacle]) -> list[str]:
 
 
 def _cautions(site: Topology, found: Sequence[Obstacle]) -> Iterator[str]:
-    """What may be slow or wrong although ucx is taken for all."""
+    """Yield what may be slow or wrong although ucx is taken for all."""
     remedies = _remedies(site, found)
     yield from remedies
     packages = [seat.fabric.ucx.distributed_ucxx for seat in site.seats]

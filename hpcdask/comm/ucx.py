@@ -271,7 +271,7 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
         return int(self._port)
 
     def stop(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         super().stop()
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What UCX may use: ``--enable-nvlink``, the user's own ``UCX_TLS``, variables for a worker."""
+"""Settings of UCX: ``--enable-nvlink``, the user's own ``UCX_TLS``, variables for a worker."""
 
 from __future__ import annotations
 

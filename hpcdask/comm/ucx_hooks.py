@@ -54,7 +54,7 @@ def install(configured: Mapping[str, object] | None = None) -> None:
 
 
 def _install_for_device(ucm: ctypes.CDLL) -> None:
-    """Have UCX install its hooks into the CUDA driver, if that is there: somebody has to ask."""
+    """Make UCX install its hooks into the CUDA driver, if there is one."""
     silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_ignore)
     if ucm.ucm_set_event_handler(DEVICE_EVENTS, 0, silent, None) == 0:
         ucm.ucm_unset_event_handler(DEVICE_EVENTS, silent, None)
@@ -65,7 +65,7 @@ def _ignore(event: int, details: int, argument: int) -> None:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ucxx and UCX are to find in a worker's environment, where the user did not set it.
+    """Return the variables of ucxx and UCX for a worker, where the user did not set them.
 
     Only ucxx's own mode is not for the user to choose: in the others a thread or an endless loop
     drives UCX beside `ucx.Progress`, and holds up Python.

@@ -85,7 +85,7 @@ class Progress:
             self._arm()
 
     def _arm(self) -> None:
-        """Have UCX report what comes next, and look again after a while all the same."""
+        """Make UCX report what comes next, and look again after a while all the same."""
         if not self.worker.arm():  # something has come already
             self._loop.call_soon(self.turn)
             return

@@ -27,7 +27,7 @@ NO_IPC_CAUSES = (
 
 @dataclass(frozen=True)
 class LinkTest:
-    """What one worker found when it first fetched from another.
+    """Result of a worker's first fetch from another.
 
     ``first_s`` are the seconds of the first, small transfer, in which memory is mapped, ``rate``
     the bytes per second of a larger one after it. ``cuda_ipc``: whether UCX maps device memory of
@@ -47,7 +47,7 @@ class LinkTest:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What all links together say, with a line for each worker or pair that is slow or broken."""
+    """Results of all links, with a line for each worker or pair that is slow or broken."""
 
     line: str
     warnings: tuple[str, ...]
@@ -85,7 +85,7 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
 
 
 def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
-    """How the workers that are there exchange; empty while two have not told that they are warm."""
+    """Return how the workers exchange; empty while two have not told that they are warm."""
     if scheduler is None:
         return ""
     names = {str(worker.name) for worker in scheduler.workers.values()}

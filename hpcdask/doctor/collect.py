@@ -82,7 +82,7 @@ def _fork(reader: Callable[[], Facts]) -> tuple[int, int]:
 
 
 def _detach(keep: int) -> None:
-    """Let go of all that a launcher might wait for, or that belongs to the parent."""
+    """Close all that a launcher might wait for, or that belongs to the parent."""
     detach_standard_streams(output=True)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, keep):

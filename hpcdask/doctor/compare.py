@@ -1,4 +1,4 @@
-"""What differs between nodes that should be alike."""
+"""Differences between nodes that should be alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIKE = ("dask", "distributed", "hpcdask")
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same on all nodes: how bad that is, and by node what is there."""
+    """Difference between nodes: its severity, and each node's value."""
 
     what: str
     status: Status

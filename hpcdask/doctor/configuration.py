@@ -124,7 +124,7 @@ def _obstacle(key: str, value: str) -> str:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a file can be made in it: the kernel's word on access is always yes to root."""
+    """Return whether a file can be made in a folder: the kernel's answer is always yes to root."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -151,7 +151,7 @@ def _queues(system: str) -> list[str] | None:
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What is in force, and what of it has no effect or cannot be used."""
+    """Yield what is in force, and what of it has no effect or cannot be used."""
     known, every = facts["configuration"], facts["configuration"]["values"]
     if known["open"]:
         what, _, advice = known["open"].partition(". ")

@@ -19,7 +19,7 @@ LEAST_FREE = 0.9
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What the memory of one node's GPUs says."""
+    """Yield findings on the memory of one node's GPUs."""
     gpus = facts["gpus"]["gpus"]
     yield from _free(gpus)
     if "software" in facts:
@@ -42,7 +42,7 @@ def _free(gpus: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _allocator(facts: Facts, gpus: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Who allocates device memory of a worker that has a GPU to itself."""
+    """Yield findings on who allocates device memory of a worker that has a GPU to itself."""
     topic = "allocator"
     packages = facts["software"]["packages"]
     installed = {name for name in ("cupy", "rmm") if family(packages, name)}

@@ -1,4 +1,4 @@
-"""What the doctor found: one `Finding` for each thing it looked at."""
+"""Findings of the doctor: one `Finding` for each thing it looked at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Finding on one thing that was looked at.
 
     `group` is its place in the report, such as ``GPUs``. `advice` is only empty for ``ok``.
     `ranks` are those of the node that it holds for; empty for all of them.
@@ -69,7 +69,7 @@ class Reporter:
 
 
 def merge_ranks(found: Mapping[int, list[Finding]]) -> list[Finding]:
-    """One list from the lists of a node's ranks: what all say once, the rest with who says it."""
+    """Merge the findings of a node's ranks: common ones once, the rest with their ranks."""
     merged: dict[Finding, list[int]] = {}
     for rank, findings in sorted(found.items()):
         for finding in findings:

@@ -25,7 +25,7 @@ RESET = "Tell the site's staff, and leave the GPU out with CUDA_VISIBLE_DEVICES 
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What the GPUs of one node say: those that its ranks see, taken together."""
+    """Yield findings on the GPUs of one node: those that its ranks see, taken together."""
     known, gpus = facts["gpus"], facts["gpus"]["gpus"]
     if not gpus:
         yield _none_that_is_used(facts) if known["device_files"] else _none_here(facts)
@@ -49,7 +49,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _how_to_get(facts: Facts) -> str:
-    """How to get a GPU, in the queueing system's words."""
+    """Return advice on how to get a GPU, in the queueing system's words."""
     if request := facts.get("queue", {}).get("request"):
         return f"Request them, for example {request}"
     return "Check nvidia-smi and CUDA_VISIBLE_DEVICES here"
@@ -200,7 +200,7 @@ def _nvlink(facts: Facts, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _matrix(gpus: Gpus, joined: list[list[str]]) -> str:
-    """Which GPU reaches which, by their numbers: ``0-1 2-3``."""
+    """Return the pairs of GPUs that reach each other, by number: ``0-1 2-3``."""
     number = {gpu["uuid"]: gpu["index"] for gpu in gpus}
     peers: dict[int, set[int]] = {}
     for first, second in joined:

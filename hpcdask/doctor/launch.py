@@ -1,4 +1,4 @@
-"""What rank 0 heard of a launch, and what that says of the network between its nodes."""
+"""Findings on a launch, as rank 0 heard of it, and on the network between its nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 1800.0
 
 @dataclass(frozen=True)
 class Route:
-    """How a rank reached rank 0: where it did, and by address why it did not."""
+    """Way of a rank to rank 0: the address that answered, and by address why others did not."""
 
     address: str
     failed: dict[str, str]
@@ -34,7 +34,7 @@ class Route:
 
 @dataclass
 class Launch:
-    """What rank 0 heard, by rank, and where it listened, as the scheduler would.
+    """Reports to rank 0, by rank, and where it listened, as the scheduler would.
 
     `clocks` has for each reading how long a rank's answer took and how far its clock was ahead, in
     seconds. `reached` says by node which others it did not reach in the range of ports, and why.
@@ -54,7 +54,7 @@ class Launch:
 
 
 def check(launch: Launch) -> list[Finding]:
-    """What was seen between the ranks."""
+    """Return findings on what was seen between the ranks."""
     in_range = ports.check_reached(launch.reached, current() or "")
     return [*_present(launch), *_routes(launch), *in_range, *_clocks(launch)]
 
@@ -104,7 +104,7 @@ def _routes(launch: Launch) -> Iterator[Finding]:
 
 
 def _clocks(launch: Launch) -> Iterator[Finding]:
-    """How far other nodes' clocks are from rank 0's; known to half the time an answer takes."""
+    """Yield findings on other nodes' clocks, known to half the time an answer takes."""
     ahead: dict[str, float] = {}
     for rank, readings in launch.clocks.items():
         if launch.hosts[rank] != launch.rank.host:
@@ -124,7 +124,7 @@ def _clocks(launch: Launch) -> Iterator[Finding]:
 
 
 def check_transport(nodes: Sequence[Node]) -> list[Finding]:
-    """What ``--protocol auto`` would choose for these nodes, and why."""
+    """Return what ``--protocol auto`` would choose for these nodes, and why."""
     topic = "protocol"
     seats = [
         NodeLinks(node.host, tuple(gpus), Fabric.from_json(node.facts["fabrics"][rank]))

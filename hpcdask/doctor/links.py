@@ -1,4 +1,4 @@
-"""What joins the nodes and the GPUs, whether UCX can use it, and settings that prevent that."""
+"""Links of nodes and GPUs, whether UCX can use them, and settings that prevent that."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def read(*, gpus: bool = True) -> Facts:
 
 
 def obstacles_of(facts: Facts, fabrics: Iterable[Fabric]) -> list[Obstacle]:
-    """What keeps ucx or a link from workers on a node's GPUs, by the links that its ranks see."""
+    """Return the obstacles to ucx or a link on a node, by the links that its ranks see."""
     gpus = known_gpus(facts)
     seats = [NodeLinks("this node", gpus, known) for known in fabrics]
     return obstacles(Topology(WorkerSpec(), seats))
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What one node's links say."""
+    """Yield findings on one node's links."""
     known = Fabric.from_json(facts["fabric"])
     if known.interfaces:
         yield say.ok("interfaces", ", ".join(map(_interface, known.interfaces)))
@@ -99,7 +99,7 @@ def _ucx(facts: Facts, known: Fabric) -> Iterator[Finding]:
 
 
 def check_settings(process: Facts, facts: Facts) -> list[Finding]:
-    """Which of the user's settings, in one rank, slow things down."""
+    """Return which of the user's settings, in one rank, slow things down."""
     environ: dict[str, str] = process["env"]
     found: list[Finding] = []
     if "nvlink" in facts.get("fabric", {}):

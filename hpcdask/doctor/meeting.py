@@ -144,7 +144,7 @@ class _Leader:
                     await self.changed.wait()
 
     async def _prove_stacks(self) -> None:
-        """One rank of each node proves that the CUDA packages load, after all have read NVML."""
+        """Prove in one rank of each node that the CUDA packages load, after all have read NVML."""
         reports = self.launch.reports
         chosen: dict[str, int] = {}
         for rank, facts in sorted(reports.items()):
@@ -164,7 +164,7 @@ class _Leader:
             reports[rank]["stack"] = stack.SILENCE
 
     async def _ask_nccl(self, rank: int, order: Facts) -> dict[str, Facts]:
-        """What the processes of a rank's GPUs told; nothing where the rank has gone."""
+        """Return what the processes of a rank's GPUs told; nothing where the rank has gone."""
         if rank == 0:
             return await nccl.obey(order)
         answer = rank, order["id"]
@@ -177,7 +177,7 @@ class _Leader:
         return self.obeyed.get(answer, {})
 
     async def _try_ports(self) -> None:
-        """One rank of each node listens in the range of ports, and connects to the others'."""
+        """Listen in one rank of each node, in the range of ports, and connect to the others'."""
         launch = self.launch
         chosen: dict[str, int] = {}
         for rank in (0, *sorted(self.channels)):

@@ -53,7 +53,7 @@ class Member(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the user knows it by."""
+        """Return the name by which the user knows the member."""
         return f"GPU {self.number} of {self.host}"
 
 
@@ -88,7 +88,7 @@ async def measure(every: Sequence[Member], ask: Ask) -> Facts:
 
 
 async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Facts]:
-    """What the process of each member told."""
+    """Return what the process of each member told."""
     host = await start(MODULE, "host", stdin=asyncio.subprocess.PIPE, environ=SPEAK)
     try:
         known = await _hosts(host)
@@ -106,7 +106,7 @@ async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Facts]:
 
 
 async def _hosts(host: asyncio.subprocess.Process) -> Facts:
-    """What the process told that the others will find each other by, until it waits for them."""
+    """Return the id that the process told, by which the others will find it."""
     assert host.stdout is not None
     known: Facts = {"steps": [], "ended": None}
     with contextlib.suppress(TimeoutError):

@@ -11,7 +11,7 @@ from .findings import Facts, Finding, Reporter, merge_ranks
 
 
 class Group(NamedTuple):
-    """How a group of facts is gathered, and what to do where it cannot be.
+    """Group of facts: how it is gathered, and what to do where it cannot be.
 
     One rank of each node gathers it, or all of them. `check` is given the facts of one node.
     """
@@ -77,7 +77,7 @@ GROUPS = {
 
 @dataclass
 class Node:
-    """One node and what its ranks reported; `ranks` are in order.
+    """Node and the reports of its ranks; `ranks` are in order.
 
     `facts` is by group: ``process`` is a list with one entry per rank, ``gpus`` has the GPUs of all
     ranks and in ``seen`` the UUIDs that each rank sees, ``fabrics`` has the links by rank; the

@@ -1,4 +1,4 @@
-"""What NVML tells of the GPUs that this process may use."""
+"""Facts that NVML tells of the GPUs that this process may use."""
 
 from __future__ import annotations
 

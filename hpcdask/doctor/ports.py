@@ -34,7 +34,7 @@ def read() -> Facts:
 
 
 def check(facts: Facts, workers: int) -> Iterator[Finding]:
-    """Return whether they are enough for so many workers on this node."""
+    """Yield a finding on whether the ports are enough for so many workers on this node."""
     if not (known := facts.get("ports")):
         return
     value = f"{known['range']}: {known['free']} of {known['size']} ports are free"
@@ -74,7 +74,7 @@ class Listener:
 
 
 def targets(host: str, listeners: Mapping[str, Facts]) -> dict[str, Facts]:
-    """Which of the other nodes a node connects to: those after it, in a ring."""
+    """Return the nodes that a node connects to: those after it, in a ring."""
     names = list(listeners)
     at = names.index(host) + 1
     chosen = [*names[at:], *names[: at - 1]][:MOST_TARGETS]
@@ -102,7 +102,7 @@ async def connect(others: Mapping[str, Facts]) -> dict[str, str]:
 
 
 def check_reached(reached: Mapping[str, Mapping[str, str]], port_range: str) -> Iterator[Finding]:
-    """What the nodes said of one another: by node, which others it did not reach, and why."""
+    """Yield findings on nodes that did not reach others, and why."""
     advice = "A firewall stands between the nodes: ask the site's staff which ports it lets through"
     for host, failed in reached.items():
         for other, why in failed.items():

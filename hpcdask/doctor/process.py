@@ -1,4 +1,4 @@
-"""What one process may use: cores, memory, open files, and the variables it was started with.
+"""Limits of one process: cores, memory, open files, and the variables it was started with.
 
 Each rank gathers this for itself, because a launcher may treat each in another way.
 """
@@ -41,7 +41,7 @@ LEAST_WORKER_MEMORY = 8 * GIB
 
 
 def read(environ: Mapping[str, str] | None = None) -> Facts:
-    """What this process has."""
+    """Return the limits of this process."""
     import dask.config
     import psutil
 
@@ -62,7 +62,7 @@ def read(environ: Mapping[str, str] | None = None) -> Facts:
 
 
 def check(process: Facts, facts: Facts, workers: int) -> Iterator[Finding]:
-    """What one rank's limits say; `facts` are its node's, `workers` those of the whole cluster."""
+    """Yield findings on one rank's limits; `facts` are its node's, `workers` all of the cluster."""
     gpus = bool(known_gpus(facts))
     yield _cores(process, facts, gpus)
     yield _memory(process, local_workers(facts), gpus)
@@ -79,7 +79,7 @@ def check(process: Facts, facts: Facts, workers: int) -> Iterator[Finding]:
 
 
 def local_workers(facts: Facts) -> int:
-    """How many workers this node would have: one per rank, or per GPU for one started by hand."""
+    """Return the number of this node's workers: one per rank, or per GPU if started by hand."""
     ranks = len(facts["process"])
     return ranks if ranks > 1 else max(1, len(known_gpus(facts)))
 

@@ -70,7 +70,7 @@ def parse_plugins(text: str) -> list[str]:
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What the job says on one node."""
+    """Yield findings on the job on one node."""
     known = facts["queue"]
     if known["job"]:
         yield say.ok("job", f"{known['system']} {known['job'].partition('.r')[0]}")
@@ -97,7 +97,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _plugins(facts: Facts) -> Iterator[Finding]:
-    """Return whether srun can start the MPI that mpi4py loads."""
+    """Yield a finding on whether srun can start the MPI that mpi4py loads."""
     library, plugins = facts.get("mpi", {}).get("library", ""), facts["queue"]["mpi"]
     wanted = "pmix" if "Open MPI" in library else "pmi2"
     if library and plugins and not any(name.startswith(wanted) for name in plugins):
@@ -110,7 +110,7 @@ def _plugins(facts: Facts) -> Iterator[Finding]:
 
 
 def _views(facts: Facts, ranks: Sequence[int]) -> list[Inventory]:
-    """What the ranks of one node see, for the choice of devices."""
+    """Return what the ranks of one node see, for the choice of devices."""
     by_uuid = {gpu.uuid: gpu for gpu in known_gpus(facts)}
     return [
         Inventory(rank, "this node", place, tuple(map(by_uuid.__getitem__, seen)), (), 0)
@@ -133,7 +133,7 @@ def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
 
 
 def check_ranks(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
-    """Whether each rank of a node gets a GPU of its own, as hpcdask.run would give them out."""
+    """Yield a finding on whether each rank of a node gets a GPU of its own."""
     topic, gpus = "GPU of each rank", facts["gpus"]["gpus"]
     if not gpus or len(ranks) < 2:
         return

@@ -52,7 +52,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What the findings mean together, in one line."""
+        """Return the verdict of all findings, in one line."""
         found = self.every()
         if errors := _topics(one for one in found if one.status == "error"):
             return f"error: Dask will not run as it should ({errors})"

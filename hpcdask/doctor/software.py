@@ -66,7 +66,7 @@ def _unfit(pins: list[str], packages: dict[str, str]) -> Iterator[str]:
 
 
 def read_mpi() -> Facts:
-    """Which MPI mpi4py loads; the library is not initialised."""
+    """Return the MPI that mpi4py loads; the library is not initialised."""
     from importlib.util import find_spec
 
     if find_spec("mpi4py") is None:
@@ -97,7 +97,7 @@ def family(packages: dict[str, str], base: str) -> list[str]:
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What the versions of one node say."""
+    """Yield findings on the versions of one node."""
     known, gpus = facts["software"], facts.get("gpus", {})
     packages: dict[str, str] = known["packages"]
     yield say.ok("Python", f"{known['python']} ({known['executable']}), Linux {known['kernel']}")
@@ -177,7 +177,7 @@ def _cuda(packages: dict[str, str], driver: int, unfit: list[str], old: str) -> 
 
 
 def check_mpi(facts: Facts) -> Iterator[Finding]:
-    """Return whether mpi4py loads an MPI, and the launcher's."""
+    """Yield findings on whether mpi4py loads an MPI, and the launcher's."""
     known, launcher = facts["mpi"], facts["launcher"]
     if not known:
         yield say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")

@@ -38,7 +38,7 @@ ADVICE = {
 
 
 def steps() -> Iterator[tuple[str, Callable[[], str]]]:
-    """What is proved, in order: what is not installed is left out."""
+    """Yield the proofs in order, without those of packages that are not installed."""
     if find_spec("cupy"):
         yield "cupy", _cupy
         yield "GPUs", _gpus
@@ -114,7 +114,7 @@ async def start(
 
 
 async def run(deadline_s: float = DEADLINE_S) -> Facts:
-    """What the process reports, until it ends or the deadline."""
+    """Return what the process reports, until it ends or the deadline."""
     return await heard(await start("hpcdask.doctor.stack"), deadline_s)
 
 
@@ -133,7 +133,7 @@ async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts
 
 
 def told_in(line: bytes) -> list[Facts]:
-    """What a line of a process's output tells: its own, or a warning of NCCL."""
+    """Return what a line of a process's output tells: its own, or a warning of NCCL."""
     if line.startswith(b"{"):  # libraries print, too
         return [json.loads(line)]
     _, mark, text = line.partition(b"NCCL WARN ")
@@ -148,7 +148,7 @@ async def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """What the steps say, where they were tried."""
+    """Yield findings on the steps that were tried."""
     known, last = facts.get("stack", {"steps": [], "ended": 0}), "Python"
     for step in known["steps"]:
         name = step["step"]

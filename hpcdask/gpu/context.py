@@ -74,7 +74,7 @@ def synchronize() -> None:
 
 
 def lost() -> str | None:
-    """Which error made the context of this process unusable, by its name; None if it is sound.
+    """Return the name of the CUDA error that broke this process's context, or None.
 
     After an illegal address, say, every call fails with that error until the process ends. Only
     from the thread that made the context.

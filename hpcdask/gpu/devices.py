@@ -1,4 +1,4 @@
-"""What this process may compute on, and which device is whose.
+"""Devices that this process may compute on, and their assignment.
 
 Devices are asked of NVML, which needs no CUDA context, so the process can still fork.
 """
@@ -26,7 +26,7 @@ EACH_A_GPU = "--gpus-per-task=1 --gpu-bind=none"
 
 @dataclass(frozen=True)
 class Gpu(Record):
-    """One CUDA GPU or MIG slice, as this process sees it, with its memory in bytes.
+    """CUDA GPU or MIG slice, as this process sees it, with its memory in bytes.
 
     The UUID is ``GPU-...`` or ``MIG-...``, as ``CUDA_VISIBLE_DEVICES`` takes it; ``cores`` are the
     CPU cores near it, by NVML.

@@ -1,4 +1,4 @@
-"""What the driver's files say, without NVML."""
+"""Facts from the driver's files, without NVML."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def has_nvidia_driver() -> bool:
 
 
 class DriverFile(NamedTuple):
-    """What the driver's files tell of a GPU of this node.
+    """GPU of this node, as the driver's files tell.
 
     The UUID has question marks where no process has used the GPU yet; ``accessible`` says that
     neither a cgroup nor a container keeps it from this process.

@@ -101,7 +101,7 @@ def _allocate_through_rmm(library: str) -> None:
 
 
 def store(plan: MemoryPlan, memory_limit: int) -> Any:
-    """What distributed's worker takes as ``data``; None for its own store.
+    """Return what distributed's worker takes as ``data``; None for its own store.
 
     That one counts device memory as host memory, and would spill it to disk. Results on the host
     spill above the same fraction of the limit, in bytes, as there; 0 is no limit.

@@ -28,7 +28,7 @@ PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
 
 @dataclass(frozen=True)
 class MemoryPlan(Record):
-    """How one worker uses the memory of its device. The default is a worker on the CPU.
+    """Use of a device's memory by one worker. The default is a worker on the CPU.
 
     Sizes are in bytes; ``total`` is that of the slice where it is one. The allocators ``pool``,
     which starts with ``pool_size``, and ``async`` are RMM's, for the ``libraries``; with ``cuda``
@@ -92,7 +92,7 @@ def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None 
 
 
 def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> str | None:
-    """What the default settings do without, for a missing package mostly, in one line; or None."""
+    """Return what the default settings lack, mostly for a missing package, in one line; or None."""
     installed = packages() if installed is None else installed
     if spec.rmm_pool_size is None and (why := _two_pools(spec, installed)):
         return why
@@ -154,7 +154,7 @@ def plan(
 
 
 def _two_pools(spec: WorkerSpec, installed: Collection[str]) -> str:
-    """What is wrong with a pool of RMM's beside one of CuPy's; empty where there is one."""
+    """Return what is wrong with a pool of RMM's beside one of CuPy's; empty where nothing is."""
     listed = spec.rmm_allocator_external_lib_list
     pool = spec.rmm_pool_size is None or spec.rmm_pool_size > 0
     if spec.rmm_async or not pool or not {"cupy", "rmm"} <= set(installed) or "cupy" in listed:

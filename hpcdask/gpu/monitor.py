@@ -131,7 +131,7 @@ class GpuMonitor(SchedulerPlugin):
         return [gpu for gpu in self._gpus.values() if gpu.workers]
 
     async def refresh(self) -> None:
-        """Have workers read their GPUs now; those that do not answer at once are left out."""
+        """Ask workers to read their GPUs now; those that do not answer at once are left out."""
 
         async def ask(gpu: _Gpu) -> None:
             with contextlib.suppress(Exception):
@@ -173,7 +173,7 @@ def monitor_of(scheduler: Any) -> GpuMonitor | None:
 
 
 async def refresh(scheduler: Scheduler) -> None:
-    """Have the GPUs of a scheduler's workers read now."""
+    """Read the GPUs of a scheduler's workers now."""
     if (monitor := monitor_of(scheduler)) is not None:
         await monitor.refresh()
 

@@ -64,7 +64,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _text(error: BaseException) -> str:
-    """What it says; exceptions of users may fail to."""
+    """Return the text of an error; exceptions of users may fail to give one."""
     try:
         return str(error)
     except Exception:
@@ -196,7 +196,7 @@ def _held(data: Any) -> int:
 
 
 def free(plan: MemoryPlan) -> str:
-    """What CUDA says is free, in words."""
+    """Return the free memory, as CUDA tells, in words."""
     try:
         if "rmm" in sys.modules:
             return format_bytes(sys.modules["rmm"].mr.available_device_memory()[0])
@@ -223,7 +223,7 @@ def _pool(plan: MemoryPlan) -> str:
 
 
 def holders(uuid: str) -> str:
-    """Which processes use the device, in words."""
+    """Return the processes that use the device, in words."""
     try:
         import pynvml
 

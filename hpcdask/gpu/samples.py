@@ -47,7 +47,7 @@ _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 @dataclass(frozen=True)
 class GpuSample(Record):
-    """One GPU or MIG slice at one moment; None is what NVML does not tell of it.
+    """GPU or MIG slice at one moment; None is what NVML does not tell of it.
 
     Attributes
     ----------

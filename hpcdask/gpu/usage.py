@@ -1,4 +1,4 @@
-"""What a run made of its GPUs: sums over their samples, and what was wrong with them."""
+"""Use of GPUs in a run: sums over their samples, and what was wrong with them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class GpuUsage:
 
 @dataclass(frozen=True)
 class RunUsage(Record):
-    """What all GPUs of a run did, together; None is what NVML did not tell.
+    """Use of all GPUs of a run together; None is what NVML did not tell.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class RunUsage(Record):
         return ", ".join(parts)
 
     def lines(self) -> list[str]:
-        """What the user is told at the end of a run."""
+        """Return the lines for the user at the end of a run."""
         return [f"GPUs: {self.line()}", *(f"warning: {one}" for one in self.problems)]
 
 

@@ -16,7 +16,7 @@ __all__ = ["load_security"]
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:
-    """Let plain ``Client(address)`` in: a ``distributed.client.security-loader``.
+    """Return the keys for ``Client(address)``: a ``distributed.client.security-loader``.
 
     For a client in another process than the cluster's, such as the kernel of a notebook beside
     JupyterLab's Dask extension. The keys are in the cluster's folder, which only its user can read.

@@ -89,6 +89,6 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
 
 
 def may_bring_more(folder: ClusterFolder) -> bool:
-    """Whether the end of the notebook may have cut off a submission that goes on by itself."""
+    """Return whether the end of the notebook may have cut off a submission that goes on."""
     age = folder.unanswered_s()
     return age is not None and age < UNANSWERED_S

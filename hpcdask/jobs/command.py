@@ -154,7 +154,7 @@ def _end_with(problems: list[str]) -> None:
 
 
 def _where(cluster: ClusterRecord) -> str:
-    """What holds it, in words."""
+    """Return what holds the cluster, in words."""
     if cluster.folder is None:
         return "a notebook whose folder is not here"
     owner = cluster.folder.owner
@@ -184,7 +184,7 @@ def _ask_there(cluster: ClusterRecord, command: str) -> str:
 
 
 def _rows(cluster: ClusterRecord) -> list[dict[str, Any]]:
-    """One JSON object per job, the scheduler's first."""
+    """Return one JSON object per job, the scheduler's first."""
     owner = cluster.folder.owner if cluster.folder else None
     reports = [(job, by_cluster, False) for job, by_cluster in cluster.reports()]
     if cluster.scheduler is not None:

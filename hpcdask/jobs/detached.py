@@ -1,4 +1,4 @@
-"""What a detached cluster tells in its folder, and how one finds it by its name.
+"""Records of detached clusters in their folders, and the search for one by its name.
 
 ::
 
@@ -60,7 +60,7 @@ class ControlRecord:
 
     @classmethod
     def read(cls, folder: ClusterFolder) -> ControlRecord | None:
-        """What was told last; None if this is no detached cluster."""
+        """Return the last record; None if this is no detached cluster."""
         try:
             return cls(**json.loads(private.read(str(folder.path / RECORD))))
         except FileNotFoundError:
@@ -70,7 +70,7 @@ class ControlRecord:
 
 
 def holder(folder: ClusterFolder) -> str:
-    """What the process is called that holds a cluster."""
+    """Return the name of the process that holds a cluster."""
     return CONTROL if (folder.path / RECORD).exists() else NOTEBOOK
 
 
@@ -80,7 +80,7 @@ def control_log(folder: ClusterFolder) -> Path:
 
 
 def scheduler_tag(folder: ClusterFolder) -> str:
-    """What the scheduler's job carries; not the cluster's tag, by which workers' jobs end."""
+    """Return the tag of the scheduler's job; the cluster's own tag ends workers' jobs."""
     return f"hpcdask:{SCHEDULER}{folder.name}"
 
 

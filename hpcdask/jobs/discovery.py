@@ -136,7 +136,7 @@ async def _ask(name: str, named: bool) -> dict[str, tuple[str, QueueStatus]] | H
 def choose(
     clusters: list[ClusterRecord], names: tuple[str, ...], every: bool
 ) -> list[ClusterRecord]:
-    """Of what `survey` found, the clusters whose jobs `hpcdask cleanup` cancels.
+    """Return the clusters of a `survey` whose jobs `hpcdask cleanup` cancels.
 
     Those named, by the start of a name where only one has it, and without names all whose notebook
     is gone; with `every` also those of this base whose notebook cannot be seen from here. Raises

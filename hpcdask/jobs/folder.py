@@ -1,4 +1,4 @@
-"""What a cluster keeps on disk: script, submissions, logs, keys, and whose it is.
+"""Folder of a cluster on disk: script, submissions, logs, keys, and its owner.
 
 ::
 
@@ -40,7 +40,7 @@ from .owner import Owner, append, check_owned, read_end
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of the submit command: its folder, and the script in it."""
+    """Call of the submit command: its folder, and the script in it."""
 
     path: Path
 
@@ -125,7 +125,7 @@ class ClusterFolder:
         return folder
 
     def _link(self) -> None:
-        """Have a folder elsewhere found from the usual place, if there is one."""
+        """Link a folder elsewhere from the usual place, if there is one."""
         usual = base_path()
         if self.path.parent != usual:
             with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class ClusterFolder:
         write_private(str(self.path / "jobs.json"), state.to_json(reports))
 
     def reports(self) -> dict[str, state.JobReport]:
-        """What the cluster told last of its jobs, by id; empty if that cannot be read."""
+        """Return what the cluster told last of its jobs, by id; empty if that cannot be read."""
         try:
             return state.from_json((self.path / "jobs.json").read_text())
         except (OSError, ValueError):
@@ -186,7 +186,7 @@ class ClusterFolder:
         )
 
     def doors(self) -> tuple[str, dict[str, str]]:
-        """What `write_doors` wrote last; both empty if that cannot be read."""
+        """Return what `write_doors` wrote last; both empty if that cannot be read."""
         try:
             known = json.loads((self.path / "doors.json").read_text())
             return known["address"], known["doors"]
@@ -249,7 +249,7 @@ class ClusterFolder:
         return max(0.0, time.time() - max(begun)) if begun else None
 
     def logs_in(self, path: str | os.PathLike[str]) -> None:
-        """Have the logs in another folder, made if missing; call it before the first job.
+        """Put the logs into another folder, made if missing; call it before the first job.
 
         Raises UsageError if it belongs to another user, others may write in it, or it cannot be
         made.
@@ -306,7 +306,7 @@ class ClusterFolder:
             self._write()
 
     def lives(self) -> bool | None:
-        """Whether the process that holds the cluster still runs; None: not visible from here."""
+        """Return whether the process that holds the cluster still runs; None: not visible here."""
         return False if self.ended is not None else self.owner.lives()
 
 

@@ -23,7 +23,7 @@ _OF_JOB = re.compile(r"hpcdask: (?:error: )?job \S+ on ([^\s:]+):")
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. `time` is unix; node, worker (or its job) and level are empty where unknown."""
+    """Line of a log. `time` is unix; node, worker (or its job) and level are empty if unknown."""
 
     time: float
     node: str

@@ -54,7 +54,7 @@ class RunNote:
         return folder() / f"{self.owner.host}-{self.owner.pid}.json"
 
     def write(self) -> None:
-        """Have the run listed."""
+        """Add the run to the list."""
         private.make_folders(str(folder()))
         private.write_private(str(self.path), json.dumps(asdict(self)))
 

@@ -1,4 +1,4 @@
-"""What a cluster concludes of its jobs, also for other processes: `hpcdask jobs` reads it."""
+"""States of jobs as their cluster concludes them, also for other processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAITING = frozenset(map(JobState, job_state.WAITING))
 
 @dataclass(frozen=True)
 class JobReport:
-    """One job that is not over, as its cluster sees it.
+    """Job that is not over, as its cluster sees it.
 
     `workers` are connected, of `size`. `since` is the unix time at which it started, or was
     submitted if it has not. None: unknown. `group` is empty in a cluster without groups.
@@ -52,7 +52,7 @@ class JobReport:
 
     @classmethod
     def of_queue(cls, seen: QueueStatus, submitted: float | None, group: str) -> JobReport:
-        """What only the queue tells of a job."""
+        """Return a job's state where only the queue tells of it."""
         since = seen.started or submitted
         state = JobState(seen.state)
         return cls(seen.id, state, seen.reason, None, None, seen.nodes, since, group)

@@ -89,7 +89,7 @@ class DeviceWorker(PeerWorker):
         send_at_once(self.batched_stream)
 
     def _tell_work(self) -> dict[str, Any]:
-        """What it runs, and since when, for who looks at the cluster from outside."""
+        """Return what the worker runs, and since when, for those who look from outside."""
         now = time()
         tasks = {key: self.state.tasks.get(key) for key in self.active_keys}
         return {
@@ -168,7 +168,7 @@ def _receive_cupy_arrays() -> None:
 
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
-    """What the worker imports before it registers."""
+    """Return the modules that the worker imports before it registers."""
     needed = list(plan.libraries)
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]

@@ -99,7 +99,7 @@ def _in_pipe(key: bytes) -> dict[str, int]:
 
 
 def adopt(pid: int, line: socket.socket) -> None:
-    """Have the next process that is started be this child, which waits in `wait_for_worker`."""
+    """Make this child, which waits in `wait_for_worker`, the next process that is started."""
     _offered.append((pid, line))
 
 

@@ -42,7 +42,7 @@ DISMISSAL_S = 0.5
 
 
 class EarlyOptions(NamedTuple):
-    """What the probe knows of a command line that is not read yet; a wrong guess costs time only.
+    """Guess at a command line that is not read yet; a wrong guess costs time only.
 
     ``in_run``: the ranks of a run meet, those of a job do not. ``elsewhere``: the rank's worker has
     no GPU, or not the one that its number tells. ``kinds`` are those of the ranks of a node.
@@ -78,7 +78,7 @@ Prestart = Callable[[Callable[[], str | None], socket.socket, EarlyOptions, str 
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
-    """What the probe saw: the GPUs that the rank may use, and what joins them; or its error.
+    """GPUs that the rank may use, and what joins them; or the probe's error.
 
     ``shown`` are those that NVML was asked about; None where the first rank of the node does that.
     ``prestarts`` is the GPU on which the probe is to be the worker.
@@ -142,7 +142,7 @@ class GpuProbe:
         self._line.close()
 
     def report(self) -> ProbeResult:
-        """What it saw, or its error. Call it once, and `dismiss` when the workers are there."""
+        """Return what the probe saw, or raise its error. Call it once, and `dismiss` later."""
         deadline, text = time.monotonic() + PROBE_DEADLINE_S, b""
         while chunk := self._read_until(deadline):
             text += chunk
@@ -222,7 +222,7 @@ def _serve(pipe: int, line: socket.socket, early: EarlyOptions, prestart: Presta
 
 
 def _ask(environ: Mapping[str, str], *, every: bool) -> ProbeResult:
-    """What there is, or the error that keeps from seeing it.
+    """Return the GPUs, or the error that keeps from seeing them.
 
     ``every``: ask about the node's other GPUs too, for the ranks that leave it to this one.
     """
@@ -264,7 +264,7 @@ def _one_start() -> Iterator[None]:
 
 
 def _may_prestart(rank: ranks.Rank | None, early: EarlyOptions) -> bool:
-    """Whether this rank may have one worker, and has a core for its imports beside its own."""
+    """Return whether this rank may have one worker, and a core more for its imports."""
     if rank is None or early.elsewhere:
         return False
     if rank.local_size == 1 and _count_visible() != 1:

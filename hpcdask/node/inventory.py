@@ -1,4 +1,4 @@
-"""What this rank or job has: GPUs, cores, memory."""
+"""Inventory of this rank or job: GPUs, cores, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .preflight import check_extras
 
 @dataclass(frozen=True)
 class Inventory(Record):
-    """What one rank reports of itself, for the choice of devices and cores.
+    """Report of one rank on itself, for the choice of devices and cores.
 
     The GPUs it sees are in CUDA's order. ``shown`` are those of the node about which NVML was
     asked; None where the node's first rank does that. ``memory`` are bytes of the host that the job
@@ -41,7 +41,7 @@ class Inventory(Record):
 
 
 def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:
-    """What a rank or a job's part sees here, checked, and what joins its devices.
+    """Return what a rank or a job's part sees here, checked, and what joins its devices.
 
     There is no probe where there is no driver, or no GPU is wanted.
     """

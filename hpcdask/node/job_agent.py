@@ -1,4 +1,4 @@
-"""One job's workers on one node: from the first connection to the exit code."""
+"""Workers of one job on one node: from the first connection to the exit code."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class JobAgent:
         return 128 + number
 
     async def _hand_over(self) -> set[str]:
-        """Have the scheduler move elsewhere what the job's workers hold, on all its nodes.
+        """Ask the scheduler to move elsewhere what the job's workers hold, on all its nodes.
 
         Returns the workers that were there.
         """

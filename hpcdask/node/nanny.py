@@ -1,4 +1,4 @@
-"""One worker: bound to its device and cores before anything of Dask or CUDA starts in it."""
+"""Nanny of one worker, bound to its device and cores before Dask or CUDA starts in it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BoundNanny(Nanny):
         super().close_gracefully(reason=reason)
 
     async def look(self) -> dict[str, Any]:
-        """What its worker does now, and its rank's other processes, whether they answer or not."""
+        """Return what the worker does now, and its rank's other processes, also silent ones."""
         (work, problem), worker, *parts = await asyncio.gather(
             self._ask_worker(),
             asyncio.to_thread(observe, self.pid or 0),
@@ -114,7 +114,7 @@ class BoundNanny(Nanny):
         return {"node": socket.gethostname(), "lines": found, "whole": whole}
 
     async def _ask_worker(self) -> tuple[dict[str, Any] | None, str]:
-        """What the worker's event loop tells; None, and why not, where it does not answer."""
+        """Return what the worker's event loop tells; None, and why, where it does not answer."""
         if self.worker_address is None:
             return None, "it has not registered"
         access = self.security.get_connection_args("worker")
@@ -210,12 +210,12 @@ class BoundNanny(Nanny):
         return Status.failed
 
     def _give_up_process(self) -> None:
-        """Have the nanny close where no process was started: it would wait for its end."""
+        """Close the nanny where no process was started: it would wait for its end."""
         if self.process is not None and self.process.status == Status.starting:
             self.process.status = Status.stopped
 
     def _end_of_process(self) -> str:
-        """How the worker's process ended, in words; empty if it was not seen to end."""
+        """Return how the worker's process ended, in words; empty if that was not seen."""
         code = self._exit_code
         if code is None:
             return ""
@@ -226,7 +226,7 @@ class BoundNanny(Nanny):
         super()._on_worker_exit_sync(exitcode)
 
     def _would_be(self, uuid: str) -> bool:
-        """Whether a process that has its context on this GPU, and its imports, is like the worker.
+        """Return whether a process with its context on this GPU is like the worker.
 
         The driver and libraries have read their variables by then, and Dask's configuration and
         plugins may add some.

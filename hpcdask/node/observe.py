@@ -1,4 +1,4 @@
-"""What a process does now, seen from another one: also where it is stuck, in Python or in C.
+"""Observation of a process from another one: also where it is stuck, in Python or in C.
 
 py-spy reads its stacks where it is installed and may attach. Otherwise the process writes them
 itself, into a file in its memory, when it gets `NUMBER`: a handler in C that needs neither Python's
@@ -43,7 +43,7 @@ STOPPED = "Tt"
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack; `text` is the source, where it can be read."""
+    """Line of a stack; `text` is the source, where it can be read."""
 
     function: str
     file: str
@@ -95,7 +95,7 @@ class ProcessView:
 
 
 def make_observable() -> None:
-    """Let this process be observed by its rank, and write its stacks into memory that others read.
+    """Allow the rank to observe this process, and write its stacks into shared memory.
 
     Where that is not possible it is merely not observable.
     """

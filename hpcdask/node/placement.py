@@ -1,4 +1,4 @@
-"""Which worker runs where: decided from what the ranks see, without an effect."""
+"""Placement of workers, from what the ranks see, without an effect."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Profiler:
         )
 
     async def end(self) -> bool:
-        """Have py-spy write its file. Return whether it did; if not, tell the user why."""
+        """Make py-spy write its file. Return whether it did; if not, tell the user why."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:

@@ -1,4 +1,4 @@
-"""What ends a rank or a job from outside: the first signal ends the run, the second at once."""
+"""Signals to a rank or a job: the first one ends the run, the second at once."""
 
 from __future__ import annotations
 

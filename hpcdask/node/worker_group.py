@@ -60,7 +60,7 @@ class WorkerGroup:
             self.probe = None
 
     def look(self, rank: Rank) -> tuple[Inventory, Fabric]:
-        """What this rank or job has here, and what joins its devices."""
+        """Return the inventory of this rank or job, and what joins its devices."""
         self._first = rank.index == 0
         if self._spec.device == "cpu":
             self.dismiss_probe()

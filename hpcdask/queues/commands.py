@@ -36,7 +36,7 @@ class Commands:
         self.timeout_s = timeout_s
 
     async def answer(self, *command: str, **options: Any) -> str:
-        """What a command prints; `options` are those of `run`. Raises QueueError if it fails."""
+        """Return the output of a command; `options` are those of `run`. Raises QueueError."""
         done = await self.run(*command, **options)
         if done.returncode:
             raise self.failed(done)

@@ -1,4 +1,4 @@
-"""What a process learns from the variables of its queueing system's job."""
+"""Variables of a queueing system's job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a queue says of a job."""
+"""States of a job in its queueing system."""
 
 from __future__ import annotations
 

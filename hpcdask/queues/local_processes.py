@@ -1,4 +1,4 @@
-"""What the processes of one user on one machine share: whose job and whose GPU is which.
+"""Jobs and GPUs that the processes of one user on one machine share.
 
 Nothing here depends on the process that started a job: a job's processes carry its id in their
 environment, and hold the locks of its GPUs open themselves.
@@ -26,7 +26,7 @@ HOME = "HPCDASK_HOME"
 
 @dataclass(frozen=True)
 class Process:
-    """One living process of a job; `session` is its session leader's id, `started` a unix time.
+    """Living process of a job; `session` is its session leader's id, `started` a unix time.
 
     `home` is the usual base of the clusters of the one who submitted the job.
     """

@@ -1,4 +1,4 @@
-"""What SLURM's commands say when they refuse or fail, and what to do about it."""
+"""Refusals and failures of SLURM's commands, and what to do about them."""
 
 from __future__ import annotations
 

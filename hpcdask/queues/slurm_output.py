@@ -1,4 +1,4 @@
-"""What ``squeue`` and ``sacct`` print, read into `QueueStatus`.
+"""Readers of the output of ``squeue`` and ``sacct``, into `QueueStatus`.
 
 States: "JOB STATE CODES" of squeue(1) and sacct(1).
 """

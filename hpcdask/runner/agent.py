@@ -1,4 +1,4 @@
-"""What every rank does: report what it sees, run its workers, leave nothing behind."""
+"""Part of every rank: report what it sees, run its workers, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RankAgent:
         self._problem = problem
 
     def report(self) -> RankReport:
-        """Who this is, for rank 0: what it sees, or why there is nothing."""
+        """Return the rank's report to rank 0: what it sees, or why there is nothing."""
         me = partial(RankReport, self.rank.index, self.rank.host, os.getpid())
         try:
             if self._problem is not None:
@@ -96,7 +96,7 @@ class RankAgent:
             ) from None
 
     def order_to_start(self, address: str, on_gpus: bool) -> protocol.StartProgram:
-        """What the program is told, with a scheduler file of its own."""
+        """Return the order to start the program, with a scheduler file of its own."""
         file = os.path.join(self.scratch, "scheduler.json")
         scheduler_file.write(file, address, self.credentials, job=job_id())
         return protocol.StartProgram(address, on_gpus, file, len(os.sched_getaffinity(0)))

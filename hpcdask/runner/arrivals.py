@@ -30,7 +30,7 @@ LEAVE_DEADLINE_S = 3.0
 
 @dataclass(frozen=True)
 class RankReport(Record):
-    """Who a rank is and what it sees, or why it cannot take part: with `error` the rest is void."""
+    """Report of a rank: what it sees, or why it cannot take part: with `error` the rest is void."""
 
     rank: int
     host: str
@@ -53,13 +53,13 @@ class Arrivals:
         self._server: ControlServer | None = None
 
     async def listen(self, host: str, credentials: Credentials, rendezvous: Rendezvous) -> None:
-        """Let the other ranks in, and tell them where."""
+        """Accept the other ranks, and tell them where."""
         self._server, _ = await open_to_ranks(
             self._rank, host, credentials, rendezvous, self.arrived
         )
 
     def close(self) -> None:
-        """Let nobody in any more; the lines stay."""
+        """Accept no more ranks; the lines stay."""
         if self._server is not None:
             self._server.close()
 
@@ -98,7 +98,7 @@ class Arrivals:
         )
 
     def inventories(self) -> dict[int, Inventory]:
-        """What each rank sees. Raises UsageError where one cannot take part."""
+        """Return what each rank sees. Raises UsageError where one cannot take part."""
         found = []
         for index, report in sorted(self.reports.items()):
             if report.inventory is None:

@@ -1,4 +1,4 @@
-"""Which rank gets which GPU: pure."""
+"""Assignment of GPUs to ranks: pure."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu
 
 
 def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
-    """One GPU per rank of a node: all different where possible, fewest sharers else.
+    """Return one GPU per rank of a node: all different where possible, fewest sharers else.
 
     A maximum bipartite matching by augmenting paths (Kuhn 1955); each rank's first wish is
     the GPU of its own number, so that rank i gets GPU i where all are visible.
@@ -271,7 +271,7 @@ def _check_ports(
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes on what, and how data travels.
+    """Plan of a run: devices of the workers, and how data travel.
 
     `placements` is by rank. `interfaces` is by node, and has only nodes for which one was chosen.
     """

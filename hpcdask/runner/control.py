@@ -171,7 +171,7 @@ async def connect_to_leader(
 
 
 def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:
-    """Have the kernel end the connection of a node that vanished, after about 10 s.
+    """Make the kernel end the connection of a node that vanished, after about 10 s.
 
     It counts from the last probe that was answered, so few of them make short losses long.
     """

@@ -1,4 +1,4 @@
-"""What happens anywhere in a run, in one queue, and the tasks that tell of it."""
+"""Events of a run in one queue, and the tasks that tell of them."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _part_of(
     meeting: Rendezvous | None,
     scheduler: ForkedProcess | None,
 ) -> Awaitable[int]:
-    """What this rank does until the run is over: lead or follow."""
+    """Return the work of this rank until the run is over: lead or follow."""
     from hpcdask.node.forking import ForkedProcess
 
     from .follower import follow

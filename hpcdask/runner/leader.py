@@ -178,7 +178,7 @@ class Leader:
         return str(get_ip())
 
     async def _meet(self) -> dict[int, Inventory]:
-        """Have every rank say what it sees."""
+        """Collect what every rank sees."""
         self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
         if self.rendezvous is not None:
             await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the user: that the cluster is ready, and how the first exchange went."""
+"""Lines of rank 0 for the user: the cluster is ready, and how the first exchange went."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard: str) -> None:
-    """One line: what computes on what, how data travels, where the dashboard is."""
+    """Say in one line what computes on what, how data travel, where the dashboard is."""
     placements = [one for group in plan.placements.values() for one in group]
     kinds = Counter(one.gpu.name if one.gpu else "CPU" for one in placements)
     what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -59,7 +59,7 @@ def tell_cpu(spec: RunSpec, seen: Mapping[int, Inventory], plan: Plan) -> None:
 def tell_ways_in(
     spec: RunSpec, address: str, dashboard_host: str, port: int, host: str, *, has_program: bool
 ) -> None:
-    """How clients connect where no program does, and how a browser elsewhere gets in.
+    """Say how clients connect where no program does, and how a browser elsewhere gets in.
 
     `dashboard_host` is where it listens, `host` the node's name.
     """
@@ -80,7 +80,7 @@ def tell_ways_in(
 
 
 def failure_of(event: Event, arrivals: Arrivals) -> str:
-    """Which worker did not start, why, and where to look."""
+    """Return which worker did not start, why, and where to look."""
     index, _, text = event.value
     return (
         f"a worker of {arrivals.name(index)} did not start: {text.rstrip('.')}. See its lines "
@@ -89,7 +89,7 @@ def failure_of(event: Event, arrivals: Arrivals) -> str:
 
 
 def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
-    """What the run lost, as the error that ends it."""
+    """Return what the run lost, as the error that ends it."""
     if event.what == "scheduler-lost":
         return ClusterError(
             "the scheduler's process was killed: see whether the node ran out of memory. "
@@ -104,12 +104,12 @@ def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
 
 
 def host_of(address: str) -> str:
-    """Of an address with scheme and port."""
+    """Return the host of an address with scheme and port."""
     return address.rpartition("://")[2].rpartition(":")[0]
 
 
 class WarmupNotes:
-    """What the workers tell of their first exchanges, said once all have."""
+    """Notes of the workers on their first exchanges, printed once all have come."""
 
     def __init__(self, wanted: WantedWorkers) -> None:
         self._wanted = wanted

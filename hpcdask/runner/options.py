@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> RunRequest:
 
 @dataclass
 class RunRequest:
-    """What this rank was asked to do.
+    """Request of the command line to this rank.
 
     `attached` is the file descriptor of a socket to the program that started this rank itself
     (`hpcdask.Runner`), or None.

@@ -24,7 +24,7 @@ from .protocol import StartProgram, read
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: a script, a folder or zip with ``__main__.py``, or a module.
+    """Program to run: a script, a folder or zip with ``__main__.py``, or a module.
 
     `target` is a path, or with `is_module` (``-m``) the dotted name.
     """
@@ -35,7 +35,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """What runs: ``/path/to/script.py``, ``-m package.module``."""
+        """Return the program's name: ``/path/to/script.py``, ``-m package.module``."""
         return f"-m {self.target}" if self.is_module else os.path.abspath(self.target)
 
     def check(self) -> None:

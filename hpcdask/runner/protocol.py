@@ -1,4 +1,4 @@
-"""What rank 0, the other ranks, the scheduler's process and the program's tell one another."""
+"""Messages of rank 0, the other ranks, the scheduler's process and the program's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Message(Record):
     """Base of them all; the name of the class says in JSON which it is."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `read` reads."""
+        """Return the fields for `read`."""
         return {"op": type(self).__name__, **super().to_json()}
 
 
 def read(data: Mapping[str, Any]) -> Message:
-    """What `Message.to_json` and JSON made of a message."""
+    """Return a message from what `Message.to_json` and JSON made of it."""
     fields = dict(data)
     kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
     return kinds[fields.pop("op")].from_json(fields)
@@ -48,7 +48,7 @@ class StartProgram(Message):
 
 @dataclass(frozen=True)
 class StartWorkers(Message):
-    """Have these workers."""
+    """Order to start these workers."""
 
     scheduler: str
     placements: list[WorkerPlacement]
@@ -141,14 +141,14 @@ class WorkersChanged(Message):
 
 @dataclass(frozen=True)
 class WorkerWarm(Message):
-    """What a worker's first exchanges with its peers gave, as it told."""
+    """Result of a worker's first exchanges with its peers."""
 
     found: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GpuUsageTold(Message):
-    """What the GPUs did, in lines for the user; none where none was sampled."""
+    """Use of the GPUs, in lines for the user; none where none was sampled."""
 
     lines: list[str]
 

@@ -1,4 +1,4 @@
-"""How the ranks learn where rank 0 is.
+"""Rendezvous: the ranks learn where rank 0 is.
 
 Rank 0 publishes one small note: its address, a nonce, and the credentials. Everything else goes
 over the control line (`hpcdask.runner.control`). The note travels

@@ -1,4 +1,4 @@
-"""For programs that start on every rank themselves: `Runner` and `initialize`.
+"""`Runner` and `initialize`, for programs that start on every rank themselves.
 
 Each rank's process starts (or becomes) a rank of the runner. Rank 0 goes on as the program; the
 others end when the cluster does.
@@ -281,7 +281,7 @@ def _mpi_is_running() -> bool:
 
 
 def _meet_through_own_mpi(environment: dict[str, str]) -> tuple[ranks.Rank, dict[str, str]]:
-    """Have MPI, which only this process may use, agree on an id; then a file does the rest."""
+    """Agree on an id by MPI, which only this process may use; then a file does the rest."""
     from mpi4py import MPI
 
     rank = ranks.from_mpi(MPI.COMM_WORLD)

@@ -47,7 +47,7 @@ class SchedulerProcess:
         self._orders = await self._process.channel()
 
     def tell(self, order: protocol.Message) -> None:
-        """Have it become the scheduler, or end."""
+        """Order the process to become the scheduler, or to end."""
         if self._orders is not None:
             self._orders.send(**order.to_json())
 
@@ -75,7 +75,7 @@ class SchedulerProcess:
         self._events.happened("scheduler-closed" if closed else "scheduler-lost")
 
     async def gpu_usage(self) -> list[str]:
-        """What the GPUs did, in lines for the user, if it answers in time."""
+        """Return what the GPUs did, in lines for the user, if the scheduler answers in time."""
         if not self._usage_told.is_set():
             self.tell(protocol.TellGpuUsage())
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Which workers a run should have, and whether enough are left."""
+"""Workers that a run should have, and whether enough are left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WantedWorkers:
         return min(self._spec.workers_min or len(self.names), len(self.names))
 
     def are_enough(self, registered: Set[str]) -> bool:
-        """Whether the program may start; asked at each arrival, so numbers are compared first."""
+        """Return whether the program may start. Numbers are compared first, at each arrival."""
         least = self.least
         return len(registered) >= least and len(registered & self.names) >= least
 

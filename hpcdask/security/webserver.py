@@ -108,7 +108,7 @@ class Sitemap(DirectoryHandler):
 
 
 def add_lazy_dashboard(scheduler: Any) -> None:
-    """Let a scheduler that was made without a dashboard load it at the first look."""
+    """Load the dashboard of a scheduler that was made without one at the first look."""
     application = scheduler.http_application
     if not any(hasattr(one, "app_paths") for one in application.applications):
         lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])

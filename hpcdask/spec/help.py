@@ -1,4 +1,4 @@
-"""How click prints an option: in groups, with its default as a reader writes it."""
+"""Help texts of click in groups, with defaults as a reader writes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Option(click.Option):
         self.group = group
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """As click's, but a default given as text stands without parentheses."""
+        """Return click's text, but a default given as text stands without parentheses."""
         extra = super().get_help_extra(ctx)
         if isinstance(self.show_default, str) and "default" in extra:
             extra["default"] = self.show_default

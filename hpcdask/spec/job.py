@@ -9,7 +9,7 @@ from .specs import WorkerSpec
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the command line and the environment ask for.
+    """Request of a job, from the command line and the environment.
 
     `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the folder of the cluster's
     credentials. `cluster`, its id or a group's, `job` and `restarts` are in the workers' names.

@@ -1,4 +1,4 @@
-"""What the ranks of a node compute on, as ``--groups`` says. The standard library only."""
+"""Kinds of a node's ranks, as ``--groups`` says. The standard library only."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Record:
     """Base of such dataclasses. Fields may be records, and tuples or lists of them, or None."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Return the fields for `from_json`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
@@ -34,7 +34,7 @@ def _readers(record: type[Record]) -> dict[str, Reader]:
 
 
 def _reader(kind: Any) -> Reader | None:
-    """How to read values of a type; None for those that JSON leaves as they are."""
+    """Return the reader of values of a type; None for those that JSON leaves as they are."""
     parts = typing.get_args(kind)
     if type(None) in parts:
         read = _reader(parts[0])

@@ -66,7 +66,7 @@ def keywords_of(spec: type) -> list[Keyword]:
 @_documented
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is: its device, its memory, its threads, its network.
+    """Worker: its device, its memory, its threads, its network.
 
     Every field is also an option of ``python -m hpcdask.run`` (``memory_limit`` is
     ``--memory-limit``). Values may be given as text; they are parsed here, once.
@@ -204,7 +204,7 @@ class WorkerSpec:
 
     @classmethod
     def from_keywords(cls, given: Mapping[str, Any]) -> Self:
-        """As the class itself, whose errors name options, for who writes keywords."""
+        """Like the constructor, but errors name keywords instead of options."""
         try:
             return cls(**given)
         except UsageError as error:

@@ -1,4 +1,4 @@
-"""How jobs are known to belong to a cluster, and to a group of it.
+"""Tags of jobs, by which they belong to a cluster, and to a group of it.
 
 The standard library only: a watchdog is small.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def group_id(cluster: str, group: str) -> str:
-    """What begins the workers' names of a group and ends the tag of its jobs.
+    """Return the beginning of the workers' names of a group, and the end of its jobs' tag.
 
     It is the cluster's id where the cluster has no groups, so that their name is empty.
     """

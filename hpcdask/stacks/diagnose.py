@@ -1,4 +1,4 @@
-"""What is most likely wrong: pure functions of what was seen, the surest first."""
+"""Diagnosis: pure functions of what was seen, the surest first."""
 
 from __future__ import annotations
 
@@ -196,14 +196,14 @@ def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
 
 
 def _is_round(report: Report, seen: list[Block], waiting: list[Block]) -> bool:
-    """Whether all Dask tasks wait for locks, several of which are held: by whom is not told."""
+    """Return whether all Dask tasks wait for locks of which several are held."""
     held = [one for one in (report.work or {}).get("locks", {}).values() if one["held"]]
     lost = any(name.startswith("worker ") for name in report.unreached)
     return len(held) > 1 and not lost and waiting == [block for block in seen if block.frames]
 
 
 def _lock_of(block: Block) -> str:
-    """Which kind of lock the innermost frames wait for: of Dask, of Python, or none."""
+    """Return the kind of lock that the innermost frames wait for: Dask's, Python's, or none."""
     files = [frame.file for frame in block.frames[:12]]
     if any(file.endswith(DASK_LOCKS) for file in files):
         return "dask"

@@ -25,7 +25,7 @@ SCHEDULER = "scheduler"
 
 
 def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
-    """What reads the logs of a cluster by its name, or of a run by its file."""
+    """Return the reader of the logs of a cluster by its name, or of a run by its file."""
     clusters = list_clusters(base)
     if exact := [one for one in clusters if one.name == name]:
         return _Jobs(exact[0])
@@ -60,7 +60,7 @@ class _Jobs(ClusterLogs):
 
 @dataclass
 class _Door:
-    """How far a process was read: all until `since`, of later lines those `seen`."""
+    """Position in a process's log: all until `since`, of later lines those `seen`."""
 
     since: float = 0.0
     seen: set[Record] = field(default_factory=set)
@@ -77,7 +77,7 @@ class _Door:
 
 @dataclass
 class _Run:
-    """What the processes of a run keep of their logs."""
+    """Logs that the processes of a run keep."""
 
     target: Target
     name: str | None

@@ -53,7 +53,7 @@ class Target:
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
-        """What a scheduler file names. Raises SchedulerFileError."""
+        """Return what a scheduler file names. Raises SchedulerFileError."""
         content = scheduler_file.read(path)
         own = content.get("hpcdask") or {}
         keys = load_credentials(own["keys"]) if own.get("keys") else {}
@@ -71,7 +71,7 @@ class Target:
 
     @classmethod
     def of_cluster(cls, folder: ClusterFolder) -> Self:
-        """What a cluster of jobs has in its folder. Raises SchedulerFileError without its keys."""
+        """Return what a cluster's folder names. Raises SchedulerFileError without its keys."""
         address, doors = folder.doors()
         keys = load_credentials(str(folder.keys)) if folder.keys.is_dir() else {}
         owner, this = folder.owner, Owner.this()

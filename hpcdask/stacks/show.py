@@ -21,7 +21,7 @@ SILENT_S = 10.0
 
 
 def lines(report: Report) -> Iterator[str]:
-    """What `hpcdask stacks` prints."""
+    """Yield the lines of `hpcdask stacks`."""
     jobs = f"; jobs: {report.jobs}" if report.jobs else ""
     yield f"{report.name}: {plural(len(report.workers), 'worker')} reached{jobs}"
     for name, process in report.parts.items():

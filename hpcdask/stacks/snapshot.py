@@ -1,4 +1,4 @@
-"""What the scheduler knows of the work: asked in its event loop, so only where that answers."""
+"""Snapshot of the scheduler's work: taken in its event loop, so only where that answers."""
 
 from __future__ import annotations
 

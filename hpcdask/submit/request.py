@@ -1,4 +1,4 @@
-"""What a user asks of a batch job, checked before anything is written or submitted."""
+"""Request of a batch job, checked before anything is written or submitted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BatchRequest(Allocation):
 
     @property
     def words(self) -> list[str]:
-        """What stands behind ``python -m hpcdask.run``."""
+        """Return the words after ``python -m hpcdask.run``."""
         return [*self.options, *(["-m"] if self.is_module else []), *self.program]
 
     def label(self) -> str:

@@ -12,7 +12,7 @@ from dask._task_spec import convert_legacy_graph as convert_legacy_graph
 
 
 def cull_by_layer() -> None:
-    """Have each layer of a graph look at those of the wanted keys that it has.
+    """Make each layer of a graph look at its own wanted keys only.
 
     dask's own looks at all of them, once for each `delayed` call of a graph: with 5,000 calls, 25
     million times.

@@ -70,12 +70,12 @@ def leave_folder(server: Any) -> None:
 
 
 def loop_runner(cluster: Any) -> Any:
-    """What starts and stops a cluster's event loop."""
+    """Return the runner that starts and stops a cluster's event loop."""
     return cluster._loop_runner
 
 
 def adaptive(cluster: Any) -> Any:
-    """What ``adapt()`` made last, or None."""
+    """Return what ``adapt()`` made last, or None."""
     return cluster._adaptive
 
 

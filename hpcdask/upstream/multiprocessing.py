@@ -37,7 +37,7 @@ def wants_key() -> bool:
 
 
 def use_tracker(fd: int) -> None:
-    """Have a resource tracker that is running be this process's.
+    """Make a running resource tracker this process's.
 
     As in a process that has it from its parent: Python 3.13.5 would wait at its end for that of a
     tracker of its own, which lives as long as the template and workers.
@@ -52,7 +52,7 @@ def serve(listener: int, alive: int, preimport: Sequence[str], **key: int) -> No
 
 
 def use_server(address: str, alive: int, pid: int, key: bytes, connect: Connect) -> None:
-    """Have a process that serves be this one's fork server, and `connect` ask for new ones."""
+    """Make a serving process this one's fork server, with `connect` for new processes."""
     vars(forkserver)["connect_to_new_process"] = connect
     client = _server._forkserver
     if key:
@@ -84,7 +84,7 @@ def send_order(line: socket.socket, data: int, fds: list[int]) -> None:
 
 
 def receive_order(line: socket.socket) -> list[int]:
-    """What was sent; raises EOFError where the other end is closed."""
+    """Return what was sent; raises EOFError where the other end is closed."""
     return list(reduction.recvfds(line, _server.MAXFDS_TO_SEND))
 
 

@@ -1,4 +1,4 @@
-"""What is said where a private part of a dependency has moved."""
+"""Errors where a private part of a dependency has moved."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def worker() -> Any:
 
 
 def keep_running() -> int:
-    """Have ucxx not stop, and take its reader away, when nothing is registered any more."""
+    """Keep ucxx from stopping, and its reader in place, when nothing is registered any more."""
     return int(base._register_dask_resource())
 
 
@@ -87,14 +87,14 @@ def raw(endpoint: Any) -> Any:
 
 
 def tags(endpoint: Any) -> tuple[Any, Any]:
-    """Of the messages that it sends, and that it receives."""
+    """Return the tags of the messages that an endpoint sends, and that it receives."""
     from ucxx.types import Tag
 
     return Tag(endpoint._tags["msg_send"]), Tag(endpoint._tags["msg_recv"])
 
 
 def array_type() -> Any:
-    """What requests take buffers in."""
+    """Return the type of buffers that requests take."""
     from ucxx._lib.arr import Array
 
     return Array

@@ -44,7 +44,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a result with its known value, and the largest difference that passes."""
+    """Comparison of a result with its known value, and the largest difference that passes."""
 
     name: str
     value: float

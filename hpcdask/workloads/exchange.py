@@ -1,4 +1,4 @@
-"""What workers exchange: blocks from one to another, all to all, and ``x + x.T``.
+"""Exchange between workers: blocks from one to another, all to all, and ``x + x.T``.
 
 The first two move blocks whose every number is known, so that the receiver can check them. The
 time of a transfer is the one that distributed's worker itself logs for it, from the request to the
@@ -52,7 +52,7 @@ def tournament(n: int) -> list[list[tuple[int, int]]]:
 
 
 class Received(NamedTuple):
-    """What a receiving worker tells of blocks, by its log: from the first request to the last byte.
+    """Report of a receiving worker: times from the first request to the last byte, by its log.
 
     ``n_wrong`` of them did not hold what they should.
     """
@@ -87,7 +87,7 @@ def view(buffer: Any, destination: int, n_items: int) -> Any:
 
 
 def is_right(block: Any, first: int, n_items: int) -> bool:
-    """Whether a block has the length, the first and last number and the sum that it should."""
+    """Return whether a block has the length, first and last number and sum that it should."""
     return bool(
         block.shape == (n_items,)
         and int(block[0]) == first

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Adapting:
-    """What ``adapt`` returns.
+    """Adaptive scaling of an attached cluster, which ``adapt`` returns.
 
     In an event loop it is there at once, as distributed's is, and can be awaited: JupyterLab's Dask
     extension does not wait, and reads the bounds.

@@ -264,7 +264,7 @@ class AttachedCluster(Cluster):
     gpus = _asked("gpus", GpuTable)
 
     def adapt(self, **bounds: Any) -> Any:  # type: ignore[override]
-        """Let the number of workers follow the work; see `JobCluster.adapt`."""
+        """Make the number of workers follow the work; see `JobCluster.adapt`."""
 
         adapting = Adapting(self, bounds)
         return adapting if self.asynchronous else self.sync(adapting.settle)

@@ -182,7 +182,7 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
 
 
 async def _waiting(folder: ClusterFolder) -> str:
-    """What a scheduler's job waits for, in words; empty if it does not wait."""
+    """Return what a scheduler's job waits for, in words; empty if it does not wait."""
     if (job_id := detached.scheduler_job(folder)) is None:
         return ""
     with contextlib.suppress(QueueError):

@@ -1,4 +1,4 @@
-"""What is asked of a detached cluster: checked here, and left in its folder for its process."""
+"""Request of a detached cluster: checked here, and left in its folder for its process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONLY_HERE = ("loop", "asynchronous", "silence_logs")
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """What the process of a detached cluster reads; `config` is Dask's configuration.
+    """Request that the process of a detached cluster reads; `config` is Dask's configuration.
 
     `walltime_s` is that of the scheduler's job; None for no limit.
     """
@@ -102,7 +102,7 @@ class Making:
     base: str | None
 
     def script(self, folder: ClusterFolder) -> str:
-        """What starts the cluster's process, and ends its jobs should that process die."""
+        """Return the script that starts the cluster's process, and ends its jobs if that dies."""
         log = shlex.quote(str(control_log(folder)))
         python = (
             self.scheduler.python

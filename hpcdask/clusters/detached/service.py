@@ -1,4 +1,4 @@
-"""What a detached cluster does for those who attach: calls over the scheduler's own connections.
+"""Calls that a detached cluster serves over the scheduler's own connections.
 
 Whoever reaches the scheduler has this user's keys, and could run any code as this user anyway: so
 arguments and answers are pickled.
@@ -38,7 +38,7 @@ LOOK_TIMEOUT_S = 30.0
 
 @dataclass
 class Look:
-    """How a detached cluster is, for an attached notebook.
+    """State of a detached cluster, for an attached notebook.
 
     `identity` is the scheduler's. `lines` are what it has told since the last look, of `told` in
     all. `problem` says why jobs may wait for ever.
@@ -90,7 +90,7 @@ class Service:
             return {"error": pickle.dumps(error)}
 
     def on_look(self, told: int) -> Look:
-        """How the cluster is."""
+        """Return the state of the cluster."""
         self._used = time.monotonic()
         lines = upstream.logged(self.cluster)
         return Look(
@@ -151,7 +151,7 @@ class Service:
         )
 
     def fail_all(self, error: ClusterError) -> int:
-        """Have all Dask tasks that are not done fail, rather than be lost; how many there were."""
+        """Fail all Dask tasks that are not done, rather than lose them; return their number."""
         return retire.fail_unfinished(self.scheduler, error)
 
 
