@@ -49,7 +49,6 @@ def hpcdask_cli(*words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.long
 def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()
@@ -71,6 +70,7 @@ def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_
         cluster.shutdown()
 
 
+@pytest.mark.long
 def test_groups_by_the_command_line(base: Path, tmp_path: Path):
     """The logs of jobs go where the user wants them, and one group that fails is not all."""
     logs = tmp_path / "logs"

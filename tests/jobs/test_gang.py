@@ -382,6 +382,7 @@ def test_it_waits_for_a_busy_worker(client: Client, tmp_path: Path):
     client.gather(queued)
 
 
+@pytest.mark.long
 def test_workers_of_several_threads(tmp_path: Path):
     with (
         LocalCluster(
@@ -612,6 +613,7 @@ def test_adaptive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         wait_for(lambda: not client.nthreads(), LONG_S, "the workers to leave")
 
 
+@pytest.mark.long
 def test_adaptive_scaling_ends_others(tmp_path: Path):
     """A gang of one of two workers keeps its own, whichever that is."""
     with make(tmp_path) as cluster, cluster.get_client() as client, ThreadPoolExecutor() as pool:

@@ -155,6 +155,7 @@ def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
     assert query(queue, job_id)[0].state is QueueState.CANCELLED
 
 
+@pytest.mark.long
 def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
     monkeypatch.setattr(local, "KILL_WAIT_S", stretched(3))
     queue = site.queue()

@@ -60,7 +60,7 @@ def test_alone_as_text_and_as_json():
     assert not of_topic(made, "ranks")
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
+@pytest.mark.parametrize("device", ["auto", pytest.param("cpu", marks=pytest.mark.long)])
 def test_for_the_cpu_nothing_is_said_of_gpus(tmp_path: Path, device: str):
     """In a job, no GPU is a warning otherwise."""
     nothing = str(tmp_path / "bin")  # such as an srun without a SLURM

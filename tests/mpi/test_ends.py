@@ -42,8 +42,7 @@ def under(*launchers: str):
 
 @pytest.mark.parametrize(
     ("site", "how"),
-    [("openmpi", how) for how in ENDS if how != "exit-3"]
-    + [("mpich", "exit-3"), ("mpich", "SIGKILL"), ("alone", "SIGKILL")],
+    [("openmpi", how) for how in ENDS if how != "exit-3"] + [("mpich", "exit-3")],
     indirect=["site"],
 )
 def test_the_program_s_end_is_the_run_s_end(site: Site, how: str):
@@ -262,7 +261,7 @@ def test_a_killed_launcher_leaves_nothing(site: Site):
 
 
 @under("openmpi")
-@pytest.mark.parametrize("moment", ["first", "all"])
+@pytest.mark.parametrize("moment", [pytest.param("first", marks=pytest.mark.long), "all"])
 def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site, moment: str):
     """It was asked for when the ranks had met, and then was nobody's parent any more."""
     (site.folder / "silent.py").write_text("import time; time.sleep(100)")

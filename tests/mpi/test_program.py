@@ -90,8 +90,11 @@ def test_a_pool_does_not_start_mpi_and_an_mpiexec_does(site: Site):
 
 @pytest.mark.parametrize(
     ("site", "form"),
-    [("openmpi", form) for form in ("script", "-m module")]
-    + [("alone", form) for form in ("-m package", "folder", "zip", "link", "compiled")],
+    [("openmpi", "script"), ("openmpi", "-m module"), ("alone", "-m package"), ("alone", "zip")]
+    + [
+        pytest.param("alone", form, marks=pytest.mark.long)
+        for form in ("folder", "link", "compiled")
+    ],
     indirect=["site"],
 )
 def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: Path, form: str):

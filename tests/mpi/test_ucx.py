@@ -982,6 +982,7 @@ def test_a_run_under_mpirun_exchanges_over_ucx_and_ends_in_silence(site: Site):
     assert "goes over tcp" not in ended.err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not fabric.interfaces(), reason="a machine without a network")
 def test_a_run_whose_user_keeps_ucx_from_the_loopback(site: Site):
     (site.folder / "add.py").write_text(PROGRAM)

@@ -121,6 +121,7 @@ def test_a_suspended_job_shows_the_reason(user: Login):
         assert client.submit(sum, [1, 2]).result(timeout=180) == 3
 
 
+@pytest.mark.long
 def test_two_clusters_side_by_side(user: Login):
     with user.make(n_workers=1) as one, user.make(n_workers=1) as two:
         two.wait_for_workers(1, timeout=180)

@@ -270,6 +270,7 @@ def test_jobs_that_appear_after_sbatch_was_given_up(user: Login, tmp_path: Path,
 # A queue that does not answer
 
 
+@pytest.mark.long
 def test_squeue_fails_for_a_while(user: Login, capsys: pytest.CaptureFixture[str]):
     squeue, sbatch = user.wrap("squeue"), user.wrap("sbatch")
     with user.make(poll_interval=0.2) as cluster, cluster.get_client() as client:

@@ -76,6 +76,7 @@ def test_made_attached_scaled_and_shut_down(user: Login):
         hpcdask.attach("mine")
 
 
+@pytest.mark.long
 def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(user: Login, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()
@@ -138,6 +139,7 @@ def test_its_walltime_comes(user: Login, capfd: pytest.CaptureFixture[str]):
     wait_for(lambda: user.gone() and not all_states(user), 30, "all to be gone")
 
 
+@pytest.mark.long
 def test_down_while_its_scheduler_waits(user: Login):
     user.occupy(4)
     with pytest.raises(ClusterError, match=r"the scheduler's job \d+ is pending .*It goes on"):

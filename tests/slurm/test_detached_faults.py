@@ -100,5 +100,6 @@ def test_slurm_is_away_while_it_computes(
     computes_while_the_queue_is_away(user, tmp_path, capfd, leave, come_back, seconds)
 
 
+@pytest.mark.long
 def test_its_disk_is_full(user: Login):
     its_disk_is_full(user)

@@ -266,6 +266,7 @@ def test_mpirun_in_a_batch_script(desk):
     assert not errors(output.read_text())
 
 
+@pytest.mark.long
 def test_mpich_s_launcher_in_a_batch_script_of_two_nodes(desk):
     """It starts its ranks by srun, whose own variables count the daemons."""
     mpi = mpich_launcher()
@@ -418,6 +419,7 @@ def test_mpi_that_is_not_the_plugin_s(desk):
     assert_refused(step.end(), "2 ranks", "rank 0 of 1", "--mpi=pmix", "--mpi=pmi2", "--mpi=list")
 
 
+@pytest.mark.long
 def test_rank_that_never_arrives(desk):
     wrapper = 'if [ $SLURM_PROCID = 2 ]; then exec sleep 600; fi; exec "$@"'
     limit = stretched(4)
