@@ -145,12 +145,15 @@ def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
     found: dict[str, float] = {"workers": workers}
     with (
         tempfile.TemporaryDirectory(prefix="scale-") as place,
-        launched(workers, Path(place)) as (leader, companies, launch_id, size),
+        launched(workers, Path(place)) as (rank0, companies, launch_id, size),
     ):
         parts = shares(1, size - 1)
         for _ in parts:
             companies.start()
         wait_for(lambda: list(Path(place).glob(".hpcdask-*/note.json")), "rank 0's note")
+        (note,) = Path(place).glob(".hpcdask-*/note.json")
+        leader = listener_on(json.loads(note.read_text())["port"], rank0)  # rank 0's agent
+        assert leader is not None
         settle(leader)
         found |= {f"rank0_{key}_alone": value for key, value in state_of(leader).items()}
 
@@ -171,7 +174,7 @@ def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
         (address, *_) = companies.do("ranks_order")
         settle(leader)
         found["plan_rank0_s"] = seconds(leader) - used
-        scheduler = listener_on(int(address.rpartition(":")[2]), leader)
+        scheduler = listener_on(int(address.rpartition(":")[2]), rank0)
         assert scheduler is not None
         found |= {f"scheduler_{key}_alone": value for key, value in state_of(scheduler).items()}
 
@@ -190,24 +193,27 @@ def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
         found["beat_rank0_share"] = (seconds(leader) - used) / beat_s
         found |= {f"rank0_{key}": value for key, value in state_of(leader).items()}
         found |= {f"scheduler_{key}": value for key, value in state_of(scheduler).items()}
-        found |= measure_end(leader, scheduler, companies)
+        found |= measure_end(rank0, leader, scheduler, companies)
     return found
 
 
 def measure_end(
-    leader: psutil.Process, scheduler: psutil.Process, companies: Companies
+    rank0: psutil.Process,
+    leader: psutil.Process,
+    scheduler: psutil.Process,
+    companies: Companies,
 ) -> dict[str, float]:
     """The end of a run, which a signal brings: processor time until both are gone."""
     began = {"end_rank0_s": seconds(leader), "end_scheduler_s": seconds(scheduler)}
     last = dict(began)
     companies.tell([{"do": "ranks_end"}] * len(companies._lines))
-    leader.send_signal(signal.SIGTERM)
+    rank0.send_signal(signal.SIGTERM)
     with contextlib.suppress(psutil.Error):
         while leader.status() != psutil.STATUS_ZOMBIE:
             with contextlib.suppress(psutil.Error):
                 last["end_scheduler_s"] = max(last["end_scheduler_s"], seconds(scheduler))
+            last["end_rank0_s"] = seconds(leader)
             time.sleep(0.01)
-        last["end_rank0_s"] = seconds(leader)
     companies.answers()
     return {name: last[name] - began[name] for name in began}
 
@@ -222,7 +228,7 @@ def measure_plan(workers: int) -> dict[str, float]:
             for number in range(PER_NODE)
         )
         inventories[index] = Inventory(
-            index, rank.host, rank.local_index, gpus, tuple(range(CORES)), MEMORY, gpus
+            index, rank.host, rank.local_index, gpus, tuple(range(CORES)), MEMORY
         )
         fabrics[index] = Fabric()
     first: Rank = stand_in_rank(0, workers, "")

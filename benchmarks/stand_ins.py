@@ -25,15 +25,16 @@ from distributed.core import send_recv
 from distributed.system_monitor import SystemMonitor
 from distributed.versions import get_versions
 
+from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import read
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.peers import TOPIC
-from hpcdask.node.channel import MessageStream
 from hpcdask.node.inventory import Inventory
 from hpcdask.process import raise_descriptor_limit
-from hpcdask.runner import protocol
 from hpcdask.runner.arrivals import RankReport
 from hpcdask.runner.control import find_leader
-from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
+from hpcdask.runner.protocol import EndRun, StartWorkers
+from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import to_security
 
 #: Ranks, cores and bytes of memory of a node that is not there.
@@ -194,7 +195,7 @@ class StandInRank:
 
     async def dial(self) -> None:
         """Find rank 0 and open the line to it."""
-        rendezvous = FileRendezvous(self.rank.launch_id, shared=True)
+        rendezvous = Rendezvous(self.rank.launch_id, shared=True)
         found = await find_leader(
             self.rank, rendezvous, DIAL_TIMEOUT_S, lambda info, failed: f"got no answer: {failed}"
         )
@@ -208,8 +209,8 @@ class StandInRank:
 
     async def order(self) -> None:
         """Wait for the order to start the worker."""
-        order = protocol.read(await self._line.receive() or {"op": "EndRun", "code": 1})
-        if not isinstance(order, protocol.StartWorkers):
+        order = read(await self._line.receive() or EndRun(1, 0.0).to_json())
+        if not isinstance(order, StartWorkers):
             raise TypeError(f"rank {self.rank.index} was told {order}")
         assert self._info is not None
         (placement,) = order.placements
@@ -219,7 +220,7 @@ class StandInRank:
     async def end(self) -> None:
         """Wait for the end of the run, and leave."""
         while (order := await self._line.receive()) is not None:
-            if isinstance(protocol.read(order), protocol.EndRun):
+            if isinstance(read(order), EndRun):
                 break
         if self.worker is not None:
             await self.worker.leave()

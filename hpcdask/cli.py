@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hpcdask import __version__
-from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.bootstrap.environment import interpreter
 from hpcdask.clusters.detached import command as detached
 from hpcdask.errors import HpcdaskError
 from hpcdask.jobs.command import cleanup, jobs

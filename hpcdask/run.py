@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import sys
+if __name__ == "__main__":  # before there is anything to import from the current folder
+    from hpcdask.bootstrap.environment import start_process
 
-from .node.prepare import Prepared, prepare_rank
-
-if __name__ == "__main__":
-    _prepared = prepare_rank(sys.argv[1:], in_run=True)
+    start_process()
 
 import contextlib
 import io
+import sys
+from typing import NoReturn
 
-from .bootstrap import ranks
-from .errors import UsageError
-from .logs import complain
-from .runner.launch import launch
-from .runner.options import parse
-from .runner.program import Program
+from hpcdask.bootstrap import ranks
+from hpcdask.errors import UsageError
+from hpcdask.logs import complain
+from hpcdask.runner.launch import launch
+from hpcdask.runner.options import parse
 
 
-def main(prepared: Prepared) -> Program:
-    """Parse, launch, and return only in the process that becomes the program."""
+def main() -> NoReturn:
+    """Parse the options and be a rank."""
+    ranks.note_launcher()
     rank = ranks.detect()
     silent = rank is not None and rank.index != 0  # --help is for one of them to print
     try:
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
-            asked = parse(sys.argv[1:])
+            request = parse(sys.argv[1:])
     except UsageError as error:
         if rank is None or rank.index == 0:
             complain(error)
@@ -36,8 +36,8 @@ def main(prepared: Prepared) -> Program:
                 abort_launch(rank, error.exit_code)  # another may be late, or never come
             sys.exit(error.exit_code)
         sys.exit(0)  # mpirun would kill rank 0 before it has said so
-    return launch(asked, prepared)
+    launch(request, rank)
 
 
 if __name__ == "__main__":
-    main(_prepared).run()
+    main()

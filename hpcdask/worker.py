@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import sys
+if __name__ == "__main__":  # before there is anything to import from the current folder
+    from hpcdask.bootstrap.environment import start_process
 
-from .node.prepare import prepare_rank
-
-if __name__ == "__main__":
-    _janitor, _probe = prepare_rank(sys.argv[1:], in_run=False)
+    start_process()
 
 import os
-import traceback
-from typing import TYPE_CHECKING, NoReturn
+import sys
+from typing import NoReturn
 
-from . import process
-from .bootstrap import reexec
-from .bootstrap.janitor import Janitor
-from .errors import HpcdaskError, UsageError
-from .logs import complain, set_log_level
-from .node.gpu_probe import GpuProbe
-from .node.job_options import parse
-from .queues.environment import is_job_of_queue
-from .queues.registry import queue_class, system_of_job
-from .security.credentials import check_configuration
-from .upstream.distributed import run_in_loop
-
-if TYPE_CHECKING:
-    from .node.job_agent import JobAgent
-    from .spec.job import JobSpec
+from hpcdask.bootstrap import environment, ranks, resources
+from hpcdask.bootstrap.supervisor import Supervisor
+from hpcdask.errors import UsageError
+from hpcdask.logs import complain
+from hpcdask.node.job_options import parse
+from hpcdask.node.preload import variables
+from hpcdask.queues.environment import is_job_of_queue
+from hpcdask.queues.registry import queue_class, system_of_job
+from hpcdask.spec.job import JobSpec
 
 
-def spread(asked: JobSpec, janitor: Janitor) -> None:
+def spread(asked: JobSpec) -> None:
     """In a job of several nodes, become an srun that starts this command on each of them.
 
     Raises UsageError if another queueing system gave several nodes, or srun does not start.
@@ -44,7 +36,6 @@ def spread(asked: JobSpec, janitor: Janitor) -> None:
         raise UsageError(f"job {asked.job} has {error}") from None
     if not starter:
         return
-    janitor.dismiss()
     try:
         os.execvp(starter[0], [*starter, sys.executable, *sys.orig_argv[1:]])
     except OSError as error:
@@ -53,48 +44,23 @@ def spread(asked: JobSpec, janitor: Janitor) -> None:
         ) from None
 
 
-def main(janitor: Janitor, probe: GpuProbe | None) -> NoReturn:
+def main() -> NoReturn:
     """From the command line to the exit code."""
     try:
         asked = parse(sys.argv[1:])
-        spread(asked, janitor)
+        spread(asked)
     except UsageError as error:
         complain(error)
         sys.exit(error.exit_code)
-    try:
-        part = start(asked, janitor, probe)
-    except HpcdaskError as error:
-        complain(f"job {asked.job} on {os.uname().nodename}: {error}")
-        process.leave(error.exit_code)
-    except Exception:
-        traceback.print_exc()
-        process.leave(1)
-    run_in_loop(part.run())
-    raise AssertionError("run() does not return")
+    step = ranks.detect()
+    node, nodes = (step.index, step.size) if step and step.launcher == "srun" else (0, 1)
+    rank = ranks.Rank(node, nodes, 0, 1, os.uname().nodename, "job", asked.job)
+    resources.widen(resources.launcher_cores())
+    environment.add_working_folder()
+    from hpcdask.node.job_agent import run_agent
 
-
-def start(asked: JobSpec, janitor: Janitor, probe: GpuProbe | None) -> JobAgent:
-    """Fork what the workers are forked from, before the first thread."""
-    check_configuration()
-    import distributed  # noqa: F401  (once: all that follows is forked)
-
-    from .node import forking, forkserver
-    from .node.job_agent import JobAgent
-    from .node.preflight import check_parts
-    from .node.scratch import new_scratch
-    from .security import ports
-
-    process.mark("distributed imported")
-    ports.use(asked.spec.port_range)
-    reexec.adopt_configured_pre_spawn(janitor)
-    reexec.add_working_folder()
-    check_parts(asked.spec)
-    scratch = new_scratch(asked.spec, janitor)
-    forkserver.prepare_forks()
-    set_log_level()
-    forkserver.start_forkserver(asked.spec, scratch, forking.Forker(janitor, probe), peers=True)
-    return JobAgent(asked, scratch, probe)
+    Supervisor(variables(asked.spec, peers=True)).run(run_agent, asked, rank)
 
 
 if __name__ == "__main__":
-    main(_janitor, _probe)
+    main()

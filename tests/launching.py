@@ -182,16 +182,6 @@ def made_by_hpcdask(folder: Path) -> list[Path]:
     ]
 
 
-def semaphores_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """Files of the named semaphores that processes have in their memory."""
-    found: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            found.update(re.findall(r"/dev/shm/sem\.\S+", maps))
-    return found
-
-
 def describe(processes: Iterable[psutil.Process]) -> str:
     """Return one line per process: its id and command."""
     lines = []

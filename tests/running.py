@@ -25,7 +25,6 @@ from launching import (
     describe,
     end,
     made_by_hpcdask,
-    semaphores_of,
     wait_for,
     walk,
     what_stays,
@@ -120,7 +119,6 @@ class Running:
             line = wait_for(found, timeout, f"a line {start!r}", interval=0.02)
         except AssertionError as error:
             pytest.fail(f"{error}\n{self._output()}")
-        self.site.note_semaphores()
         return line[len(start) :].strip()
 
     def wait_for(self, condition: Callable[[], T], what: str, timeout: float = 30) -> T:
@@ -205,7 +203,6 @@ class Site:
         self.tmp.mkdir()
         self.env = {"TMPDIR": str(self.tmp), "HOME": str(self.folder)}
         self._runs: list[Running] = []
-        self._semaphores: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -214,8 +211,6 @@ class Site:
         end(self.processes())
         for run in self._runs:
             run.process.wait()
-        for name in self.semaphores():
-            os.unlink(name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(
@@ -261,7 +256,7 @@ class Site:
         assert since is not None, "the program left no time stamp"
 
         def remaining() -> str:
-            parts = [describe(self.processes()), *self.files(), *self.semaphores()]
+            parts = [describe(self.processes()), *self.files()]
             return "\n".join(part for part in parts if part)
 
         if left := what_stays(remaining, within, since):
@@ -271,14 +266,6 @@ class Site:
         """Folders and key files of the runs."""
         keys = {path for path in walk(self.folder) if path.suffix == ".pem"}
         return sorted(map(str, keys.union(made_by_hpcdask(self.folder))))
-
-    def note_semaphores(self) -> None:
-        """Remember which semaphores the runs use now, so that `check_nothing_left` knows them."""
-        self._semaphores |= semaphores_of(self.processes())
-
-    def semaphores(self) -> list[str]:
-        """Semaphores of the runs that are still there."""
-        return sorted(name for name in self._semaphores if os.path.exists(name))
 
 
 def rank_of(process: psutil.Process) -> int | None:

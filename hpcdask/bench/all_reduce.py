@@ -7,8 +7,8 @@ from typing import Any
 
 from hpcdask.bench.cluster import Cluster, workers_of
 from hpcdask.client.gang import RankContext, gang
-from hpcdask.comm import nccl
 from hpcdask.errors import GangError
+from hpcdask.gpu import nccl
 from hpcdask.logs import some
 from hpcdask.workloads import Check
 

@@ -24,7 +24,7 @@ from hpcdask.bench.cluster import connect, inspect
 from hpcdask.bench.gpus import watched
 from hpcdask.bench.records import describe, tell
 from hpcdask.bench.startup import AHEAD, age
-from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.bootstrap.environment import interpreter
 from hpcdask.errors import ClusterError, UsageError, root_cause
 from hpcdask.logs import say
 from hpcdask.workloads import WorkloadError

@@ -5,7 +5,6 @@ MPI itself is asked only by `hpcdask.runner.rendezvous`, and only where this say
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -49,9 +48,9 @@ class Rank:
         """Return whether all ranks of the launch are on this node."""
         return self.local_size == self.size
 
-    def to_text(self, launch_id: str) -> str:
-        """This rank for the environment of another process, under another launch id."""
-        return json.dumps(dataclasses.asdict(self) | {"launcher": "given", "launch_id": launch_id})
+    def to_text(self) -> str:
+        """This rank for the environment of another process."""
+        return json.dumps(dataclasses.asdict(self) | {"launcher": "given"})
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
@@ -179,15 +178,18 @@ LAUNCHERS: dict[str, Reader] = {
 
 
 def from_mpi(comm: object) -> Rank:
-    """Ask an MPI communicator (``mpi4py.MPI.Comm``) instead of the environment."""
+    """Ask an MPI communicator (``mpi4py.MPI.Comm``) instead of the environment.
+
+    The launch id is a random one that rank 0 broadcasts.
+    """
     from mpi4py import MPI
 
     assert isinstance(comm, MPI.Comm)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     numbers = (comm.rank, comm.size, node.rank, node.size)
-    rank = Rank(*numbers, socket.gethostname(), "mpi", f"mpi-{job_id() or 'nojob'}")
+    launch_id = comm.bcast(os.urandom(12).hex() if comm.rank == 0 else None, root=0)
     node.Free()
-    return rank
+    return Rank(*numbers, socket.gethostname(), "mpi", launch_id)
 
 
 def launcher_pid() -> int:
@@ -205,21 +207,6 @@ def launcher_pid() -> int:
     return parent
 
 
-def leave_mpi_alone() -> None:
-    """Keep mpi4py from starting MPI when programs and Dask tasks import it.
-
-    They are not the launcher's ranks, and MPI would wait for all of those. Libraries import it too.
-    A rank itself may still start it.
-    """
-    rank = detect()
-    if rank is not None and rank.size == 1:
-        return
-    with contextlib.suppress(Exception):  # there is none, or a broken one
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-
-
 def note_launcher() -> None:
     """Find the MPI launcher early: later it may be gone, and nobody's parent."""
     global _launcher, _launcher_pid
@@ -232,11 +219,6 @@ def note_launcher() -> None:
         _launcher = (int(pid), start) if start else None
     elif (status := process_status(found := launcher_pid())) and is_launcher(status[0]):
         _launcher = (found, process_start(found))
-
-
-def given() -> dict[str, str]:
-    """Return what `hpcdask.Runner` told this process, as variables for its next life."""
-    return dict(_given)
 
 
 def mpi_launcher() -> tuple[int, str] | None:

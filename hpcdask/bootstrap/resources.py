@@ -93,10 +93,9 @@ def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int
     for folder, unified in _cgroups("memory", root):
         with contextlib.suppress(OSError, ValueError):
             limits += _numbers(folder, "memory.max" if unified else "memory.limit_in_bytes")
-    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{x}", "") for x in ("NODE", "CPU"))
-    if per_node.isdigit():
-        limits.append(int(per_node) << 20)
-    elif per_cpu.isdigit():
-        cpus = environ.get("SLURM_CPUS_ON_NODE", "1")
-        limits.append((int(per_cpu) << 20) * int(cpus or 1))
+    for what, count in (("NODE", ""), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):
+        granted = environ.get(f"SLURM_MEM_PER_{what}", "")
+        if granted.isdigit():
+            limits.append((int(granted) << 20) * int(environ.get(count) or 1))
+            break
     return min(limit for limit in limits if limit > 0)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import dask.config
 
 from hpcdask.errors import SchedulerFileError
+from hpcdask.process import make_observable
+from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
 
 from .batching import prompt_clients
-from .defaults import suit_devices, suit_hosts
+from .defaults import for_devices, suit_devices, suit_hosts
 from .scheduler_file import VARIABLE, endpoint, read
 
 if TYPE_CHECKING:
     from distributed import Client, Security
 
+#: The scheduler file of the run of which this process is the program.
+_own_file = ""
 _VARIABLES = (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER")
 
 
@@ -35,15 +41,29 @@ def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
     dask.config.set({**found, **prompt_clients()})
 
 
+def program_variables(address: str, file: str, *, on_gpus: bool) -> dict[str, str]:
+    """Return the variables with which ``Client()`` in a program connects to this cluster.
+
+    `file` is the scheduler file with the key folder; with workers `on_gpus`, Dask's defaults suit
+    them.
+    """
+    found = dict(zip(_VARIABLES, (file, address, f"{__name__}.load_security"), strict=True))
+    return found | (for_devices() if on_gpus else {})
+
+
 def forget_client() -> None:
     """Undo `configure_client`: the cluster has ended, and its files are gone."""
+    global _own_file
+    _own_file = ""
     for name in _VARIABLES:
         os.environ.pop(name, None)
     suit_hosts()
     dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
 
 
-def connect(path: str | None = None, *, timeout: float = 30.0, **options: Any) -> Client:
+def connect(
+    path: str | None = None, *, timeout: float = 30.0, asynchronous: bool = False, **options: Any
+) -> Client:
     """Connect to the cluster that a scheduler file names.
 
     Parameters
@@ -52,6 +72,8 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **options: Any) -
         The file; by default the one that ``HPCDASK_SCHEDULER_FILE`` names.
     timeout
         Seconds to wait for the scheduler's answer.
+    asynchronous
+        Return an awaitable of the client, for programs that run in an event loop.
     **options
         As of `distributed.Client`.
 
@@ -62,26 +84,40 @@ def connect(path: str | None = None, *, timeout: float = 30.0, **options: Any) -
     """
     from distributed import Client
 
+    def make(address: str, access: Security) -> Client:
+        with dask.config.set(prompt_clients()):
+            return Client(
+                address, security=access, timeout=timeout, asynchronous=asynchronous, **options
+            )
+
+    async def make_in_loop() -> Client:
+        return await make(*await asyncio.to_thread(_reach, path))
+
+    if asynchronous:
+        return make_in_loop()  # type: ignore[return-value]
+    return make(*_reach(path))
+
+
+def _reach(path: str | None) -> tuple[str, Security]:
+    """Return the address and keys of a cluster that answers; else raise SchedulerFileError."""
     path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
+    _wait_until_ready(path)
     content = read(path)
     own = content.get("hpcdask") or {}
-    credentials = load_credentials(own["keys"]) if own.get("keys") else None
-    stale = (
-        f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it has "
-        f"ended, or its node {own.get('host')} cannot be reached from here. Remove the file if it "
-        f"is stale"
-    )
-    access = to_security(credentials)
+    access = to_security(load_credentials(own["keys"]) if own.get("keys") else None)
     if own.get("gpus"):
         suit_devices()
     try:
-        _knock(content["address"], access)  # Client would try for `timeout`
-        with dask.config.set(prompt_clients()):
-            return Client(content["address"], security=access, timeout=timeout, **options)
+        _knock(content["address"], access)  # Client would try for its whole timeout
     except OSError as error:
-        raise SchedulerFileError(f"{stale} ({type(error).__name__}: {error})") from None
+        raise SchedulerFileError(
+            f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it "
+            f"has ended, or its node {own.get('host')} cannot be reached from here. Remove the "
+            f"file if it is stale ({type(error).__name__}: {error})"
+        ) from None
+    return content["address"], access
 
 
 def _knock(address: str, access: Security) -> None:
@@ -109,11 +145,44 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     distributed.Security or None
         None when the address is not that of the file's cluster.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(VARIABLE) or _own_file
     if not path:
         return None
     content = read(path)
-    keys = (content.get("hpcdask") or {}).get("keys")
-    if content["address"] != info.get("address") or not keys:
+    own = content.get("hpcdask") or {}
+    if content["address"] != info.get("address"):
         return None
-    return to_security(load_credentials(keys))
+    if all(name in os.environ for name in _VARIABLES):
+        _adopt(path, own.get("job"))
+    _wait_until_ready(path)
+    return to_security(load_credentials(own["keys"])) if own.get("keys") else None
+
+
+def _wait_until_ready(path: str) -> None:
+    """Wait for the workers of a run that is coming up. Raises SchedulerFileError if it ends."""
+    deadline = None
+    while (own := read(path).get("hpcdask") or {}).get("ready", True) is False:
+        deadline = deadline or time.monotonic() + own["timeout"]
+        if time.monotonic() > deadline:
+            raise SchedulerFileError(
+                f"the workers of {path} did not come up: see what the run says"
+            )
+        time.sleep(0.02)
+
+
+def _adopt(path: str, job: str | None) -> None:
+    """Keep the cluster for this process alone: jobs that it submits would inherit the variables.
+
+    Raises SchedulerFileError in a job that has inherited them all the same.
+    """
+    global _own_file
+    if job != job_id():
+        raise SchedulerFileError(
+            f"the variables of the run in job {job or 'none'} came into this job with sbatch "
+            f"--export=ALL or its like: unset {' '.join(_VARIABLES)} in its script"
+        )
+    _own_file = path
+    for name in _VARIABLES:
+        del os.environ[name]
+    dask.config.set(prompt_clients())
+    make_observable()

@@ -31,6 +31,20 @@ def suit_devices() -> None:
             _suited.add(name)
 
 
+def for_devices() -> dict[str, str]:
+    """Return `suit_devices` as variables for another process."""
+    theirs = dask.config.collect()
+    wanted = {
+        name: value
+        for name, value in ON_DEVICE.items()
+        if dask.config.get(name, None, config=theirs) is None
+    }
+    return {
+        f"DASK_{name.replace('.', '__').replace('-', '_').upper()}": value
+        for name, value in wanted.items()
+    }
+
+
 def suit_hosts() -> None:
     """Undo `suit_devices`, except for what the user has set since."""
     while _suited:

@@ -14,9 +14,8 @@ from distributed.comm import get_address_host
 from distributed.utils import format_dashboard_link
 
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
-from hpcdask.node.observe import make_observable
 from hpcdask.node.scratch import scratch_folder
-from hpcdask.process import owner_text, raise_descriptor_limit
+from hpcdask.process import make_observable, owner_text, raise_descriptor_limit
 from hpcdask.security import ports, private, webserver
 from hpcdask.security.credentials import (
     FILES,

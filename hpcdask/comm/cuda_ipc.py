@@ -1,9 +1,11 @@
-"""Device memory of other processes that UCX keeps mapped (CUDA IPC), and letting go of it.
+"""Release of device memory of dead processes that UCX 1.21 keeps mapped (CUDA IPC).
 
-What a process has mapped of another's memory stays allocated after the other's death. UCX maps a
-peer's memory once and keeps it until its own process ends, so that a dead worker's pool would live
-on in its peers, and the worker that takes its place would find no room. UCX has no call for that:
-here its table of mappings is read, and emptied for a process that is gone.
+Memory that a process has mapped of another's stays allocated after the other's death. UCX 1.21 maps
+a peer's memory once and keeps it, so that a dead worker's pool would live on in its peers, and its
+replacement would find no room. Here UCX's table is emptied for a process that is gone.
+
+UCX 1.22.0 needs no help: it unmaps with the endpoint. libucxx 0.52 pins libucx below 1.22; delete
+this module when that pin moves past it, unless a later UCX has gone back.
 """
 
 from __future__ import annotations
@@ -15,18 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdask.gpu.context import synchronize
-from hpcdask.logs import say
 from hpcdask.process import process_start
 
-#: The versions of UCX whose table is laid out as below (`uct_cuda_ipc_remote_cache` in
-#: src/uct/cuda/cuda_ipc/cuda_ipc_cache.c; the table is klib's khash). Seen in 1.21.0.
-KNOWN_VERSIONS = ((1, 21),)
-LIBRARY = "libuct_cuda.so"
+#: The version of UCX whose table is laid out as below (`uct_cuda_ipc_remote_cache` in
+#: src/uct/cuda/cuda_ipc/cuda_ipc_cache.c; the table is klib's khash), and one that needs no help.
+KNOWN, NEEDS_NONE = (1, 21), (1, 22, 0)
+LIBRARY = "libuct_cuda.so.0"
 #: Seconds between two looks at whether those whose memory is mapped still live.
 LOOK_INTERVAL_S = 0.25
-#: Seconds after which the user is told that copies of a dead peer's memory still wait for the GPU.
-NOTICE_S = 10.0
-#: Times that UCX is progressed afterwards, so that it hears of their end: 16 each time.
+#: Times that UCX is progressed before the release, so that it hears of the end of copies.
 PROGRESS_TURNS = 64
 
 
@@ -47,29 +46,38 @@ class _Table(ctypes.Structure):
 
 
 def own_namespace() -> int:
-    """The process id namespace of this process, as UCX numbers it."""
+    """Return the process id namespace of this process, as UCX numbers it."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _library() -> Any:
-    """UCX's module for CUDA, if this process has loaded it."""
-    with open("/proc/self/maps") as file:
-        for line in file:
-            if LIBRARY in line:
-                return ctypes.CDLL(line.split(maxsplit=5)[5].rstrip("\n"), os.RTLD_NOLOAD)
-    return None
-
-
 class Mappings:
-    """Whose memory UCX of this version has mapped here; only for the thread that drives UCX."""
+    """Processes whose memory UCX has mapped here; only for the thread that drives UCX.
 
-    def __init__(self, version: tuple[int, ...]) -> None:
-        self.known = version[:2] in KNOWN_VERSIONS
+    Without a version there are none. ``unknown`` is a version whose mappings are not released.
+    """
+
+    def __init__(self, version: tuple[int, ...] = ()) -> None:
+        self.known = version[:2] == KNOWN
+        self.unknown = "" if self.known or version == NEEDS_NONE else ".".join(map(str, version))
         self._library: Any = None
 
     def processes(self) -> set[tuple[int, int]]:
-        """Id and process id namespace of each process whose memory is mapped."""
+        """Return id and process id namespace of each process whose memory is mapped."""
         return {(key.pid, key.namespace) for key, _ in self._entries()}
+
+    def tell(self) -> dict[str, Any] | None:
+        """Return this process and those whose memory it has mapped; None if that is not known."""
+        if not self.known:
+            return None
+        return {"process": (os.getpid(), own_namespace()), "mapped": [*self.processes()]}
+
+    def shared_with(self, theirs: dict[str, Any] | None) -> bool | None:
+        """Return whether another process, by its `tell`, or this one has mapped the other."""
+        ours = self.tell()
+        if not ours or not theirs:
+            return None
+        mapped = {tuple(one) for one in (*ours["mapped"], *theirs["mapped"])}
+        return tuple(ours["process"]) in mapped or tuple(theirs["process"]) in mapped
 
     def release(self, process: tuple[int, int]) -> None:
         """Unmap all memory of a process; no copy of it may be under way."""
@@ -85,9 +93,11 @@ class Mappings:
                 self._library.uct_cuda_ipc_destroy_cache(old)
 
     def _entries(self) -> list[tuple[_Key, int]]:
-        if self._library is None and self.known:
-            self._library = _library()
-        if self._library is None:
+        if not self.known:
+            return []
+        try:
+            self._library = self._library or ctypes.CDLL(LIBRARY, os.RTLD_NOLOAD)
+        except OSError:  # UCX has not loaded it
             return []
         table = _Table.in_dll(self._library, "uct_cuda_ipc_remote_cache")
         return [
@@ -97,11 +107,9 @@ class Mappings:
         ]
 
 
-async def release_of_the_dead(
-    mappings: Mappings, progress: Callable[[], None], worker: str
-) -> None:
+async def release_of_the_dead(mappings: Mappings, progress: Callable[[], None]) -> None:
     """Release the memory of each process that ends, for ever."""
-    starts: dict[tuple[int, int], str] = {}  # empty once it was let go of
+    starts: dict[tuple[int, int], str] = {}  # empty once it was released
     while mappings.known:
         await asyncio.sleep(LOOK_INTERVAL_S)
         for process in sorted(mappings.processes()):
@@ -111,19 +119,8 @@ async def release_of_the_dead(
             if start and not starts.get(process):
                 starts[process] = start
             elif start != starts.get(process):
-                await _idle(process[0], worker)
+                await asyncio.to_thread(synchronize)  # copies may still read that memory
                 for _ in range(PROGRESS_TURNS):
                     progress()
                 mappings.release(process)
                 starts[process] = ""
-
-
-async def _idle(pid: int, worker: str) -> None:
-    """Wait for the end of copies that may still read the memory of a process that has ended."""
-    idle = asyncio.ensure_future(asyncio.to_thread(synchronize))
-    if not (await asyncio.wait([idle], timeout=NOTICE_S))[0]:
-        say(
-            f"worker {worker}: memory of process {pid}, which has ended, stays mapped until what "
-            f"the GPU computes is done"
-        )
-    await idle

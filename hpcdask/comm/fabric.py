@@ -1,12 +1,11 @@
 """Links of the GPUs and the nodes, and which of them the installed UCX can use.
 
-Everything is read from files, psutil and NVML: no CUDA call, and UCX is not loaded, so that the
-process can still fork. Nothing here decides; `hpcdask.comm.transport` does.
+Everything is read from files, psutil and NVML: without a CUDA call and without loading UCX, so that
+the process can still fork.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
 import itertools
@@ -14,29 +13,25 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hpcdask.gpu.devices import whole_gpus
 from hpcdask.gpu.driver import hidden_gpus, read
 from hpcdask.spec.records import Record
 
-from .ucx_install import UcxInstall, installed_ucx
+from .ucx_config import UcxInstall, installed_ucx
 
 Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 
 #: Types of network interfaces in sysfs, from Linux's if_arp.h.
-ETHERNET, INFINIBAND = 1, 32
+KINDS: dict[str, Kind] = {"1": "ethernet", "32": "infiniband"}
 #: Bridges of container and virtual machine software, and their ends.
 VIRTUAL = re.compile(r"(docker|podman|virbr|veth|lxc|lxd|cni|cali|flannel|br-[0-9a-f]{12}$)")
 
 
 @dataclass(frozen=True)
 class Interface(Record):
-    """A network interface with an IPv4 address, such as ``ib0`` and ``10.1.0.7``.
-
-    Kinds are ``infiniband`` (IP over it), ``slingshot``, ``ethernet`` and ``other``; the speed is
-    in Mb/s, 0 where the driver does not tell.
-    """
+    """A network interface with its IPv4 address; the speed is in Mb/s, 0 if that is unknown."""
 
     name: str
     address: str
@@ -48,10 +43,8 @@ class Interface(Record):
 class Port(Record):
     """A port of an RDMA device, by the name that UCX has for it: ``mlx5_0:1``.
 
-    The link layer is ``InfiniBand``, or ``Ethernet`` for RoCE; the state ``ACTIVE``, ``DOWN``,
-    ``INIT``, ...; the speed is in Mb/s, 0 where the driver does not tell. A container often shows
-    ports in sysfs that this process may not open. ``interfaces`` are the network interfaces of the
-    same device.
+    The link layer is ``InfiniBand``, or ``Ethernet`` for RoCE; the state ``ACTIVE``, ``DOWN``, ...;
+    the speed is in Mb/s, 0 if unknown. Containers show ports that are not ``accessible``.
     """
 
     name: str
@@ -59,17 +52,11 @@ class Port(Record):
     state: str
     speed: int
     accessible: bool
-    interfaces: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
         """Return whether UCX can send through it, if it has the transport."""
         return self.state == "ACTIVE" and self.accessible
-
-    @property
-    def closed(self) -> bool:
-        """Return whether only this process's rights keep UCX from it."""
-        return self.state == "ACTIVE" and not self.accessible
 
     @property
     def roce(self) -> bool:
@@ -81,11 +68,9 @@ class Port(Record):
 class Fabric(Record):
     """Links of a node, as one process sees them: interfaces that are up and lead to other nodes.
 
-    ``infiniband`` has the ports of RDMA devices, those that are down too; ``nvlink`` the pairs of
-    UUIDs of GPUs that NVLink joins, also through switches, and ``nvlink_unknown`` those of which
-    NVML does not tell. ``hidden_gpus`` counts those that a cgroup or a container keeps from this
-    process. ``gpus`` are the UUIDs that NVML shows, or the driver's files where it is not asked,
-    whatever ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
+    ``nvlink`` has the pairs of UUIDs of GPUs that NVLink joins. ``hidden_gpus`` counts those that a
+    cgroup or a container keeps from this process. ``gpus`` are the UUIDs that NVML shows, whatever
+    ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
     """
 
     interfaces: tuple[Interface, ...] = ()
@@ -94,7 +79,6 @@ class Fabric(Record):
     hidden_gpus: int = 0
     ucx: UcxInstall = dataclasses.field(default_factory=UcxInstall)
     gpus: tuple[str, ...] = ()
-    nvlink_unknown: tuple[tuple[str, str], ...] = ()
 
 
 def look(
@@ -104,28 +88,25 @@ def look(
     gpus: bool = True,
     own: Collection[str] | None = None,
 ) -> Fabric:
-    """Look at everything. Missing hardware and packages are an answer, not an error.
+    """Read all links below ``root``, which ends in a slash; what is missing is no error.
 
-    ``root`` stands for ``/``, and ends in one. Without ``gpus``, NVML is not asked, nor is looked
-    for GPUs that are hidden; ``own`` is as of `nvlink_pairs`.
+    Without ``gpus``, neither NVML nor the driver is asked; ``own`` is as of `nvlink_pairs`.
     """
-    pairs = nvlink_pairs(own) if gpus else Pairs((), (), ())
+    shown, joined = nvlink_pairs(own) if gpus else ((), ())
     return Fabric(
         interfaces=interfaces(root),
         infiniband=infiniband(root),
-        nvlink=pairs.joined,
+        nvlink=joined,
         hidden_gpus=hidden_gpus(root) if gpus else 0,
         ucx=installed_ucx(environ),
-        gpus=pairs.gpus,
-        nvlink_unknown=pairs.unknown,
+        gpus=shown,
     )
 
 
 def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]:
-    """The network interfaces with an IPv4 address, by name.
+    """Return the network interfaces with an IPv4 address, by name.
 
-    ``every``: also those that lead to no other node: loopback, bridges of containers, links that
-    are down.
+    Those that lead to no other node (loopback, bridges, links that are down) only with ``every``.
     """
     import socket
 
@@ -146,16 +127,12 @@ def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]
 
 
 def _kind(name: str, root: str) -> Kind:
-    number = read(f"{root}sys/class/net/{name}/type")
-    if number == str(INFINIBAND):
-        return "infiniband"
-    if name.startswith("hsn"):
-        return "slingshot"
-    return "ethernet" if number == str(ETHERNET) else "other"
+    kind = KINDS.get(read(f"{root}sys/class/net/{name}/type"), "other")
+    return "slingshot" if kind == "ethernet" and name.startswith("hsn") else kind
 
 
 def infiniband(root: str = "/") -> tuple[Port, ...]:
-    """The ports of the node's RDMA devices, in the kernel's order of names."""
+    """Return the ports of the node's RDMA devices, in the kernel's order of names."""
     verbs = {
         read(f"{folder}/ibdev"): f"{root}dev/infiniband/{os.path.basename(folder)}"
         for folder in glob.glob(f"{glob.escape(root)}sys/class/infiniband_verbs/uverbs*")
@@ -171,58 +148,42 @@ def infiniband(root: str = "/") -> tuple[Port, ...]:
                 read(f"{folder}/state").partition(":")[2].strip(),  # "4: ACTIVE"
                 round(float(rate[0]) * 1000) if rate else 0,
                 os.access(verbs.get(device, ""), os.R_OK | os.W_OK),
-                _names(f"{root}sys/class/infiniband/{device}/device/net"),
             )
         )
     return tuple(found)
 
 
-def _names(folder: str) -> tuple[str, ...]:
-    with contextlib.suppress(OSError):
-        return tuple(sorted(os.listdir(folder)))
-    return ()
+def nvlink_pairs(
+    own: Collection[str] | None = None,
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Return the GPUs that NVML shows, without sliced ones, and the pairs that NVLink joins.
 
-
-class Pairs(NamedTuple):
-    """GPUs that are not sliced, and which pairs of them NVLink joins, or may join."""
-
-    gpus: tuple[str, ...]
-    joined: tuple[tuple[str, str], ...]
-    unknown: tuple[tuple[str, str], ...]
-
-
-def nvlink_pairs(own: Collection[str] | None = None) -> Pairs:
-    """Ask NVML which of the GPUs that it shows reach each other's memory over NVLink.
-
-    A pair is unknown where the driver or NVML's package does not answer. ``own`` are the UUIDs of
-    the GPUs whose pairs matter; None is all.
+    ``own`` are the UUIDs of the GPUs whose pairs matter; None is all.
     """
-    nothing = Pairs((), (), ())
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, or one that does not fit the other: no NVLink
-        return nothing
+        return (), ()
     try:
         handles = whole_gpus(pynvml)
-        answers = {
-            (first, second): _nvlink(pynvml, handles[first], handles[second])
+        joined = tuple(
+            (first, second)
             for first, second in itertools.combinations(handles, 2)
-            if own is None or first in own or second in own
-        }
-        joined = tuple(pair for pair, answer in answers.items() if answer)
-        unknown = tuple(pair for pair, answer in answers.items() if answer is None)
-        return Pairs(tuple(handles), joined, unknown)
+            if (own is None or first in own or second in own)
+            and _joined(pynvml, handles[first], handles[second])
+        )
+        return tuple(handles), joined
     except pynvml.NVMLError:
-        return nothing
+        return (), ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvlink(pynvml: Any, first: Any, second: Any) -> bool | None:
+def _joined(pynvml: Any, first: Any, second: Any) -> bool:
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except (pynvml.NVMLError, AttributeError):
-        return None
-    return None if status == pynvml.NVML_P2P_STATUS_UNKNOWN else status == pynvml.NVML_P2P_STATUS_OK
+    except (pynvml.NVMLError, AttributeError):  # an old driver, or an old package
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)

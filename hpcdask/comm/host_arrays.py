@@ -1,8 +1,7 @@
-"""CuPy arrays on workers without a GPU: they come as NumPy arrays, and become CuPy arrays again.
+"""CuPy arrays on workers without a GPU: `HostArray`, which computes as NumPy.
 
-Data go from a worker on a GPU to one on the CPU through the host once. There they are a
-`HostArray`, which computes as NumPy. A worker on a GPU that fetches it, such as when another one
-hands over what it holds, gets a CuPy array.
+A worker on a GPU that fetches one, such as when another hands over what it holds, gets a CuPy
+array again.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 
 class HostArray(np.ndarray[Any, Any]):
-    """A device array's values, for as long as nothing is computed from them.
-
-    That is told by `from_device`, which neither results nor views inherit.
-    """
+    """A device array's values; results and views do not inherit `from_device`."""
 
     from_device = False
 
 
 def receive_cupy_arrays() -> None:
-    """In this process, have arrays of CuPy's that come from other workers be `HostArray`."""
+    """Make this process read CuPy's arrays that come from other workers as `HostArray`."""
     import cupy
 
     with contextlib.suppress(ImportError):  # numba or RMM may not be there, nor needed

@@ -12,10 +12,9 @@ import contextlib
 import importlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import dask
@@ -32,32 +31,53 @@ from hpcdask.process import mark, raise_descriptor_limit
 from hpcdask.security import webserver
 from hpcdask.upstream import distributed as upstream
 
-from .cuda_ipc import Mappings, own_namespace, release_of_the_dead
-from .warmup import TOPIC, LinkTest, choose_peers, evaluate
+from .cuda_ipc import Mappings, release_of_the_dead
+from .warmup import TOPIC, LinkTest, choose_peers, connect_timeout, evaluate
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
-#: What workers ask each other.
-CONTACT, BLOCK, WARM = "hpcdask-contact", "hpcdask-block", "hpcdask-warm"
-MAPPED = "hpcdask-mapped"
-#: Seconds to ask a worker for its ucx address, or to fetch a block of it for the first time.
-ASK_DEADLINE_S = 10.0
-#: Seconds for a ucx connection, before tcp takes its place.
-UCX_DEADLINE_S = 10.0
+#: Operations that workers ask of each other.
+CONTACT, BLOCK, WARM = "hpcdask_contact", "hpcdask_block", "hpcdask_warm"
+#: Attempts to reach a worker over ucx, and seconds of tcp after each that fails.
+ATTEMPTS, PAUSE_S = 3, 10.0
 WARM_DEADLINE_S = 60.0
 #: Bytes of the block that maps a peer's memory, and of the one that shows how fast it comes.
 FIRST_NBYTES, MEASURED_NBYTES = 2**22, 2**26
 MEASUREMENTS = 5
-#: What lets workers exchange over ucx. It is imported where the worker is to use UCX only.
+#: The module that is imported only where the worker is to use UCX.
 UCX = "hpcdask.comm.ucx"
-#: How distributed sends device memory; numba comes with it, and takes half a second to load.
+#: Modules by which distributed sends device memory; their numba takes half a second to load.
 SENDING = ("distributed.protocol.rmm", "distributed.protocol.cupy")
-#: Bytes that a worker asks of another in one message, where distributed's 50 MB are not set
-#: otherwise: a worker has one message at a time from each of the others, and one of device memory
-#: takes 4 ms besides what NVLink needs for its bytes.
+#: Bytes that a worker asks of another in one message, where the user did not change distributed's
+#: 50 MB: one of device memory takes 4 ms besides the time of its bytes on NVLink.
 MESSAGE_NBYTES = 2**31
-#: While a worker is of use.
+#: States in which a worker is of use.
 WORKING = (Status.running, Status.paused)
+
+
+@dataclass
+class Route:
+    """Way over ucx to one worker: where it listens, once asked, and attempts that failed."""
+
+    contact: str = ""
+    asked: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def may_be_tried(self) -> bool:
+        """Return whether the next connection should be over ucx."""
+        return self.failures < ATTEMPTS and time.monotonic() >= self.retry_at
+
+    def fail(self, addr: str, error: Exception) -> None:
+        """Note a failed attempt; attempts side by side are one."""
+        if (now := time.monotonic()) < self.retry_at:
+            return
+        self.failures, self.retry_at, self.asked = self.failures + 1, now + PAUSE_S, False
+        if self.failures == ATTEMPTS:
+            reason = f"no ucx to {addr} in {ATTEMPTS} attempts: {root_cause(error)}"
+            text = "%s. Data fetched there comes over tcp from now on, which is slower"
+            logger.warning(text, reason)
 
 
 class PeerPool(ConnectionPool):
@@ -67,71 +87,63 @@ class PeerPool(ConnectionPool):
     """
 
     def attend(self, me: PeerWorker, apart: Iterable[str]) -> None:
-        """Begin to ask whom we dial for ucx, but those apart: the scheduler and the nanny."""
+        """Begin to ask peers for ucx, except those apart: the scheduler and the nanny."""
         self.me = me
         self.apart = set(apart)
-        self.contacts: dict[str, str | None] = {}
-        self._asking: dict[str, asyncio.Lock] = {}
+        self.routes: dict[str, Route] = {}
 
     async def _connect(self, addr: str, timeout: float | None = None) -> Comm:
         if addr in self.apart or not await self.me.may_use_ucx_to(addr):
             return await super()._connect(addr, timeout)
-        contact = await self._contact(addr)
-        while contact is not None:
+        route = self.routes.setdefault(addr, Route())
+        async with route.lock:
+            if route.may_be_tried() and not route.asked:
+                await self._ask(addr, route, timeout)
+        if (contact := route.contact) and route.may_be_tried():
             try:
-                comm: Comm = await super()._connect(contact, UCX_DEADLINE_S)
+                comm: Comm = await super()._connect(contact, timeout)
             except OSError as error:
-                contact = await self._after(contact, addr, error)
+                route.fail(addr, error)
             else:
+                route.failures = 0
                 del self.occupied[contact]
                 self.occupied[addr].add(comm)
                 return comm
         return await super()._connect(addr, timeout)
 
-    async def _after(self, contact: str, addr: str, error: OSError) -> str | None:
-        """Where else a worker listens on ucx, when it could not be reached there."""
-        if self.contacts.get(addr) == contact:
-            del self.contacts[addr]
-        again = await self._contact(addr)
-        if again != contact:  # it is another worker by now
-            return again
-        self.contacts[addr] = None
-        logger.warning(
-            "no ucx to %s: %s. Data that this worker fetches there comes over tcp, which is slower",
-            addr,
-            root_cause(error),
-        )
-        return None
+    async def _ask(self, addr: str, route: Route, timeout: float | None) -> None:
+        """Ask a worker where it listens on ucx; a busy one is asked again later."""
+        comm = await super()._connect(addr, timeout)
+        try:
+            async with asyncio.timeout(connect_timeout()):
+                # closed, or it would be taken for one that carries data
+                answer = await send_recv(comm, op=CONTACT, asker=self.me.address, close=True)
+        except TimeoutError as error:
+            route.fail(addr, error)
+            return
+        finally:
+            self.reuse(addr, comm)
+        route.asked, route.contact = True, ""
+        if answer is not None:
+            from . import ucx
 
-    async def _contact(self, addr: str) -> str | None:
-        """Where a worker listens on ucx; None if it does not."""
-        async with self._asking.setdefault(addr, asyncio.Lock()):
-            if addr not in self.contacts:
-                comm = await super()._connect(addr, ASK_DEADLINE_S)
-                try:
-                    async with asyncio.timeout(ASK_DEADLINE_S):
-                        # closed, or it would be taken for one that carries data
-                        answer = await send_recv(
-                            comm, op=CONTACT, asker=self.me.address, close=True
-                        )
-                finally:
-                    self.reuse(addr, comm)
-                if answer is None:
-                    self.contacts[addr] = None
-                else:
-                    from . import ucx
+            route.contact = answer["address"]
+            ucx.known_secrets[route.contact] = answer["secret"]
 
-                    ucx.known_secrets[answer["address"].partition("://")[2]] = answer["secret"]
-                    self.contacts[addr] = answer["address"]
-            return self.contacts[addr]
+    def reuse(self, addr: str, comm: Comm) -> None:
+        """Keep a connection for the next transfer, unless that should try ucx again."""
+        route = self.routes.get(addr)
+        if route is not None and route.failures and route.may_be_tried():
+            comm.abort()
+        super().reuse(addr, comm)
 
     def remove(self, addr: str, **kwargs: Any) -> None:
         """Forget a worker that is gone."""
-        if contact := self.contacts.pop(addr, None):
+        route = self.routes.pop(addr, None)
+        if route is not None and route.contact:
             from . import ucx
 
-            ucx.known_secrets.pop(contact.partition("://")[2], None)
-        self._asking.pop(addr, None)
+            ucx.known_secrets.pop(route.contact, None)
         super().remove(addr, **kwargs)
 
 
@@ -139,7 +151,7 @@ class PeerWorker(Worker):
     """A worker that may talk ucx to its peers, and gets warm before it is used.
 
     The exchange is ``ucx``, ``tcp``, or ``auto`` for ucx if it starts; its reach ``all`` workers,
-    or those of its ``node``. ``tells``: it writes to stderr that it is warm.
+    or those of its ``node``. One that ``tells`` writes to stderr that it is warm.
     """
 
     def __init__(
@@ -159,14 +171,9 @@ class PeerWorker(Worker):
         self._ucx_address: str | None = None
         self._decided = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
-        self._mappings: Mappings | None = None
+        self._mappings = Mappings()
         self._releasing: asyncio.Task[None] | None = None
-        self.handlers |= {
-            CONTACT: self._tell_contact,
-            BLOCK: self._give_block,
-            WARM: self._fetch,
-            MAPPED: self._tell_mapped,
-        }
+        self.handlers |= {CONTACT: self._tell_contact, BLOCK: self._give_block, WARM: self._fetch}
         raise_descriptor_limit()
         pool: Any = self.rpc
         pool.__class__ = PeerPool
@@ -181,7 +188,10 @@ class PeerWorker(Worker):
     def peer_transports(self) -> dict[str, str]:
         """Address of each peer that was dialled, to ``ucx`` or ``tcp``."""
         pool: Any = self.rpc
-        return {addr: "ucx" if contact else "tcp" for addr, contact in pool.contacts.items()}
+        return {
+            addr: "ucx" if route.contact and not route.failures else "tcp"
+            for addr, route in pool.routes.items()
+        }
 
     async def may_use_ucx_to(self, address: str) -> bool:
         """Return whether to try ucx to a worker, once it is known whether ucx starts here."""
@@ -193,20 +203,17 @@ class PeerWorker(Worker):
     async def listen(self, *args: Any, **kwargs: Any) -> None:
         """Listen on tcp, and on ucx where that was asked for by name and has to work."""
         await super().listen(*args, **kwargs)
-        if self.exchange == "ucx" and self._ucx_address is None:
-            why = ""
-            try:
+        reason = ""
+        try:
+            if self.exchange == "ucx":
                 await self._listen_on_ucx()
-            except Exception as error:
-                why = root_cause(error)
-            if why:  # with UCX's error as its context, distributed would write a traceback
-                text = (
-                    f"--protocol ucx: ucx does not start: {why}. See UCX_TLS, UCX_NET_DEVICES and "
-                    f"hpcdask doctor"
-                )
-                # a nanny does not hear why its worker does not start
-                complain(f"worker {self.name}: {text}")
-                raise ClusterError(text)
+        except Exception as error:  # which cannot be pickled, not even as a context
+            reason = f"--protocol ucx: ucx does not start: {root_cause(error)}"
+        if reason:
+            text = f"{reason}. See UCX_TLS, UCX_NET_DEVICES and hpcdask doctor"
+            # a nanny does not hear why its worker does not start
+            complain(f"worker {self.name}: {text}")
+            raise ClusterError(text)
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Serve the worker's pages, with limits."""
@@ -228,39 +235,32 @@ class PeerWorker(Worker):
         """Start ucx where it is only the better way: with the worker up, which needs none yet."""
         try:
             if self.exchange != "tcp":
-                await load_aside((UCX,))
-                sending = asyncio.create_task(load_aside(SENDING if self.on_device else ()))
+                await asyncio.to_thread(load, [UCX])
+                names = SENDING if self.on_device else ()
+                sending = asyncio.create_task(asyncio.to_thread(load, names))
                 if self.exchange == "auto":
                     await self._listen_on_ucx()
                 await sending
                 if self.on_device:
-                    self._ask_for_more()
-                    self._watch_mappings()
+                    self._use_device_memory()
         except Exception as error:
             self.exchange = "tcp"
-            logger.warning(
-                "ucx does not start in worker %s, which exchanges data over tcp: %s: %s",
-                self.name,
-                type(error).__name__,
-                error,
-            )
+            text = "ucx does not start in worker %s, which exchanges data over tcp: %s"
+            logger.warning(text, self.name, root_cause(error))
         finally:
             mark("transport started")
             self._decided.set()
 
-    def _ask_for_more(self) -> None:
-        """Make the worker fetch more in one message, unless the user said how much."""
+    def _use_device_memory(self) -> None:
+        """Fetch more in one message, unless the user said how much; release what peers leave."""
+        from . import ucx
+
         limit = "distributed.worker.transfer.message-bytes-limit"
         if dask.config.get(limit) == dask.config.get(limit, config=defaults):
             upstream.set_message_limit(self, MESSAGE_NBYTES)
-
-    def _watch_mappings(self) -> None:
-        from . import ucx, ucx_progress
-
         self._mappings = Mappings(ucx.version())
-        self._releasing = asyncio.create_task(
-            release_of_the_dead(self._mappings, ucx_progress.progress().turn, str(self.name))
-        )
+        release = release_of_the_dead(self._mappings, ucx.progress().turn)
+        self._releasing = asyncio.create_task(release)
 
     async def start_unsafe(self) -> Any:
         """Start, then get warm while the user's program starts."""
@@ -281,65 +281,36 @@ class PeerWorker(Worker):
             return None
         return {"address": self._ucx_address, "secret": self._ucx.secret}
 
-    async def _tell_mapped(self) -> dict[str, Any]:
-        """Return this process and those whose device memory it has mapped; None if unknown."""
-        found = self._mappings if self._mappings is not None and self._mappings.known else None
-        return {
-            "me": [os.getpid(), own_namespace()],
-            "mapped": found and [list(process) for process in found.processes()],
-        }
+    # The first exchange
 
-    async def _give_block(self, count: int) -> Any:
-        return to_serialize(_block(count, self.on_device))
+    async def _give_block(self, count: int) -> dict[str, Any]:
+        block = importlib.import_module("cupy" if self.on_device else "numpy").zeros(count, "u1")
+        return {"data": to_serialize(block), "memory": self._mappings.tell()}
 
     async def _fetch(self, source: str, name: str) -> dict[str, Any]:
         """Fetch from one peer for the first time, and again to see how fast it is."""
-        host = get_address_host
-        same = host(source) == host(self.address)
-        link = LinkTest(to=str(self.name), source=name, same_host=same)
+        same = get_address_host(source) == get_address_host(self.address)
+        link = LinkTest(str(self.name), name, same_host=same, unknown_ucx=self._mappings.unknown)
         try:
             async with asyncio.timeout(WARM_DEADLINE_S):
-                first_s, _ = await self._time_block(source, FIRST_NBYTES)
+                await self._time_block(source, FIRST_NBYTES)
                 count = MEASURED_NBYTES if self.on_device else FIRST_NBYTES
                 # the best of some: the event loop is held up while another link comes up
                 timed = [await self._time_block(source, count) for _ in range(MEASUREMENTS)]
-                cuda_ipc = await self._shares_memory_with(source) if same else None
         except Exception as error:
             return asdict(replace(link, problem=root_cause(error)))
-        seconds, transport = min(timed)
-        found: dict[str, Any] = {"transport": transport, "rate": count / seconds}
-        return asdict(replace(link, first_s=first_s, cuda_ipc=cuda_ipc, **found))
+        rate, theirs = count / min(seconds for seconds, _ in timed), timed[-1][1]
+        cuda_ipc = self._mappings.shared_with(theirs) if same else None
+        transport = self.peer_transports.get(source, "tcp")
+        return asdict(replace(link, transport=transport, rate=rate, cuda_ipc=cuda_ipc))
 
-    async def _shares_memory_with(self, source: str) -> bool | None:
-        """Return whether UCX has mapped device memory of the other, here or there."""
-        ours = await self._tell_mapped()
-        theirs = await self._ask(source, op=MAPPED)
-        if ours["mapped"] is None or theirs["mapped"] is None:
-            return None
-        # lists are tuples once they were sent
-        mapped = {tuple(process) for process in (*ours["mapped"], *theirs["mapped"])}
-        return tuple(theirs["me"]) in mapped or tuple(ours["me"]) in mapped
-
-    async def _ask(self, peer: str, **message: Any) -> Any:
-        comm = await self.rpc.connect(peer)
-        try:
-            return await send_recv(comm, **message)
-        finally:
-            self.rpc.reuse(peer, comm)
-
-    async def _time_block(self, source: str, count: int) -> tuple[float, str]:
+    async def _time_block(self, source: str, count: int) -> tuple[float, Any]:
         start = time.perf_counter()
-        comm = await self.rpc.connect(source)
-        try:
-            await send_recv(comm, op=BLOCK, count=count)
-        finally:
-            self.rpc.reuse(source, comm)
-        scheme = comm.peer_address.partition("://")[0]
-        return time.perf_counter() - start, "ucx" if scheme == "ucx" else "tcp"
+        answer = await self.rpc(source).hpcdask_block(count=count)
+        return time.perf_counter() - start, answer["memory"]
 
     async def _warm(self) -> None:
         """Fetch from those that were there before, and have them fetch from here."""
-        start = time.perf_counter()
         links: list[dict[str, Any]] = []
         try:
             await self._decide()
@@ -350,45 +321,29 @@ class PeerWorker(Worker):
         if self.status not in WORKING:
             return
         mark("warm")
-        seconds = time.perf_counter() - start
-        name, address = str(self.name), self.address
-        self.log_event(TOPIC, {"worker": address, "name": name, "seconds": seconds, "links": links})
+        self.log_event(TOPIC, {"name": str(self.name), "links": links})
         if self.tells and links:
             found = evaluate([LinkTest(**link) for link in links], on_device=self.on_device)
-            for line in (f"worker {name} is warm: {found.line}", *found.warnings):
+            for line in (f"worker {self.name} is warm: {found.line}", *found.warnings):
                 say(line)
 
     async def _exchange_blocks(self, links: list[dict[str, Any]]) -> None:
         known = (await self.scheduler.identity())["workers"]
-        names = {address: str(info["name"]) for address, info in known.items()}
-        for peer in choose_peers(
-            self.address, [address for address in names if await self.may_use_ucx_to(address)]
-        ):
-            links.append(await self._fetch(peer, names[peer]))
-            links.append(await self._have_fetched(peer, names[peer]))
-
-    async def _have_fetched(self, peer: str, name: str) -> dict[str, Any]:
-        """Return what a peer finds when it fetches from here."""
-        try:
-            async with asyncio.timeout(WARM_DEADLINE_S):
-                me = {"source": self.address, "name": str(self.name)}
-                return dict(await self._ask(peer, op=WARM, **me))
-        except Exception as error:
-            return asdict(LinkTest(to=name, source=str(self.name), problem=root_cause(error)))
-
-
-async def load_aside(modules: Iterable[str]) -> None:
-    """Import in a thread what was not."""
-    if missing := [name for name in modules if name not in sys.modules]:
-        await asyncio.to_thread(load, missing)
+        near = [address for address in known if await self.may_use_ucx_to(address)]
+        me = {"source": self.address, "name": str(self.name)}
+        for peer in choose_peers(self.address, near):
+            name = str(known[peer]["name"])
+            links.append(await self._fetch(peer, name))
+            try:
+                async with asyncio.timeout(WARM_DEADLINE_S):
+                    links.append(dict(await self.rpc(peer).hpcdask_warm(**me)))
+            except Exception as error:
+                problem = root_cause(error)
+                links.append(asdict(LinkTest(name, str(self.name), problem=problem)))
 
 
 def load(modules: Iterable[str]) -> None:
-    """Import what is there of these, for whoever imports it later."""
+    """Import those of the modules that are there, for whoever imports them later."""
     for name in modules:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(name)
-
-
-def _block(count: int, on_device: bool) -> Any:
-    return importlib.import_module("cupy" if on_device else "numpy").zeros(count, dtype="uint8")

@@ -1,31 +1,34 @@
 """Choice of the workers' transport and interface.
 
-Pure decisions from what `hpcdask.comm.fabric` saw on each node.
+Pure decisions from what `hpcdask.comm.fabric` saw on each node: does NVLink join the GPUs, does
+InfiniBand join the nodes, can UCX be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.driver import cuda_extra
 from hpcdask.logs import some
 from hpcdask.spec.specs import WorkerSpec
 
-from .fabric import Interface
-from .obstacles import Obstacle, obstacles
-from .topology import NodeLinks, Topology
-
-#: Why ucx is not the default without fast links.
-SLOWER = "without NVLink or InfiniBand ucx is slower than tcp"
+from .fabric import Fabric, Interface
+from .topology import NodeLinks, by_host, confined, nvlink_joins, partners, uuids
+from .ucx_config import PREFER_SYSTEM
 
 #: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
 
 #: `--interface` that is chosen from what the nodes have.
 AUTO = "auto"
+
+USE_SYSTEM = (
+    f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
+    f"InfiniBand (with its ucx_info on PATH)"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,13 @@ class Choice:
     reach: Reach = "all"
 
 
+class Obstacle(NamedTuple):
+    """Reason why a link is not used, empty if it is, and the user's remedy, empty if none."""
+
+    reason: str = ""
+    remedy: str = ""
+
+
 def choose(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> Choice:
     """Choose between tcp and ucx for all workers, by what joins each rank or node.
 
@@ -48,7 +58,7 @@ def choose(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> Choice:
     GPUs of a node or InfiniBand joins the nodes. With NVLink only, nodes exchange over tcp. What
     was asked for by name and cannot work is an error.
     """
-    return _choose(Topology(spec, nodes))
+    return _choose(spec, nodes, alone=False)
 
 
 def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
@@ -56,15 +66,31 @@ def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
 
     Each pair of workers uses ucx if both have chosen it.
     """
-    return _choose(Topology(spec, [seat], alone=True))
+    return _choose(spec, [seat], alone=True)
 
 
-def _choose(site: Topology) -> Choice:
-    spec = site.spec
-    found = obstacles(site)
-    best = _best(site, found)
-    if spec.protocol == "auto":
-        return best
+def _choose(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Choice:
+    nvlink = _missing_nvlink(spec, seats, alone=alone)
+    infiniband = _missing_infiniband(spec, seats)
+    others = alone or len(by_host(seats)) > 1
+    idle, unusable = _nothing_to_join(seats, alone=alone), _unusable_ucx(spec, seats)
+    links = [nvlink, infiniband] if others else [nvlink]
+    remedies = tuple(f"{why}: {remedy}" for why, remedy in links if remedy and not idle)
+    best = Choice("ucx", _links(seats, nvlink, alone=alone), remedies)
+    if idle:  # links first: without them no package need be installed
+        best = Choice("tcp", idle)
+    elif all(why for why, _ in links):
+        best = Choice("tcp", "; ".join(why for why, _ in reversed(links)), remedies)
+    elif unusable:
+        best = Choice("tcp", unusable)
+    elif others and infiniband.reason:
+        reason = f"NVLink inside nodes, tcp between them: {infiniband.reason}"
+        best = Choice("ucx", reason, remedies, "node")
+    return best if spec.protocol == "auto" else _by_name(spec, seats, best, unusable)
+
+
+def _by_name(spec: WorkerSpec, seats: Sequence[NodeLinks], best: Choice, unusable: str) -> Choice:
+    """Choose what the user named; `best` is what ``auto`` would be."""
     if spec.protocol == "tcp":
         if spec.enable_nvlink:
             raise UsageError(
@@ -72,124 +98,138 @@ def _choose(site: Topology) -> Choice:
             )
         hints = (f"--protocol auto would take ucx: {best.reason}",) * (best.protocol == "ucx")
         return Choice("tcp", "--protocol tcp", hints)
-    if lacking := site.where(lambda fabric: fabric.ucx.missing):
+    if lacking := _hosts(seats, lambda fabric: fabric.ucx.missing):
         raise MissingExtra("distributed_ucxx", cuda_extra(), f"--protocol ucx on {some(lacking)}")
-    if fatal := _first(found, severity="fatal"):
-        raise UsageError(f"--protocol ucx cannot work: {fatal.line}")
-    return Choice("ucx", "--protocol ucx", tuple(_cautions(site, found)))
+    if unusable:
+        raise UsageError(f"--protocol ucx cannot work: {unusable}")
+    slow: tuple[str, ...] = ()
+    if best.protocol == "tcp" or best.reach == "node":
+        slow = (f"{best.reason}: without NVLink or InfiniBand ucx is slower than tcp",)
+    return Choice("ucx", "--protocol ucx", (*best.warnings, *slow))
 
 
-def _first(found: Sequence[Obstacle], **wanted: str) -> Obstacle | None:
-    """The first obstacle with these attributes."""
-    for one in found:
-        if all(getattr(one, name) == value for name, value in wanted.items()):
-            return one
-    return None
+def _hosts(seats: Sequence[NodeLinks], test: Callable[[Fabric], bool]) -> list[str]:
+    """Return the nodes whose fabric passes a test."""
+    return list(dict.fromkeys(seat.host for seat in seats if test(seat.fabric)))
 
 
-def _best(site: Topology, found: Sequence[Obstacle]) -> Choice:
-    """Return the choice of ``auto``. Links first: without them no package need be installed."""
-    nvlink = _first(found, link="nvlink")
-    infiniband = _first(found, link="infiniband") if site.others else None
-    nobody = _first(found, kind="workers") or _first(found, kind="alone")
-    fatal, why = _first(found, severity="fatal"), ""
-    if nobody:
-        why = nobody.text
-    elif nvlink and (infiniband or not site.others):
-        why = f"{infiniband.text}; {nvlink.line}" if infiniband else nvlink.line
-    elif fatal:
-        why = fatal.line
-    if why:
-        warnings = _remedies(site, found)
-        if site.spec.enable_nvlink:
-            warnings.append("--enable-nvlink has no effect on tcp")
-        return Choice("tcp", why, tuple(warnings))
-    if infiniband:
-        reason = f"NVLink inside nodes, tcp between them: {infiniband.text}"
-        return Choice("ucx", reason, tuple(_remedies(site, found)), "node")
-    return Choice("ucx", site.links(nvlink=nvlink is None), tuple(_cautions(site, found)))
+def _nothing_to_join(seats: Sequence[NodeLinks], *, alone: bool) -> str:
+    """Return why there are no two GPUs that exchange data; empty if there are."""
+    blind = [seat.host for seat in seats if not seat.gpus]
+    if len(blind) == len(seats):
+        return "workers compute on the CPU"
+    if blind:
+        return f"not every worker has a GPU: none on {some(blind)}"
+    if sum(len(seat.gpus) for seat in seats) == 1 and not alone:
+        return "a single worker has no other to exchange data with"
+    return ""
 
 
-def _remedies(site: Topology, found: Sequence[Obstacle]) -> list[str]:
-    """Return remedies for InfiniBand that is idle."""
-    if not site.others or not site.cuda or _first(found, kind="setting", link="infiniband"):
-        return []
-    idle = [one for one in found if one.link == "infiniband" and one.severity == "slow"]
-    return [one.line for one in idle if one.remedy]
+def _missing_nvlink(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Obstacle:
+    """Return why NVLink does not join the GPUs inside each node."""
+    hosts = by_host(seats)
+    if spec.enable_nvlink:
+        return Obstacle()
+    for seat in seats:
+        if not seat.fabric.ucx.permits("nvlink"):
+            return Obstacle(f"UCX_TLS={seat.fabric.ucx.tls} on {seat.host} leaves out NVLink")
+        if spec.enable_nvlink is False and not seat.fabric.ucx.tls:
+            return Obstacle("--disable-nvlink leaves out NVLink")
+    if any(uuid.startswith("MIG-") for uuid in uuids(seats)):
+        return Obstacle("MIG slices cannot share memory with each other (CUDA IPC, NVLink)")
+    if shut := [host for host, there in hosts.items() if confined(there, alone=alone)]:
+        return Obstacle(
+            f"workers on {some(shut)} are confined to their GPUs by a cgroup or a container, so "
+            f"CUDA IPC and NVLink do not work between them",
+            "let jobs have whole nodes, or start the ranks with --gpu-bind=none",
+        )
+    if all(len(partners(there, alone=alone)) < 2 for there in hosts.values()):
+        return Obstacle(f"there is one GPU only on {some(hosts)}, so nothing to join by NVLink")
+    for host, there in hosts.items():
+        if not nvlink_joins(there, alone=alone):
+            return Obstacle(f"NVLink does not join the GPUs of {host}")
+    return Obstacle()
 
 
-def _cautions(site: Topology, found: Sequence[Obstacle]) -> Iterator[str]:
-    """Yield what may be slow or wrong although ucx is taken for all."""
-    remedies = _remedies(site, found)
-    yield from remedies
-    packages = [seat.fabric.ucx.distributed_ucxx for seat in site.seats]
-    ucx = [f"{s.fabric.ucx.ucx or 'unknown'} ({s.fabric.ucx.source})" for s in site.seats]
-    for what, versions in (("distributed-ucxx", packages), ("UCX", ucx)):
-        if len(set(versions)) > 1:
-            hosts: dict[str, list[str]] = {}
-            for seat, version in zip(site.seats, versions, strict=True):
-                hosts.setdefault(version or "none", []).append(seat.host)
-            table = "; ".join(f"{version} on {some(where)}" for version, where in hosts.items())
-            yield f"{what} differs between nodes: {table}"
-    own = site.where(lambda fabric: bool(fabric.ucx.tls))
-    if own and site.spec.enable_nvlink is False:
-        yield f"UCX_TLS is set on {some(own)} and counts more than --disable-nvlink"
-    if workers := _first(found, kind="workers"):
-        yield f"{workers.text}; {SLOWER}"
-        return
-    nvlink, infiniband = _first(found, link="nvlink"), _first(found, link="infiniband")
-    if confined := _first(found, kind="confined"):
-        yield confined.line
-    elif any(site.nvlink(host) == "some" for host in site.hosts):
-        yield "some pairs of GPUs have no NVLink between them and exchange over PCIe"
-    elif (site.mig or not site.others) and nvlink and not _first(found, kind="alone"):
-        yield f"{nvlink.line}: expect less than the speed of NVLink"
-    if site.others and not remedies and infiniband:
-        yield f"{infiniband.text}: between nodes ucx is slower than tcp without it"
+def _missing_infiniband(spec: WorkerSpec, seats: Sequence[NodeLinks]) -> Obstacle:
+    """Return why InfiniBand does not join the nodes, which are several."""
+    for seat in seats:
+        if not seat.fabric.ucx.permits("infiniband"):
+            return Obstacle(f"UCX_TLS={seat.fabric.ucx.tls} on {seat.host} leaves out InfiniBand")
+    by_name = spec.protocol == "ucx"  # RoCE needs a network that suits
+    without = _hosts(
+        seats, lambda one: not any(p.usable and (by_name or not p.roce) for p in one.infiniband)
+    )
+    if not without:
+        lacking = _hosts(seats, lambda one: not one.ucx.problem and "ib" not in one.ucx.transports)
+        why = f"the UCX on {some(lacking)} cannot use the InfiniBand there"
+        return Obstacle(why, USE_SYSTEM) if lacking else Obstacle()
+    names = [{i.name for i in seat.fabric.interfaces if i.kind == "slingshot"} for seat in seats]
+    if slingshot := min(set.intersection(*names), default=""):
+        return Obstacle(
+            f"UCX has no transport for Slingshot, which tcp can use (--interface {slingshot})"
+        )
+    return Obstacle(f"no usable InfiniBand on {some(without)}")
 
 
-# Interfaces
+def _unusable_ucx(spec: WorkerSpec, seats: Sequence[NodeLinks]) -> str:
+    """Return why UCX cannot carry the workers' data; empty if it can."""
+    for seat in seats:
+        ucx = seat.fabric.ucx
+        if ucx.problem:
+            same = _hosts(seats, lambda fabric: fabric.ucx.problem == ucx.problem)  # noqa: B023
+            return f"on {some(same)}, {ucx.problem}"
+        if seat.gpus and "cuda" not in ucx.transports:
+            return f"the UCX on {seat.host} has no transport for CUDA: use one that has it"
+        if seat.gpus and not ucx.permits("copies"):
+            return f"UCX_TLS={ucx.tls} on {seat.host} leaves out cuda_copy for GPU memory"
+        if seat.gpus and spec.rmm_async:
+            return (
+                "--rmm-async: memory of CUDA's asynchronous allocator cannot be shared between "
+                "processes, and ucx then copies it at 0.24 to 0.37 GB/s"
+            )
+    return ""
+
+
+def _links(seats: Sequence[NodeLinks], nvlink: Obstacle, *, alone: bool) -> str:
+    """Return what joins the workers where ucx is for all of them."""
+    hosts = by_host(seats)
+    if alone or len(hosts) > 1:
+        nodes = "this node to others" if alone else f"the {len(hosts)} nodes"
+        return f"InfiniBand joins {nodes}{'' if nvlink.reason else ', NVLink the GPUs inside'}"
+    return f"NVLink joins the {len(uuids(seats))} GPUs of {seats[0].host}"
 
 
 def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, str]:
-    """The interface of each host: the explicit one, or for ``auto`` the fastest that all have.
+    """Return the interface of each host: the user's, or for ``auto`` the best that all have.
 
-    InfiniBand before Slingshot before Ethernet; among several of a kind, one whose name all nodes
-    have, the fastest of them (on the slowest node), the first by name. Nothing in common is a
-    UsageError; nothing asked for is empty. `check_interface` checks the explicit one on its node.
+    InfiniBand before Slingshot before Ethernet; of several, one whose name all nodes have, the
+    fastest. Nothing in common is a UsageError; nothing asked for is empty. `check_interface` checks
+    the user's on its node.
     """
-    if spec.interface != "auto":
+    if spec.interface != AUTO:
         return {seat.host: spec.interface for seat in nodes} if spec.interface else {}
     for kind in ("infiniband", "slingshot", "ethernet"):
-        found = {
+        speeds = {
             seat.host: {one.name: one.speed for one in seat.fabric.interfaces if one.kind == kind}
             for seat in nodes
         }
-        if not all(found.values()):
-            continue
-        common = set.intersection(*map(set, found.values()))
-        if common:
-            slowest = {name: min(speeds[name] for speeds in found.values()) for name in common}
-            best = _fastest(slowest)
-            return dict.fromkeys(found, best)
-        return {host: _fastest(speeds) for host, speeds in found.items()}
-    have = {
-        seat.host: ", ".join(f"{one.name} ({one.kind})" for one in seat.fabric.interfaces) or "none"
-        for seat in nodes
-    }
-    listed = "; ".join(f"{host}: {names}" for host, names in have.items())
+        if all(speeds.values()):
+            common = set.intersection(*map(set, speeds.values()))
+            return {
+                host: min(common or own, key=lambda name: (-own[name], name))
+                for host, own in speeds.items()
+            }
+    have = {s.host: [f"{one.name} ({one.kind})" for one in s.fabric.interfaces] for s in nodes}
+    listed = "; ".join(f"{host}: {', '.join(names) or 'none'}" for host, names in have.items())
     raise UsageError(
         f"--interface auto: the nodes have no kind of network interface in common. {listed}. "
         f"Leave --interface out to take the one with the default route"
     )
 
 
-def _fastest(speeds: Mapping[str, int]) -> str:
-    return min(speeds, key=lambda name: (-speeds[name], name))
-
-
 def check_interface(name: str, interfaces: Iterable[Interface], host: str) -> None:
-    """Refuse an interface that a node does not have, by ``fabric.interfaces(every=True)`` of it."""
+    """Raise UsageError unless a node has an interface, by its ``fabric.interfaces(every=True)``."""
     names = sorted(one.name for one in interfaces)
     if name not in names:
         raise UsageError(

@@ -2,21 +2,22 @@
 
 distributed-ucxx opens its port to the whole network, and while a connection is open its event loop
 spins. Here both sides of a new connection prove with a challenge that they know the listener's
-secret, before anything is read whose size or content the other side chooses; and a message that is
-waited for is noticed by UCX's own file descriptor. Nothing is encrypted.
-
-Import this module only in a process that is to use UCX, with its CUDA context already made.
+secret, before anything is read whose size or content the other side chooses; and UCX's own file
+descriptor wakes the event loop. Nothing is encrypted. Import this module only in a process that is
+to use UCX, with its CUDA context already made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hmac
 import logging
 import secrets
 import struct
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import distributed_ucxx.ucxx as base
@@ -30,39 +31,158 @@ from distributed.utils import nbytes
 from hpcdask.security import ports
 from hpcdask.upstream import ucxx as upstream
 
-from .ucx_auth import SECRET_NBYTES, authenticate, introduce
-from .ucx_progress import Endpoint, progress
+from .warmup import connect_timeout
 
 logger = logging.getLogger("distributed.hpcdask.ucx")
 
-#: Seconds in which a new connection must prove itself.
-AUTHENTICATION_DEADLINE_S = 5.0
-#: Seconds that a connection which ends has to say so.
-CLOSE_DEADLINE_S = 1.0
-#: Seconds for which a transfer of device memory is polled, before it is left to UCX to report its
-#: end: UCX does not report the end of every copy between devices.
-POLL_S = 1.0
-#: Seconds for which other messages are polled for: an answer often comes at once, and a processor
-#: that spins for longer is one that Dask tasks lack.
-ANSWER_POLL_S = 0.002
-#: Bytes of a message's first block, which holds all of a short message.
-BLOCK_NBYTES = 1024
-#: Host frames up to this many bytes travel with the message's header.
-INLINE_NBYTES = 32 * 2**10
-#: Of the first block: 0, or CLOSING; bytes of the header; number of frames.
-_PREFIX = struct.Struct("<BQQ")
-_FRAME = struct.Struct("<BQ")
-_HOST, _DEVICE, _INLINE = range(3)
-_CLOSING = 1
+#: Bytes of a secret, of a challenge and of the answer to it.
+SECRET_NBYTES = 32
+#: Seconds after which UCX is progressed even if it reported nothing, and to say goodbye.
+SAFETY_S, CLOSE_DEADLINE_S = 0.1, 1.0
+#: Seconds of polling: for device memory, as UCX does not report the end of every copy between
+#: devices, and for other messages, whose answer often comes at once; Dask tasks lack a processor
+#: that spins for longer.
+POLL_S, ANSWER_POLL_S = 1.0, 0.002
+#: Bytes of a message's first block, and of host frames that travel with the message's header.
+BLOCK_NBYTES, INLINE_NBYTES = 1024, 32 * 2**10
+#: Of the first block: 0 or CLOSING, bytes of the header, number of frames. Of a frame: kind, bytes.
+_PREFIX, _FRAME = struct.Struct("<BQQ"), struct.Struct("<BQ")
+_HOST, _DEVICE, _INLINE, _CLOSING = range(4)
 SERIALIZERS = ("cuda", "dask", "pickle", "error")
 
-#: The secrets of listeners, by their address without the scheme.
+#: The secrets of listeners, by their address.
 known_secrets: dict[str, bytes] = {}
+#: Connections that are accepted or served: the event loop itself holds tasks weakly.
+_serving: set[asyncio.Task[None]] = set()
 
 
 def version() -> tuple[int, ...]:
-    """UCX's."""
+    """Return UCX's version."""
     return tuple(base.ucxx.get_ucx_version())
+
+
+class Progress:
+    """Driver of this process's one UCX worker from its event loop.
+
+    While a message is polled for, UCX is progressed on each turn of the loop. Otherwise it is
+    armed, and its file descriptor wakes the loop: an idle connection costs no processor time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        upstream.start()
+        self.loop, self.worker = loop, upstream.worker()
+        self._asleep: dict[Any, asyncio.Future[None]] = {}
+        self._pollers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        upstream.keep_running()
+        # in the place of ucxx's reader, which does not arm UCX again
+        loop.add_reader(self.worker.epoll_file_descriptor, self.turn)
+        self.turn()
+
+    async def wait(self, *requests: Any, poll_s: float = 0.0) -> None:
+        """Wait for the end of requests of ucxx, polling at first; raise what UCX says of one."""
+        until = self.loop.time() + poll_s
+        self._pollers += 1
+        try:
+            while not all(one.completed for one in requests) and self.loop.time() < until:
+                self.advance()
+                await asyncio.sleep(0)
+        finally:
+            self._pollers -= 1
+            self.turn()
+        for request in requests:
+            if not request.completed:
+                future = self._asleep[request] = self.loop.create_future()
+                try:
+                    await future
+                finally:
+                    self._asleep.pop(request, None)
+            request.check_error()
+
+    def advance(self) -> None:
+        """Progress UCX, and wake those whose request is over, or was cancelled."""
+        self.worker.progress()
+        for request, future in self._asleep.items():
+            if request.completed and not future.done():
+                future.set_result(None)
+
+    def close(self, raw: Any) -> None:
+        """Close a raw endpoint."""
+        raw.close_blocking()
+        self.advance()
+
+    def turn(self) -> None:
+        """Progress UCX once, and make it report what comes next unless it is polled."""
+        self.advance()
+        if self._pollers:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.worker.arm():
+            self._timer = self.loop.call_later(SAFETY_S, self.turn)
+        else:  # something has come already
+            self.loop.call_soon(self.turn)
+
+
+@functools.lru_cache(maxsize=1)
+def _progress_in(loop: asyncio.AbstractEventLoop) -> Progress:
+    return Progress(loop)
+
+
+def progress() -> Progress:
+    """Return the driver of the running event loop; a new loop takes over."""
+    return _progress_in(asyncio.get_running_loop())
+
+
+class Channel:
+    """Messages of known size over a raw endpoint, whose two sides have no tags yet."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.heard = False
+
+    async def send(self, message: bytes) -> None:
+        """Send a message."""
+        await progress().wait(upstream.stream_send(self.raw, message), poll_s=ANSWER_POLL_S)
+
+    async def receive(self, count: int) -> bytes:
+        """Receive exactly as many bytes."""
+        buffer = bytearray(count)
+        await progress().wait(upstream.stream_receive(self.raw, buffer), poll_s=ANSWER_POLL_S)
+        self.heard = True
+        return bytes(buffer)
+
+
+async def prove(channel: Any, secret: bytes, *, listens: bool) -> tuple[int, int]:
+    """Prove to each other that both know a secret, without telling it.
+
+    A challenge and its answer by HMAC-SHA256 in either direction, in messages of fixed size; the
+    answers of the two sides differ, so that none can be sent back. Returns the tags, which nobody
+    else knows, of the messages that this side sends and receives. Raises PermissionError if the
+    other side does not know the secret.
+    """
+    mine = secrets.token_bytes(SECRET_NBYTES)
+    if listens:
+        await channel.send(mine)
+    theirs = await channel.receive(SECRET_NBYTES)
+    if not listens:
+        await channel.send(mine)
+    both = mine + theirs if listens else theirs + mine
+
+    def digest(purpose: str, *, of_listener: bool) -> bytes:
+        role = "listens" if of_listener else "connects"
+        return hmac.digest(secret, f"{purpose} {role} ".encode() + both, "sha256")
+
+    proof = digest("proof", of_listener=listens)
+    if not listens:
+        await channel.send(proof)
+    answer = await channel.receive(SECRET_NBYTES)
+    if not hmac.compare_digest(answer, digest("proof", of_listener=not listens)):
+        raise PermissionError("the other side does not know the secret of this cluster")
+    if listens:
+        await channel.send(proof)
+    sent, received = (digest("tag", of_listener=side) for side in (listens, not listens))
+    return int.from_bytes(sent[:8], "big"), int.from_bytes(received[:8], "big")
 
 
 class PeerComm(base.UCXX):  # type: ignore[misc]
@@ -70,7 +190,10 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
 
     def __init__(self, endpoint: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(endpoint, *args, **kwargs)
-        self._wire = Endpoint(endpoint)
+        raw, send_tag, receive_tag = upstream.raw_and_tags(endpoint)
+        self._send = functools.partial(upstream.send, raw, send_tag)
+        self._receive = functools.partial(upstream.receive, raw, receive_tag)
+        self._driver = progress()
 
     async def write(
         self, msg: Any, serializers: Collection[str] | None = None, on_error: str = "message"
@@ -85,274 +208,191 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             # to serialize device memory is to take its address: a thread only costs time
             allow_offload=self.allow_offload and not _of_device(msg),
         )
-        sizes = [nbytes(frame) for frame in frames]
-        kinds = [
-            _DEVICE
-            if hasattr(frame, "__cuda_array_interface__")
-            else _INLINE
-            if size <= INLINE_NBYTES
-            else _HOST
-            for frame, size in zip(frames, sizes, strict=True)
-        ]
-        inline = [frame for frame, kind in zip(frames, kinds, strict=True) if kind == _INLINE]
-        table = b"".join(map(_FRAME.pack, kinds, sizes))
-        header = b"".join([table, *inline])
-        first, rest = _first_block(0, header, len(frames))
-        if _DEVICE in kinds:
-            # UCX does not wait for what the device still has to do
-            base.synchronize_stream()
-        large = [
-            frame
-            for frame, kind, size in zip(frames, kinds, sizes, strict=True)
-            if kind != _INLINE and size
-        ]
-        try:
-            parts = [first, rest, *large] if rest else [first, *large]
-            seconds = POLL_S if _DEVICE in kinds else ANSWER_POLL_S
-            await self._wire.wait_polling(
-                *[self._wire.send(part) for part in parts], seconds=seconds
-            )
-        except BaseException as error:
-            # what was sent in part cannot be taken back
-            self.abort()
-            if isinstance(error, base.ucxx.exceptions.UCXError):
-                raise CommClosedError(f"the ucx connection broke while writing: {error}") from error
-            raise
-        return sum(sizes)
+        table = [(_kind(frame), nbytes(frame)) for frame in frames]
+        inline = [frame for frame, (kind, _) in zip(frames, table, strict=True) if kind == _INLINE]
+        header = b"".join([*(_FRAME.pack(*entry) for entry in table), *inline])
+        parts = [*_blocks(0, header, len(frames)), *_large(frames, table)]
+        with self._breaking("writing"):
+            await self._transfer(self._send, parts)
+        return sum(size for _, size in table)
 
     async def read(self, deserializers: Collection[str] | None = None) -> Any:
-        """The next message."""
-        try:
-            frames = await self._read_frames()
-            on_device = any(hasattr(frame, "__cuda_array_interface__") for frame in frames)
+        """Return the next message."""
+        with self._breaking("reading"):
+            if upstream.endpoint_of(self) is None:
+                raise CommClosedError("the ucx connection is closed")
+            first = bytearray(BLOCK_NBYTES)
+            await self._transfer(self._receive, [first])
+            closing, size, count = _PREFIX.unpack_from(first)
+            if closing:
+                raise CommClosedError("the other side closed the ucx connection")
+            header = memoryview(first)[_PREFIX.size :][:size]
+            if len(header) < size:
+                header = memoryview(bytearray(size))  # arrays in it may be written to
+                await self._transfer(self._receive, [header])
+            at, frames = count * _FRAME.size, []
+            table = list(_FRAME.iter_unpack(header[:at]))
+            for kind, size in table:
+                if kind == _INLINE:
+                    frames.append(header[at : at + size])
+                    at += size
+                else:
+                    frames.append((base.device_array if kind == _DEVICE else host_array)(size))
+            await self._transfer(self._receive, _large(frames, table))
             return await from_frames(
                 frames,
                 deserialize=self.deserialize,
                 deserializers=deserializers or SERIALIZERS,
-                allow_offload=self.allow_offload and not on_device,
+                allow_offload=self.allow_offload and not any(map(_is_on_device, frames)),
             )
+
+    async def _transfer(self, begin: Callable[[Any], Any], parts: Sequence[Any]) -> None:
+        """Begin to send or to receive all parts, and wait for their end."""
+        if on_device := any(map(_is_on_device, parts)):
+            # UCX does not wait for what the device still does with the memory
+            base.synchronize_stream()
+        requests = [begin(part) for part in parts]
+        await self._driver.wait(*requests, poll_s=POLL_S if on_device else ANSWER_POLL_S)
+
+    @contextlib.contextmanager
+    def _breaking(self, doing: str) -> Iterator[None]:
+        """End the connection if this fails: a message in part cannot be taken back."""
+        try:
+            yield
         except BaseException as error:
             self.abort()
             if isinstance(error, (base.ucxx.exceptions.UCXError, EOFError)):
-                raise CommClosedError(f"the ucx connection broke while reading: {error}") from error
+                raise CommClosedError(f"the ucx connection broke while {doing}: {error}") from error
             raise
-
-    async def _read_frames(self) -> list[Any]:
-        if upstream.endpoint_of(self) is None:
-            raise CommClosedError("the ucx connection is closed")
-        first = bytearray(BLOCK_NBYTES)
-        await self._wire.wait_polling(self._wire.receive(first), seconds=ANSWER_POLL_S)
-        closing, size, count = _PREFIX.unpack_from(first)
-        if closing:
-            raise CommClosedError("the other side closed the ucx connection")
-        header = memoryview(first)[_PREFIX.size : _PREFIX.size + size]
-        if (there := len(header)) < size:
-            whole = memoryview(bytearray(size))  # what is made of frames may have to be writable
-            whole[:there] = header
-            header = whole
-            await self._wire.wait_polling(self._wire.receive(header[there:]), seconds=ANSWER_POLL_S)
-        kinds_sizes = list(_FRAME.iter_unpack(header[: count * _FRAME.size]))
-        frames, at = [], count * _FRAME.size
-        for kind, nbytes_ in kinds_sizes:
-            if kind == _INLINE:
-                frames.append(header[at : at + nbytes_])
-                at += nbytes_
-            else:
-                frames.append(
-                    base.device_array(nbytes_) if kind == _DEVICE else host_array(nbytes_)
-                )
-        large = [
-            frame
-            for frame, (kind, size) in zip(frames, kinds_sizes, strict=True)
-            if kind != _INLINE and size
-        ]
-        seconds = ANSWER_POLL_S
-        if any(kind == _DEVICE for kind, _ in kinds_sizes):
-            seconds = POLL_S
-            # what used the memory before may still run
-            base.synchronize_stream()
-        await self._wire.wait_polling(
-            *[self._wire.receive(frame) for frame in large], seconds=seconds
-        )
-        return frames
 
     async def close(self) -> None:
         """Say goodbye, and end the connection."""
-        endpoint = upstream.endpoint_of(self)
-        if endpoint is not None and endpoint.alive:
-            first, _ = _first_block(_CLOSING, b"", 0)
-            try:
+        try:
+            if not self.closed():
                 with contextlib.suppress(TimeoutError, base.ucxx.exceptions.UCXError):
                     async with asyncio.timeout(CLOSE_DEADLINE_S):
-                        await self._wire.wait(self._wire.send(first))
-            finally:
-                self.abort()
-        self.abort()
+                        await self._driver.wait(*map(self._send, _blocks(_CLOSING, b"", 0)))
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """End the connection now."""
         super().abort()
-        self._wire.look()
+        self._driver.advance()
+
+
+def _is_on_device(value: Any) -> bool:
+    return hasattr(value, "__cuda_array_interface__")
+
+
+def _kind(frame: Any) -> int:
+    if _is_on_device(frame):
+        return _DEVICE
+    return _INLINE if nbytes(frame) <= INLINE_NBYTES else _HOST
+
+
+def _large(frames: Sequence[Any], table: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return the frames that do not travel with the header."""
+    found = zip(frames, table, strict=True)
+    return [frame for frame, (kind, size) in found if kind != _INLINE and size]
 
 
 def _of_device(msg: Any) -> bool:
     """Return whether a message of distributed carries arrays of device memory."""
     carried = msg.get("data") if isinstance(msg, dict) else msg
     values = carried.values() if isinstance(carried, dict) else (carried,)
-    return any(
-        hasattr(getattr(value, "data", None), "__cuda_array_interface__") for value in values
-    )
+    return any(_is_on_device(getattr(value, "data", None)) for value in values)
 
 
-def _first_block(flag: int, header: bytes, count: int) -> tuple[bytes, bytes]:
-    """The block of fixed size that begins a message, and what does not fit in."""
-    room = BLOCK_NBYTES - _PREFIX.size
-    first = _PREFIX.pack(flag, len(header), count) + header[:room]
-    return first.ljust(BLOCK_NBYTES, b"\0"), header[room:]
+def _blocks(flag: int, header: bytes, count: int) -> list[bytes]:
+    """Return the block of fixed size that begins a message, and the header if it has no room."""
+    first = _PREFIX.pack(flag, len(header), count)
+    if len(first) + len(header) > BLOCK_NBYTES:
+        return [first.ljust(BLOCK_NBYTES, b"\0"), header]
+    return [(first + header).ljust(BLOCK_NBYTES, b"\0")]
 
 
 class PeerConnector(base.UCXXConnector):  # type: ignore[misc]
-    """Connects to a worker whose secret is known."""
-
-    comm_class = PeerComm
+    """Connector to workers whose secret is known."""
 
     async def connect(self, address: str, deserialize: bool = True, **kwargs: Any) -> PeerComm:
-        """Open a connection and prove oneself."""
-        secret = known_secrets.get(address)
-        if secret is None:
+        """Open a connection and prove oneself, within the deadline of distributed's `connect`."""
+        progress()
+        if (secret := known_secrets.get(self.prefix + address)) is None:
             raise FatalCommClosedError(f"nothing is known of a ucx listener at {address}")
-        with progress().polling():
-            raw = comm = None
-            try:
-                raw = upstream.connect(*parse_host_port(address))
-                async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
-                    endpoint = await introduce(raw, listens=False)
-                    comm = PeerComm(endpoint, "", self.prefix + address, deserialize)
-                    await authenticate(comm._wire, secret, listens=False)
-            except BaseException as error:
-                if raw is not None:
-                    raw.close_blocking()
-                progress().look()
-                broke = isinstance(error, base.ucxx.exceptions.UCXError)
-                if isinstance(error, PermissionError) or (broke and comm is not None):
-                    raise FatalCommClosedError(
-                        f"{address} did not prove itself: {error}"
-                    ) from error
-                if broke or isinstance(error, TimeoutError):
-                    raise CommClosedError(f"no ucx connection to {address}: {error!r}") from error
-                raise
-        return comm
+        raw = upstream.connect(*parse_host_port(address))
+        channel = Channel(raw)
+        try:
+            endpoint = upstream.endpoint(raw, *await prove(channel, secret, listens=False))
+        except BaseException as error:
+            progress().close(raw)
+            broke = isinstance(error, base.ucxx.exceptions.UCXError)
+            if isinstance(error, PermissionError) or (broke and channel.heard):
+                raise FatalCommClosedError(f"{address} did not prove itself: {error}") from error
+            if broke:
+                raise CommClosedError(f"no ucx connection to {address}: {error!r}") from error
+            raise
+        return PeerComm(endpoint, "", self.prefix + address, deserialize)
 
 
 class PeerListener(base.UCXXListener):  # type: ignore[misc]
-    """Hands over connections that have proved themselves."""
-
-    comm_class = PeerComm
-    secret: bytes
+    """Listener that serves connections which have proved themselves."""
 
     async def start(self) -> None:
         """Listen on a free port."""
         progress()
         self.secret = secrets.token_bytes(SECRET_NBYTES)
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._resource_id = upstream.keep_running_for(self)
+        self.loop = asyncio.get_running_loop()
+        self._resource_id = upstream.keep_running()
         port = upstream.listened_port(self)
-        self.ucxx_server = self._listen(port) if port else ports.choose(self._listen)
-        self._port = self.ucxx_server.port
 
-    def _listen(self, port: int) -> Any:
-        ports.check_free(port)  # UCX does not say what is wrong
-        return upstream.listen(port, _requested, weakref.ref(self))
+        def listen(port: int) -> Any:
+            ports.check_free(port)  # UCX does not say what is wrong
+            return upstream.listen(port, _requested, weakref.ref(self))
+
+        self.ucxx_server = listen(port) if port else ports.choose(listen)
+        self._port = self.ucxx_server.port
 
     @property
     def port(self) -> int:
-        """Where it listens, or did."""
+        """Port on which it listens, or did."""
         return int(self._port)
 
-    def stop(self) -> None:
-        """Accept no more connections."""
-        super().stop()
-        for task in self._tasks:
-            task.cancel()
-
-    def admit(self, raw: Any) -> None:
-        """See to a connection that was asked for; UCX must not be called before this returns."""
-        if self._loop.is_closed():
-            return
-        task = self._loop.create_task(self._accept(raw))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _accept(self, raw: Any) -> None:
-        comm = await self._prove(raw)
-        if comm is not None and self.comm_handler:
-            # not in this task, which ends with the listener
-            handling = self._loop.create_task(self._handle(comm))
-            _handling.add(handling)
-            handling.add_done_callback(_handling.discard)
-
-    async def _handle(self, comm: PeerComm) -> None:
+    async def accept(self, raw: Any) -> None:
+        """Serve a connection once it has proved itself."""
+        seconds = connect_timeout()
         try:
-            await self.comm_handler(comm)
-        except Exception:
-            comm.abort()
-            logger.exception("a ucx connection to %s broke", self.address)
-
-    async def _prove(self, raw: Any) -> PeerComm | None:
-        """The connection, once it has proved itself."""
-        try:
-            async with asyncio.timeout(AUTHENTICATION_DEADLINE_S):
-                endpoint = await introduce(raw, listens=True)
+            async with asyncio.timeout(seconds):
+                tags = await prove(Channel(raw), self.secret, listens=True)
+                endpoint = upstream.endpoint(raw, *tags)
                 comm = PeerComm(endpoint, self.address, self.address, self.deserialize)
                 comm.allow_offload = self.allow_offload
-                await authenticate(comm._wire, self.secret, listens=True)
                 await self.on_connection(comm)
-                return comm
         except BaseException as error:
-            raw.close_blocking()
-            progress().look()
+            progress().close(raw)
             if not isinstance(error, Exception):
                 raise
-            # a worker of this cluster that ends meanwhile closes without an answer
             stranger = isinstance(error, (PermissionError, TimeoutError))
             level = logging.WARNING if stranger else logging.INFO
-            logger.log(level, "refused a ucx connection to %s: %s", self.address, _reason(error))
-            return None
-
-
-#: What serves connections that proved themselves: the event loop itself holds tasks weakly.
-_handling: set[asyncio.Task[None]] = set()
+            reason = str(error) or f"it did not prove itself within {seconds:g} s"
+            logger.log(level, "refused a ucx connection to %s: %s", self.address, reason)
+        else:
+            await self.comm_handler(comm)
 
 
 def _requested(raw: Any, listener: weakref.ref[PeerListener]) -> None:
-    """UCX has a connection for a listener."""
-    if (there := listener()) is not None:
-        there.admit(raw)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"it did not prove itself within {AUTHENTICATION_DEADLINE_S:g} s"
-    return f"{type(error).__name__}: {error}"
+    """Accept a connection that UCX has for a listener, and call nothing of UCX before the end."""
+    there = listener()
+    if there is not None and not there.loop.is_closed():
+        task = there.loop.create_task(there.accept(raw))
+        _serving.add(task)
+        task.add_done_callback(_serving.discard)
 
 
 class PeerBackend(base.UCXXBackend):  # type: ignore[misc]
     """distributed's comm backend for connections that prove themselves."""
 
-    def get_connector(self) -> PeerConnector:
-        """Dials."""
-        return PeerConnector()
-
-    def get_listener(
-        self,
-        loc: str,
-        handle_comm: Callable[[PeerComm], Awaitable[None]],
-        deserialize: bool,
-        **connection_args: Any,
-    ) -> PeerListener:
-        """Accepts."""
-        return PeerListener(loc, handle_comm, deserialize, **connection_args)
+    get_connector, get_listener = PeerConnector, PeerListener
 
 
 def register() -> None:

@@ -1,37 +1,123 @@
-"""Settings of UCX: ``--enable-nvlink``, the user's own ``UCX_TLS``, variables for a worker."""
+"""UCX as it is installed, found without loading it, and as the user and hpcdask configure it."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
-from hpcdask.spec.specs import WorkerSpec
+from hpcdask.gpu.driver import cuda_extra
+from hpcdask.spec.records import Record
 
-Link = Literal["nvlink", "infiniband"]
-#: Names in ``UCX_TLS`` of a link, of the copies without which UCX sends no GPU memory, and of tcp.
+if TYPE_CHECKING:
+    from hpcdask.spec.specs import WorkerSpec  # imports dask
+
+#: With any value but "false", libucx's Python package takes the system's UCX.
+PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+#: A transport module of UCX: libuct_ib_mlx5.so.0.
+MODULE = re.compile(r"/libuct_(\w+)\.so(?:\.[\d.]*)?$")
+#: Names in ``UCX_TLS`` of the links, and of the copies without which UCX sends no GPU memory.
 NAMES: dict[str, re.Pattern[str]] = {
     "copies": re.compile(r"cuda|cuda_copy"),
     "nvlink": re.compile(r"cuda|cuda_ipc"),
     "infiniband": re.compile(r"ib|(rc|dc|ud)(_\w+)?"),
-    "tcp": re.compile("tcp"),
 }
+#: Seconds that ``ucx_info`` may take.
+UCX_INFO_DEADLINE_S = 10.0
 
 
-def excluded_by(spec: WorkerSpec, tls: str, link: Link) -> str:
-    """Return the setting that keeps UCX from a link; empty where none does."""
-    if tls:
-        return "" if permits(tls, link) else f"UCX_TLS={tls}"
-    return "--disable-nvlink" if link == "nvlink" and spec.enable_nvlink is False else ""
+@dataclass(frozen=True)
+class UcxInstall(Record):
+    """The UCX that a worker would load, from a ``package`` (of PyPI) or the ``system``.
+
+    Versions are empty if unknown. ``transports`` are the modules beside the library, such as
+    ``cuda`` and ``ib``, without built-in ones (tcp, shared memory). ``problem`` is a sentence, with
+    the remedy, if distributed cannot use UCX. ``tls`` is the user's ``UCX_TLS``.
+    """
+
+    distributed_ucxx: str = ""
+    ucx: str = ""
+    source: Literal["package", "system"] = "package"
+    transports: tuple[str, ...] = ()
+    problem: str = ""
+    tls: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """Return whether the packages are not installed, rather than broken."""
+        return bool(self.problem) and not self.distributed_ucxx
+
+    def permits(self, part: str) -> bool:
+        """Return whether the user's ``UCX_TLS`` leaves UCX a part of `NAMES`."""
+        if not self.tls:
+            return True
+        names = [name.lstrip("\\") for name in self.tls.lstrip("^").split(",")]
+        named = any(map(NAMES[part].fullmatch, names))
+        return not named if self.tls.startswith("^") else named or "all" in names
 
 
-def permits(tls: str, part: str) -> bool:
-    """Return whether a value of ``UCX_TLS``, empty for none, leaves UCX a part of `NAMES`."""
-    if not tls:
-        return True
-    names = [name.lstrip("\\") for name in tls.lstrip("^").split(",")]
-    named = any(map(NAMES[part].fullmatch, names))
-    return not named if tls.startswith("^") else named or "all" in names
+def installed_ucx(environ: Mapping[str, str] | None = None) -> UcxInstall:
+    """Find the UCX of libucx's package, or ask ``ucx_info`` for that of the system."""
+    environ = os.environ if environ is None else environ
+    tls = environ.get("UCX_TLS", "")
+    install = f'pip install "hpcdask[{cuda_extra()}]"'
+    for name in ("distributed_ucxx", "ucxx"):
+        if find_spec(name) is None:
+            problem = f"{name.replace('_', '-')} is not installed: {install}"
+            return UcxInstall(problem=problem, tls=tls)
+    package, ours = find_spec("libucx"), _version("distributed-ucxx")
+    wanted = environ.get(PREFER_SYSTEM, "false").lower() != "false"
+    if package and package.origin and not wanted:
+        folder = os.path.join(os.path.dirname(package.origin), "lib")
+        return UcxInstall(ours, _version("libucx"), "package", _modules(folder), tls=tls)
+    found, folder = _ask_ucx_info(environ)
+    problem = ""
+    if not found:
+        remedy = f"unset {PREFER_SYSTEM}" if wanted else install
+        problem = f"ucx_info of the system's UCX is not on PATH: load its module, or {remedy}"
+    return UcxInstall(ours, found, "system", _modules(folder), problem, tls)
+
+
+def _ask_ucx_info(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return version and folder of the system's UCX; empty where it does not answer."""
+    path = f"{environ.get('PATH', os.defpath)}:{sys.prefix}/bin"  # conda's, not activated
+    command = [shutil.which("ucx_info", path=path) or "ucx_info", "-v"]
+    try:
+        told = subprocess.check_output(
+            command,
+            env=dict(environ),
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=UCX_INFO_DEADLINE_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    found = re.search(r"Library version: (\S+)", told)
+    library = re.search(r"Library path: (\S+)", told)
+    return found[1] if found else "", os.path.dirname(library[1]) if library else ""
+
+
+def _version(project: str) -> str:
+    """Return the version of a package of RAPIDS, whose name on PyPI ends with CUDA's version."""
+    for name in (f"{project}-cu13", f"{project}-cu12", project):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return ""
+
+
+def _modules(folder: str) -> tuple[str, ...]:
+    """Return UCX's transport modules beside its library, by their files' names."""
+    files = glob.glob(f"{glob.escape(folder)}/ucx/*") if folder else []
+    return tuple(sorted({match[1] for file in files if (match := MODULE.search(file))}))
 
 
 def ucx_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str, str]:

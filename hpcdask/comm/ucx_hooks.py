@@ -1,12 +1,10 @@
-"""UCX's hooks into memory functions, installed while nobody can be in one of them.
+"""UCX's hooks into memory functions, installed while no other thread can be in one of them.
 
-UCX writes a jump over the first bytes of `mmap` and its like when it is loaded, and over those of
-CUDA's when it starts, so as to hear of memory that is freed. A thread that is just there would run
-half of an instruction. So UCX waits for 50 ms at each of 23 functions, with Python's lock held: a
-worker does nothing else for 1.15 s, and a thread that is held up for longer crashes all the same.
-In a process of one thread there is nobody to wait for.
-
-See ``UCX_MEM_BISTRO_GRACE_DURATION`` in ``ucx_info -cf``, and ``ucm/api/ucm.h``.
+To hear of freed memory, UCX writes a jump over the first bytes of `mmap` and its like when it is
+loaded, and over those of CUDA's when it starts. A thread that is just there would run half of an
+instruction, so UCX waits for 50 ms at each of 23 functions, with Python's lock held: 1.15 s. In a
+process of one thread there is nobody to wait for. See ``UCX_MEM_BISTRO_GRACE_DURATION`` in
+``ucx_info -cf``, and ``ucm/api/ucm.h``.
 """
 
 from __future__ import annotations
@@ -27,16 +25,14 @@ NVLINK_BETWEEN_NODES = "/dev/nvidia-caps-imex-channels/*"
 
 
 def install(configured: Mapping[str, object] | None = None) -> None:
-    """Load UCX, if it is there as a package, and install its hooks.
+    """Load UCX, if it is there as a package, and install its hooks, also for later forks.
 
-    Call it where there is one thread; processes that are forked later have the hooks too. Where it
-    cannot be done UCX does it itself, when it starts. The variables configured are those that the
-    worker gets later, when UCX would not read them any more.
+    With several threads, or variables `configured` for workers that UCX would have read before, do
+    nothing: UCX then installs them itself when it starts.
     """
     late = {name for name, value in (configured or {}).items() if os.environ.get(name) != value}
-    own = PER_PROCESS & set(os.environ)
-    one_thread = len(os.listdir("/proc/self/task")) == 1
-    if own or any(name.startswith("UCX_") for name in late) or not one_thread:
+    unread = PER_PROCESS & set(os.environ) or any(name.startswith("UCX_") for name in late)
+    if unread or len(os.listdir("/proc/self/task")) > 1:
         return
     chosen = GRACE in os.environ
     try:
@@ -55,20 +51,16 @@ def install(configured: Mapping[str, object] | None = None) -> None:
 
 def _install_for_device(ucm: ctypes.CDLL) -> None:
     """Make UCX install its hooks into the CUDA driver, if there is one."""
-    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_ignore)
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    silent = kind(lambda event, details, argument: None)
     if ucm.ucm_set_event_handler(DEVICE_EVENTS, 0, silent, None) == 0:
         ucm.ucm_unset_event_handler(DEVICE_EVENTS, silent, None)
 
 
-def _ignore(event: int, details: int, argument: int) -> None:
-    """Nobody is interested yet."""
-
-
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ucxx and UCX for a worker, where the user did not set them.
+    """Return the variables of ucxx and UCX for a worker; the user's own stay.
 
-    Only ucxx's own mode is not for the user to choose: in the others a thread or an endless loop
-    drives UCX beside `ucx.Progress`, and holds up Python.
+    ucxx's mode is not the user's: another one drives UCX beside `ucx.Progress`.
     """
     wanted = {
         "UCX_LOG_FILE": "stderr",  # instead of stdout, which is the program's

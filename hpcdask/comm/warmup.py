@@ -1,4 +1,4 @@
-"""First exchange between peers, and its verdict."""
+"""First exchange between peers, and its result in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import dask
+from dask.utils import parse_timedelta
 from distributed.comm import get_address_host
 
 from hpcdask.logs import plural
@@ -17,32 +19,27 @@ if TYPE_CHECKING:
 TOPIC = "hpcdask-warm"
 #: Peers on other nodes that a worker warms its connections with.
 FAR_PEERS = 8
-#: Warnings of a kind that are told.
+#: Warnings of a kind that are printed.
 TOLD = 5
-NO_IPC_CAUSES = (
-    "See `hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or PCIe "
-    "without access from GPU to GPU"
-)
 
 
 @dataclass(frozen=True)
 class LinkTest:
     """Result of a worker's first fetch from another.
 
-    ``first_s`` are the seconds of the first, small transfer, in which memory is mapped, ``rate``
-    the bytes per second of a larger one after it. ``cuda_ipc``: whether UCX maps device memory of
-    one in the other; None if that is not known. ``problem`` is why nothing came; the rest is then
-    void.
+    ``rate`` is in bytes per second. ``cuda_ipc`` tells whether UCX maps device memory of one in the
+    other; None if unknown. With a ``problem`` nothing came. ``unknown_ucx`` is a version of UCX
+    whose mappings hpcdask cannot release.
     """
 
     to: str
     source: str
     transport: str = ""
-    first_s: float = 0.0
     rate: float = 0.0
     same_host: bool = True
     cuda_ipc: bool | None = None
     problem: str = ""
+    unknown_ucx: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,34 +51,42 @@ class WarmupReport:
 
 
 def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
-    """Say which transport workers use and whether it is the fast one, by all links or some."""
-    warnings = _few(
-        f"no data came from worker {link.source} to {link.to}: {link.problem}"
-        for link in links
-        if link.problem
-    )
+    """Return which transport workers use and whether it is the fast one, by some or all links."""
     sound = [link for link in links if not link.problem]
-    warnings += _few(
-        f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
-        for link in sound
-        if link.transport == "tcp"
-    )
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
     without = [link for link in near if on_device and link.cuda_ipc is False]
-    warnings += _few(
-        f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. "
-        f"{NO_IPC_CAUSES}"
-        for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
+    warnings = (
+        *_few(
+            f"no data came from worker {link.source} to {link.to}: {link.problem}"
+            for link in links
+            if link.problem
+        ),
+        *_few(
+            f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
+            for link in sound
+            if link.transport == "tcp"
+        ),
+        *_few(
+            f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. See "
+            f"`hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or "
+            f"PCIe without access from GPU to GPU"
+            for a, b in sorted({tuple(sorted((link.to, link.source))) for link in without})
+        ),
+        *_few(
+            f"UCX {version} is not known to hpcdask: when a worker dies, GPU memory that others "
+            f"have mapped of it stays allocated until they end. Use UCX 1.21, or restart all "
+            f"workers then"
+            for version in sorted({link.unknown_ucx for link in links} - {""})
+        ),
     )
     if not ucx:
-        return WarmupReport("no data over ucx", tuple(warnings))
-    pairs = len({frozenset((link.to, link.source)) for link in ucx})
+        return WarmupReport("no data over ucx", warnings)
+    line = f"ucx between {plural(len({frozenset((link.to, link.source)) for link in ucx}), 'pair')}"
+    ipc = on_device and near and all(link.cuda_ipc for link in near)
+    line += f" of workers{', CUDA IPC is active' if ipc else ''}"
     least = min(link.rate for link in ucx) / 1e9
-    what = f"ucx between {plural(pairs, 'pair')} of workers"
-    if on_device and near and all(link.cuda_ipc for link in near):
-        what += ", CUDA IPC is active"
-    return WarmupReport(f"{what} ({least:.3g} GB/s or more)", tuple(warnings))
+    return WarmupReport(f"{line} ({least:.3g} GB/s or more)", warnings)
 
 
 def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
@@ -98,14 +103,14 @@ def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
 
 
 def _few(warnings: Iterable[str]) -> list[str]:
-    """The first of one kind, and how many more there are."""
+    """Return the first of one kind, and how many more there are."""
     told = list(warnings)
-    more = [f"the same for {plural(len(told) - TOLD, 'more link')}"] if len(told) > TOLD else []
-    return told[:TOLD] + more
+    more = len(told) - TOLD
+    return told[:TOLD] + [f"the same for {plural(more, 'more link')}"] * (more > 0)
 
 
 def choose_peers(me: str, addresses: list[str]) -> list[str]:
-    """Whom a new worker gets warm with: all on its node, and some on others, the first to come."""
+    """Return the peers that a new worker exchanges with first: all on its node, some on others."""
     others = [address for address in addresses if address != me]
     here = get_address_host(me)
     near = [address for address in others if get_address_host(address) == here]
@@ -113,3 +118,8 @@ def choose_peers(me: str, addresses: list[str]) -> list[str]:
     # not all begin with the same one
     turn = hash(me) % len(near) if near else 0
     return near[turn:] + near[:turn] + far[-FAR_PEERS:]
+
+
+def connect_timeout() -> float:
+    """Return the user's ``distributed.comm.timeouts.connect`` in seconds."""
+    return float(parse_timedelta(dask.config.get("distributed.comm.timeouts.connect")))

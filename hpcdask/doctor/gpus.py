@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcdask.comm.fabric import Fabric
+from hpcdask.comm.topology import NodeLinks, confined
 from hpcdask.gpu.devices import EACH_A_GPU
 from hpcdask.logs import spans
 from hpcdask.queues.environment import granted
 
 from . import device_memory
-from .findings import Facts, Finding, Reporter, amount, which
-from .links import obstacles_of
+from .findings import Facts, Finding, Reporter, amount, known_gpus, which
 
 say = Reporter("GPUs")
 Gpus = list[dict[str, Any]]
@@ -83,11 +83,14 @@ def _confined(facts: Facts) -> Iterator[Finding]:
     fabrics = list(map(Fabric.from_json, facts["fabrics"].values()))
     if not fabrics:
         return
-    confined = [one for one in obstacles_of(facts, fabrics) if one.kind == "confined"]
-    for one in confined:
-        advice = f"NVLink is not used between them (no CUDA IPC): {one.remedy}"
-        yield say.slow("confined", one.effect, advice)
-    if not confined and (hidden := max(one.hidden_gpus for one in fabrics)):
+    if confined([NodeLinks("", known_gpus(facts), known) for known in fabrics]):
+        lost = "a cgroup keeps the ranks from each other's GPUs"
+        advice = (
+            "NVLink is not used between them (no CUDA IPC): let jobs have whole nodes, or start "
+            "the ranks with --gpu-bind=none"
+        )
+        yield say.slow("confined", lost, advice)
+    elif hidden := max(one.hidden_gpus for one in fabrics):
         yield say.ok(
             "confined",
             f"{hidden} of this node's GPUs belong to other jobs",
@@ -185,13 +188,10 @@ def _nvlink(facts: Facts, gpus: Gpus) -> Iterator[Finding]:
         return  # no rank sees all
     every = len(seen) * (len(seen) - 1) // 2
     joined = [pair for pair in fabric["nvlink"] if seen.issuperset(pair)]
-    unknown = [pair for pair in fabric["nvlink_unknown"] if seen.issuperset(pair)]
     if sliced:
         value = "not between MIG slices"
     elif len(joined) == every:
         value = "between all GPUs"
-    elif unknown:
-        value = f"NVML does not tell for {len(unknown)} of {every} pairs of GPUs"
     elif joined:
         value = f"between {len(joined)} of {every} pairs of GPUs: {_matrix(gpus, joined)}"
     else:

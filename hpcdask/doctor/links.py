@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.obstacles import USE_SYSTEM, Obstacle, obstacles
-from hpcdask.comm.topology import NodeLinks, Topology
-from hpcdask.comm.ucx_install import PREFER_SYSTEM
-from hpcdask.spec.specs import WorkerSpec
+from hpcdask.comm.transport import USE_SYSTEM
+from hpcdask.comm.ucx_config import PREFER_SYSTEM
 
 from .findings import Facts, Finding, Reporter, known_gpus
 
 say, of_settings = Reporter("network"), Reporter("settings")
 TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
-#: What to do about a UCX that lacks a transport, by the kind of the obstacle.
-LACKS = {
-    "cuda": (
-        "UCX and NVLink",
-        f"Use that of the package: unset {PREFER_SYSTEM}",
-    ),
-    "ib": ("UCX and InfiniBand", f"UCX from PyPI has none: {USE_SYSTEM}"),
-}
 
 
 def read(*, gpus: bool = True) -> Facts:
     """Interfaces, InfiniBand, NVLink, and the UCX that would be loaded."""
     return dataclasses.asdict(fabric.look(gpus=gpus))
-
-
-def obstacles_of(facts: Facts, fabrics: Iterable[Fabric]) -> list[Obstacle]:
-    """Return the obstacles to ucx or a link on a node, by the links that its ranks see."""
-    gpus = known_gpus(facts)
-    seats = [NodeLinks("this node", gpus, known) for known in fabrics]
-    return obstacles(Topology(WorkerSpec(), seats))
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -66,7 +49,8 @@ def _ports(known: Fabric) -> Iterator[Finding]:
         f"{p.name}{_speed(p.speed)}{' (RoCE)' * p.roce}" for p in known.infiniband if p.usable
     ]
     idle = ", ".join(f"{p.name} {p.state}" for p in known.infiniband if p.state != "ACTIVE")
-    if shut := [port.name for port in known.infiniband if port.closed]:
+    shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
+    if shut:
         yield say.warning(
             topic,
             f"{', '.join(shut)} cannot be opened",
@@ -92,10 +76,12 @@ def _ucx(facts: Facts, known: Fabric) -> Iterator[Finding]:
     built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
     where = "the system's" if ucx.source == "system" else "its package's"
     yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
-    for one in obstacles_of(facts, [known]):
-        if one.kind in LACKS:
-            topic, advice = LACKS[one.kind]
-            yield say.slow(topic, one.effect, advice)
+    if gpus and "cuda" not in ucx.transports:
+        lost = "this UCX has no CUDA transport, so GPU memory and NVLink are not used"
+        yield say.slow("UCX and NVLink", lost, f"Use that of the package: unset {PREFER_SYSTEM}")
+    if "ib" not in ucx.transports and any(port.usable for port in known.infiniband):
+        lost = "this UCX has no InfiniBand transport, and goes over tcp between nodes"
+        yield say.slow("UCX and InfiniBand", lost, f"UCX from PyPI has none: {USE_SYSTEM}")
 
 
 def check_settings(process: Facts, facts: Facts) -> list[Finding]:
@@ -118,12 +104,20 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
 
 def _of_ucx(environ: Mapping[str, str], facts: Facts) -> Iterator[Finding]:
     """Yield what UCX's variables lose in one rank."""
-    known, tls = Fabric.from_json(facts["fabric"]), environ.get(TLS, "")
-    known = dataclasses.replace(known, ucx=dataclasses.replace(known.ucx, tls=tls))
-    found = obstacles_of(facts, [known])
-    if lost := ", ".join(one.effect for one in found if one.kind == "setting" and one.effect):
+    known, gpus = Fabric.from_json(facts["fabric"]), known_gpus(facts)
+    ucx = dataclasses.replace(known.ucx, tls=environ.get(TLS, ""))
+    wanted = {
+        "NVLink is not used (no cuda_ipc)": ("nvlink", gpus and known.nvlink),
+        "GPU memory is not sent by UCX (no cuda_copy)": ("copies", gpus),
+        "InfiniBand is not used (no rc)": (
+            "infiniband",
+            any(port.usable for port in known.infiniband),
+        ),
+    }
+    lost = [text for text, (part, there) in wanted.items() if there and not ucx.permits(part)]
+    if lost:
         advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
-        yield of_settings.slow(TLS, f"with {tls}, {lost}", advice)
+        yield of_settings.slow(TLS, f"with {ucx.tls}, {', '.join(lost)}", advice)
     yield from _of_devices(environ.get(DEVICES, ""), known)
 
 

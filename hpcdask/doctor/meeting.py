@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import complain
-from hpcdask.node.channel import MessageStream
 from hpcdask.runner import rendezvous
 from hpcdask.runner.control import find_leader, open_to_ranks
 from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from hpcdask.comm import nccl
+from hpcdask.gpu import nccl
 from hpcdask.logs import plural, some
 
 from .findings import Facts, Finding, Reporter, amount

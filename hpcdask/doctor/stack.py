@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
-from hpcdask.bootstrap.reexec import interpreter
-from hpcdask.comm.ucx_install import loaded_transports
+from hpcdask.bootstrap.environment import interpreter
+from hpcdask.comm.ucx_config import MODULE
+from hpcdask.gpu.driver import read
 from hpcdask.logs import plural
 
 from .findings import Facts, Finding, Reporter
@@ -78,7 +79,9 @@ def _ucxx() -> str:
 
     ucxx.init()
     version = ".".join(map(str, ucxx.get_ucx_version()))
-    return f"UCX {version} loads {', '.join(loaded_transports()) or 'no module'}"
+    lines = read("/proc/self/maps").splitlines()
+    loaded = sorted({match[1] for line in lines if (match := MODULE.search(line))})
+    return f"UCX {version} loads {', '.join(loaded) or 'no module'}"
 
 
 def main() -> None:

@@ -6,18 +6,17 @@ Devices are asked of NVML, which needs no CUDA context, so the process can still
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from hpcdask.errors import DeviceError, MissingExtra
 from hpcdask.spec.records import Record
 
-from .driver import DriverFile, cuda_extra, has_nvidia_driver
+from .driver import cuda_extra, has_nvidia_driver
 
 NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
 #: One GPU for each rank, of which none hides the others.
@@ -52,21 +51,10 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     Honours ``CUDA_VISIBLE_DEVICES`` with indices, UUIDs (or their beginnings) and MIG names. Makes
     no CUDA call. Device files without NVML's Python package are a MissingExtra.
     """
-    return look_at_gpus(environ)[0]
-
-
-def look_at_gpus(
-    environ: Mapping[str, str] | None = None, *, every: bool = False
-) -> tuple[list[Gpu], list[Gpu]]:
-    """`visible_gpus`, and what NVML was asked about: all of the node with `every`, else the same.
-
-    Of the other GPUs no more is asked than their UUIDs: where each of N processes on a node has one
-    of N GPUs, as jobs may, the rest would keep the CUDA contexts of all waiting.
-    """
     environ = os.environ if environ is None else environ
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.strip() in NONE_VISIBLE:
-        return [], []
+        return []
     try:
         import pynvml
     except ImportError:
@@ -76,51 +64,22 @@ def look_at_gpus(
                 cuda_extra(),
                 "this machine has NVIDIA GPUs, and using them (--device cpu does without)",
             ) from None
-        return [], []
+        return []
     with _nvml(pynvml) as there:
         if not there:
-            return [], []
+            return []
         full, broken = _cards(pynvml)
         shown = [part for parts in full for part in parts]
         visible = shown if wanted is None else _select(wanted, full)
         # One that is left out by the user, or a queue, is no reason to stop
         if broken and (wanted is None or len(visible) < len(wanted.split(","))):
             raise broken[0]
-        known = {part.uuid: _describe(pynvml, part) for part in (shown if every else visible)}
-        return [known[part.uuid] for part in visible], list(known.values())
+        return [_describe(pynvml, part) for part in visible]
 
 
-def foreseen_gpus(
-    files: Sequence[DriverFile], environ: Mapping[str, str] | None = None, root: str = "/"
-) -> list[Gpu]:
-    """UUIDs of `visible_gpus`, as the driver's files tell them: at once, and not for certain.
-
-    Empty where they do not tell, or a GPU is sliced (MIG). ``root`` stands for ``/``, and ends in
-    one.
-    """
-    environ = os.environ if environ is None else environ
-    usable = [gpu for gpu in files if gpu.accessible]
-    sliced = glob.glob(f"{glob.escape(root)}proc/driver/nvidia/capabilities/gpu*/mig/gi*")
-    if sliced or any("?" in gpu.uuid for gpu in usable):
-        return []
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is not None:
-        gone = wanted.strip() in NONE_VISIBLE
-        usable = [] if gone else _select(wanted, [[gpu] for gpu in usable])
-    return [Gpu(gpu.uuid, "", 0) for gpu in usable]
-
-
-class _HasUuid(Protocol):
-    @property
-    def uuid(self) -> str: ...
-
-
-Named = TypeVar("Named", bound=_HasUuid)
-
-
-def _select(wanted: str, full: Sequence[Sequence[Named]]) -> list[Named]:
+def _select(wanted: str, full: Sequence[Sequence[_Part]]) -> list[_Part]:
     """CUDA's rule: take entries until the first that does not exist."""
-    chosen: list[Named] = []
+    chosen: list[_Part] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if re.fullmatch(r"\d+", entry):
             found = full[int(entry)] if int(entry) < len(full) else ()

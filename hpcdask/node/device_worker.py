@@ -26,12 +26,11 @@ from hpcdask.gpu.first_use import FirstUse
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.logs import say, set_log_level, sign_lines
-from hpcdask.process import mark, marks
+from hpcdask.process import make_observable, mark
 from hpcdask.security import ports
 
-from . import forkserver
-from .observe import make_observable
-
+#: Reason for which workers are closed at the end of a run.
+RUN_IS_OVER = "the run is over"
 #: What a worker and its nanny are asked by who looks at them.
 LOOK = "hpcdask_look"
 #: Seconds that the failure of a Dask task gets to reach the scheduler before its worker ends.
@@ -57,7 +56,6 @@ class DeviceWorker(PeerWorker):
         port_range: str | None = None,
         **kwargs: Any,
     ) -> None:
-        forkserver.leave_signals_to_the_rank()
         set_log_level()
         sign_lines(socket.gethostname(), str(kwargs.get("name")))
         mark("worker forked")
@@ -68,8 +66,7 @@ class DeviceWorker(PeerWorker):
             try:
                 with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
                     make_context()
-                    if CONTEXT_MADE not in (event for _, event in marks):  # by prestart
-                        mark(CONTEXT_MADE)
+                    mark(CONTEXT_MADE)
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)
             except HpcdaskError:
@@ -154,6 +151,8 @@ class DeviceWorker(PeerWorker):
         if self._reporter is not None:
             self._reporter.stop()
         set_log_level("CRITICAL")
+        if kwargs.get("reason") == RUN_IS_OVER:  # plugins close, Dask tasks are not waited for
+            kwargs["executor_wait"] = False
         try:
             return await super().close(*args, **kwargs)
         except CommClosedError:
@@ -169,7 +168,7 @@ def _receive_cupy_arrays() -> None:
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
     """Return the modules that the worker imports before it registers."""
-    needed = list(plan.libraries)
+    needed = ["cuda.core", "dask_cuda.device_host_file", *plan.libraries]
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
     return [*needed, UCX] if exchange == "ucx" else needed

@@ -1,28 +1,22 @@
-"""Inventory of this rank or job: GPUs, cores, memory."""
+"""Inventory of a node: GPUs, cores and memory for the workers of a rank or a job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from hpcdask.bootstrap import resources
-from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm import fabric, transport
-from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import MissingExtra
 from hpcdask.gpu.devices import Gpu
+from hpcdask.gpu.driver import cuda_extra
 from hpcdask.spec.records import Record
-from hpcdask.spec.specs import WorkerSpec
-
-from .gpu_probe import GpuProbe, ProbeResult
-from .preflight import check_extras
 
 
 @dataclass(frozen=True)
 class Inventory(Record):
-    """Report of one rank on itself, for the choice of devices and cores.
+    """What a rank, or a job on one node, may use.
 
-    The GPUs it sees are in CUDA's order. ``shown`` are those of the node about which NVML was
-    asked; None where the node's first rank does that. ``memory`` are bytes of the host that the job
-    may use on this node; ``quota`` is of how many cores a cgroup allows the time, None for all.
+    ``local_index`` is the rank's number on its node. The GPUs are in CUDA's order. ``memory`` is in
+    bytes of the host; ``quota`` is the number of cores whose time a cgroup allows, None for all.
     """
 
     rank: int
@@ -31,7 +25,6 @@ class Inventory(Record):
     gpus: tuple[Gpu, ...]
     cores: tuple[int, ...]
     memory: int
-    shown: tuple[Gpu, ...] | None = ()
     quota: int | None = None
 
     @property
@@ -40,27 +33,11 @@ class Inventory(Record):
         return min(len(self.cores), self.quota or len(self.cores))
 
 
-def look(spec: WorkerSpec, rank: Rank, probe: GpuProbe | None) -> tuple[Inventory, Fabric]:
-    """Return what a rank or a job's part sees here, checked, and what joins its devices.
-
-    There is no probe where there is no driver, or no GPU is wanted.
-    """
-    found = ProbeResult()
-    if probe is not None:
-        found = probe.report()
-    elif spec.protocol == "ucx" or spec.interface == transport.AUTO:
-        found = ProbeResult(fabric=fabric.look(gpus=False))
-    if spec.interface and spec.interface != transport.AUTO:
-        transport.check_interface(spec.interface, fabric.interfaces(every=True), rank.host)
-    check_extras(cuda=bool(found.gpus))
-    seen = Inventory(
-        rank.index,
-        rank.host,
-        rank.local_index,
-        found.gpus,
-        tuple(sorted(resources.launcher_cores())),
-        resources.job_memory(),
-        found.shown,
-        resources.cpu_quota(),
-    )
-    return seen, found.fabric
+def check_extras(*, cuda: bool) -> None:
+    """Raise MissingExtra if workers on GPUs lack the package that makes their context."""
+    try:
+        found = find_spec("cuda.bindings") if cuda else True
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")

@@ -7,13 +7,16 @@ import contextlib
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from distributed.comm import connect
 from distributed.core import rpc
 
-from hpcdask.bootstrap.ranks import Rank, detect
+from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import Message, Signal
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.topology import NodeLinks
 from hpcdask.comm.transport import choose_alone, choose_interface
 from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
@@ -24,14 +27,17 @@ from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.job import JobSpec
-from hpcdask.upstream.distributed import CONNECTION_BROKEN, HEARTBEAT_ERROR, SCHEDULER_CLOSED
+from hpcdask.upstream.distributed import (
+    CONNECTION_BROKEN,
+    HEARTBEAT_ERROR,
+    SCHEDULER_CLOSED,
+    run_in_loop,
+)
 
-from .gpu_probe import GpuProbe
+from .host_agent import HURRIED_S, HostAgent
 from .inventory import Inventory
 from .placement import WorkerPlacement, split_node, with_transport
 from .preflight import tell_warnings
-from .signals import Signals
-from .worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from distributed.comm import Comm
@@ -62,47 +68,60 @@ class _Closed(Exception):
     """The scheduler has closed in good order."""
 
 
+def run_agent(line: socket.socket, asked: JobSpec, rank: Rank) -> NoReturn:
+    """Be the agent of a job on one node."""
+    run_in_loop(_run(line, asked, rank))
+    raise AssertionError("it leaves by itself")
+
+
+async def _run(line: socket.socket, asked: JobSpec, rank: Rank) -> NoReturn:
+    line.setblocking(False)
+    workers = HostAgent(await MessageStream.over(line), asked.spec, rank, tells=True)
+    try:
+        workers.prepare()
+        job = JobAgent(asked, workers)
+        listening = asyncio.create_task(workers.listen(job.hear))
+        code = await job.run()
+        listening.cancel()
+    except HpcdaskError as error:
+        complain(f"job {asked.job} on {rank.host}: {error}")
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    await workers.close_workers(HURRIED_S)
+    workers.leave(code)
+
+
 class JobAgent:
-    """The workers of a job on this node, with a private scratch folder.
+    """What a job does on one node of its own."""
 
-    There is no probe where there is no driver.
-    """
-
-    def __init__(self, asked: JobSpec, scratch: str, probe: GpuProbe | None) -> None:
-        host = socket.gethostname()
-        found = detect()
-        node, nodes = (found.index, found.size) if found and found.launcher == "srun" else (0, 1)
-        self.rank = Rank(node, nodes, 0, 1, host, "job", asked.job)
-        self.asked, self.spec = asked, asked.spec
-        self.workers = WorkerGroup(asked.spec, host, scratch, probe, tells=True)
+    def __init__(self, asked: JobSpec, workers: HostAgent) -> None:
+        self.asked, self.spec, self.rank = asked, asked.spec, workers.rank
+        self.workers = workers
         self.access = to_security(load_credentials(asked.keys) if asked.keys else {})
         self.connection_args: dict[str, Any] = self.access.get_connection_args("worker")
         self.line: Comm | None = None  # None too while the scheduler does not answer
-        self.signalled: asyncio.Future[int]
-        self.gone: asyncio.Future[None]
+        self.signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> NoReturn:
-        """Bring the workers up, watch over them, and end this process."""
-        self.signalled = asyncio.get_running_loop().create_future()
-        self.gone = asyncio.get_running_loop().create_future()
-        signals = Signals(self.workers.leave)
-        signals.handle(self.signalled.set_result)
+    def hear(self, message: Message) -> None:
+        """Note a signal."""
+        if isinstance(message, Signal) and not self.signalled.done():
+            self.signalled.set_result(message.number)
+
+    async def run(self) -> int:
+        """Bring the workers up, watch over them, and return the exit code."""
         try:
             placements = await self._alive(asyncio.to_thread(self._place))
             self.line = await self._alive(self._connect(self.spec.death_timeout))
             self.gone = asyncio.ensure_future(self._scheduler_gone())
             await self._alive(self._start(placements))
-            code = await self._watch()
+            return await self._watch()
         except _Signalled:
-            code = await self._end_by_signal()
+            return await self._end_by_signal()
         except _Closed:
-            code = 0
-        except HpcdaskError as error:
-            complain(f"job {self.asked.job} on {self.rank.host}: {error}")
-            code = error.exit_code
-        signals.forget_launcher()
-        await self.workers.close()
-        self.workers.leave(code)  # without waiting for threads that still wait for something
+            return 0
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Do what brings the workers up, unless a signal comes or the scheduler goes."""
@@ -122,7 +141,7 @@ class JobAgent:
 
     async def _start(self, placements: list[WorkerPlacement]) -> None:
         try:
-            await self.workers.start(placements, self.asked.scheduler, self.access)
+            await self.workers.start_workers(placements, self.asked.scheduler, self.access)
         except Exception as error:
             await self._check_scheduler()
             raise ClusterError(
@@ -131,7 +150,7 @@ class JobAgent:
             ) from error
 
     def _place(self) -> list[WorkerPlacement]:
-        found, fabric = self.workers.look(self.rank)
+        found, fabric = self.workers.look()
         given = self._devices(found)
         gpus = tuple(gpu for gpu in given if gpu)
         what = plural(len(found.cores), "core")

@@ -23,15 +23,11 @@ from hpcdask.logs import DIED, say
 from hpcdask.process import raise_descriptor_limit, signal_name
 from hpcdask.spec.specs import WorkerSpec
 
-from . import forkserver
 from .device_worker import LOOK, DeviceWorker
-from .gpu_probe import GpuProbe
 from .observe import observe
 from .placement import WorkerPlacement
 from .profiling import Profiler
 
-#: Why workers are closed at the end of a run, as they are told.
-RUN_IS_OVER = "the run is over"
 #: Failed starts in a row after which a dead worker is given up, and seconds after the first of
 #: them; twice as long after each further one.
 RESTART_ATTEMPTS = 5
@@ -47,24 +43,29 @@ class BoundNanny(Nanny):
     """A nanny that starts again what fails to start, up to a limit.
 
     ``reason`` is why its worker closed for good, as distributed names it; None if that was not
-    said. The probe ``prestarted`` may have a process that is ready to be the first worker.
-    ``parts`` are the processes of its rank beside the workers. ``profile`` is the spec if py-spy is
-    to record its workers.
+    said. ``parts`` are the processes of its rank beside the workers. ``profile`` is the spec if
+    py-spy is to record its workers.
     """
 
-    def __init__(self, scheduler: str, *, env: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        *,
+        env: Mapping[str, str],
+        profile: WorkerSpec | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
-        self.prestarted: GpuProbe | None = None
         self.parts: Mapping[str, int] = {}
-        self.profile: WorkerSpec | None = None
+        self.profile = profile
         self.profilers: list[Profiler] = []
         self.handlers |= {LOOK: self.look, LOGS: self.tell_logs}
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
-        self._asked_to_kill = False
+        self._asked_to_kill = self._given_up = False
         raise_descriptor_limit()
 
     def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
@@ -142,12 +143,6 @@ class BoundNanny(Nanny):
 
     async def instantiate(self) -> Status:
         """Start the worker; after its death again, at growing intervals if that fails."""
-        early, self.prestarted = self.prestarted, None
-        if early is not None and early.uuid is not None:
-            if self._would_be(early.uuid):
-                forkserver.adopt(*early.give())
-            else:  # before its context is in the way of the worker's
-                await asyncio.to_thread(early.dismiss)
         async with self._starting:
             if self.status == Status.running:
                 return await self._start_again()
@@ -167,7 +162,7 @@ class BoundNanny(Nanny):
             self.profilers.append(Profiler(self.profile, str(self.name), self.pid))
 
     def _is_over(self) -> bool:
-        return self.status != Status.running
+        return self.status != Status.running or self._given_up
 
     async def kill(self, *args: Any, **kwargs: Any) -> None:
         """End the worker's process, as somebody wants, such as `Client.restart`."""
@@ -205,6 +200,7 @@ class BoundNanny(Nanny):
             if attempt == RESTART_ATTEMPTS:
                 break
             await asyncio.sleep(pause)
+        self._given_up = True
         # not in this task, which belongs to what is closed
         self.loop.add_callback(self.close, reason=NOT_RESTARTED)
         return Status.failed
@@ -224,16 +220,6 @@ class BoundNanny(Nanny):
     def _on_worker_exit_sync(self, exitcode: int) -> None:
         self._exit_code = exitcode
         super()._on_worker_exit_sync(exitcode)
-
-    def _would_be(self, uuid: str) -> bool:
-        """Return whether a process with its context on this GPU is like the worker.
-
-        The driver and libraries have read their variables by then, and Dask's configuration and
-        plugins may add some.
-        """
-        others = self.env.items() - self._own_env.items() - self.pre_spawn_env.items()
-        same = all(os.environ.get(name) == value for name, value in others)
-        return same and self.env["CUDA_VISIBLE_DEVICES"] == uuid
 
 
 def make_nanny(
@@ -294,5 +280,6 @@ def make_nanny(
         bind_gpu=placement.gpu and placement.gpu.uuid,
         device_memory=placement.device_memory,
         port_range=spec.port_range,
+        profile=spec if spec.profile != "none" else None,
         **{name: value for name, value in optional.items() if value is not None},
     )

@@ -1,22 +1,19 @@
 """Observation of a process from another one: also where it is stuck, in Python or in C.
 
 py-spy reads its stacks where it is installed and may attach. Otherwise the process writes them
-itself, into a file in its memory, when it gets `NUMBER`: a handler in C that needs neither Python's
-lock nor its event loop.
+itself, into a file in its memory, when it gets `STACKS_SIGNAL`: a handler in C that needs neither
+Python's lock nor its event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import json
 import linecache
 import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,12 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hpcdask.bootstrap.janitor import MARKER
-from hpcdask.process import process_start, process_status
+from hpcdask.process import STACKS_SIGNAL, process_start, process_status, stacks_file
 
-#: The signal at which a process writes its stacks; no launcher or library of the field uses it.
-NUMBER = int(signal.SIGRTMAX) - 5
-PR_SET_PTRACER = 0x59616D61
 #: Seconds over which it is seen how busy a process is, and that its stacks may take.
 SAMPLE_S, SPY_DEADLINE_S, WRITE_DEADLINE_S = 0.5, 10.0, 3.0
 #: How often it is looked at meanwhile.
@@ -92,24 +85,6 @@ class ProcessView:
             for one in data["threads"]
         ]
         return cls(**{**data, "threads": threads})
-
-
-def make_observable() -> None:
-    """Allow the rank to observe this process, and write its stacks into shared memory.
-
-    Where that is not possible it is merely not observable.
-    """
-    rank = os.environ.get(MARKER, "").rpartition(".")[2]
-    if rank.isdigit():  # Yama lets else only parents look, and a worker's is its template
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(int(rank)), 0, 0, 0)
-    if _file_of(os.getpid()) is None:
-        with contextlib.suppress(OSError):
-            file = os.memfd_create(_own_name(os.getpid()))
-            faulthandler.register(NUMBER, file, all_threads=True, chain=False)
-
-
-def _own_name(pid: int) -> str:
-    return f"hpcdask-stacks-{pid}"
 
 
 def observe(pid: int) -> ProcessView:
@@ -216,13 +191,13 @@ def _frame(function: str, file: str, line: int) -> Frame:
 
 def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
     """Stacks as the process itself writes them; none, and why, where it does not."""
-    path = _file_of(pid)
+    path = stacks_file(pid)
     if path is None or not _catches(pid):
         return [], "it does not write its stacks itself"
     if state in STOPPED:
         return [], "a stopped process cannot write its stacks"
     start = os.stat(path).st_size
-    os.kill(pid, NUMBER)
+    os.kill(pid, STACKS_SIGNAL)
     deadline, size, since = time.monotonic() + WRITE_DEADLINE_S, start, time.monotonic()
     while time.monotonic() < deadline and (size == start or time.monotonic() < since + QUIET_S):
         time.sleep(0.02)
@@ -234,17 +209,6 @@ def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
     return threads, "" if threads else f"it has not written them within {WRITE_DEADLINE_S:g} s"
 
 
-def _file_of(pid: int) -> str | None:
-    """The file in memory that a process has for its stacks; a fork has its parent's, too."""
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_own_name(pid)} "):
-                    return f"{folder}/{name}"
-    return None
-
-
 def _catches(pid: int) -> bool:
     """Return whether it has a handler for the signal, which would else end it."""
     try:
@@ -252,7 +216,7 @@ def _catches(pid: int) -> bool:
             masks = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.M)
     except OSError:
         return False
-    return bool(masks and int(masks[1], 16) >> (NUMBER - 1) & 1)
+    return bool(masks and int(masks[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def read_written(text: str) -> list[ThreadView]:

@@ -13,11 +13,9 @@ from collections.abc import Callable
 
 import dask.config
 
-from hpcdask.bootstrap.janitor import Janitor
-from hpcdask.errors import LaunchError, UsageError
+from hpcdask.errors import UsageError
 from hpcdask.process import owner_text, process_start
 from hpcdask.security import private
-from hpcdask.spec.specs import WorkerSpec
 from hpcdask.upstream.configuration import source_of
 
 #: The key of Dask's configuration with the usual folder.
@@ -46,11 +44,13 @@ def _source(local_directory: str | None) -> str:
     return "--local-directory" if local_directory else configured_source() or "TMPDIR"
 
 
-def scratch_folder(local_directory: str | None, announce: Callable[[str], None]) -> str:
-    """A new private folder on the node, 0700, by default where Dask's configuration has it.
+def scratch_folder(
+    local_directory: str | None, announce: Callable[[str], None], owner: str | None = None
+) -> str:
+    """Make a private folder on the node, 0700, by default where Dask's configuration has it.
 
     ``announce`` is called with the path before there is anything, so that nothing is left whatever
-    happens.
+    happens. ``owner`` names the process with which the folder goes, by default this one.
     """
     base = base_folder(local_directory)
     try:
@@ -62,7 +62,7 @@ def scratch_folder(local_directory: str | None, announce: Callable[[str], None])
         os.mkdir(folder, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(os.path.join(folder, private.OWNER), flags, 0o600), "w") as file:
-            file.write(owner_text())
+            file.write(owner or owner_text())
         return folder
     except OSError as error:
         source, how = _source(local_directory), "the usual one is TMPDIR"
@@ -83,18 +83,3 @@ def remove_stale(base: str) -> None:
             *there, pid, start = owner.split()
             if there == here and start != process_start(int(pid)):
                 private.remove(folder, owner)
-
-
-def new_scratch(spec: WorkerSpec, janitor: Janitor) -> str:
-    """This rank's private folder, which the janitor knows of."""
-
-    def announce(path: str) -> None:
-        try:
-            janitor.remove_at_end(path)
-        except OSError:
-            raise LaunchError(
-                "this rank's janitor, the process that removes its files at the end, was killed. "
-                "Start the run again"
-            ) from None
-
-    return scratch_folder(spec.local_directory, announce)

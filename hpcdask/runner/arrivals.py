@@ -8,20 +8,20 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from hpcdask.bootstrap import orders
+from hpcdask.bootstrap.channel import Message, MessageStream
+from hpcdask.bootstrap.orders import Signal, read
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import by_host, numbered
-from hpcdask.node.channel import Message, MessageStream
 from hpcdask.node.inventory import Inventory
 from hpcdask.security.credentials import Credentials
 from hpcdask.spec.records import Record
 
-from . import protocol
-from .assignment import fill_from_first_rank
 from .control import ControlServer, open_to_ranks
 from .events import Events
-from .protocol import Signal, WorkerFailed, read
+from .protocol import WorkerFailed
 from .rendezvous import Rendezvous
 
 #: Seconds that the other ranks get to leave.
@@ -105,18 +105,18 @@ class Arrivals:
                 where = f" (rank {index} on {report.host})" if self._rank.size > 1 else ""
                 raise UsageError(f"{report.error}{where}")
             found.append(report.inventory)
-        return {one.rank: one for one in fill_from_first_rank(found)}
+        return {one.rank: one for one in found}
 
     def name(self, index: int) -> str:
         """A rank, for messages."""
         return f"rank {index} on {self.reports[index].host}"
 
-    def send(self, index: int, message: protocol.Message) -> None:
+    def send(self, index: int, message: orders.Message) -> None:
         """Tell a rank something, if it is there."""
         if index in self._channels:
             self._channels[index].send(**message.to_json())
 
-    def send_all(self, message: protocol.Message) -> None:
+    def send_all(self, message: orders.Message) -> None:
         """Tell all others something."""
         for index in self._channels:
             self.send(index, message)
@@ -141,7 +141,7 @@ class Arrivals:
             for index, report in self.reports.items()
             if index != 0 and report.host == self._rank.host
         ]
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + LEAVE_DEADLINE_S
         while any(map(_exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -24,26 +24,6 @@ from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
 
-def fill_from_first_rank(inventories: Sequence[Inventory]) -> list[Inventory]:
-    """Fill in what ranks left to the first of their node, which asked NVML for them too.
-
-    Raises DeviceError if NVML shows none of a rank's GPUs.
-    """
-    shown = {gpu.uuid: gpu for one in inventories for gpu in one.shown or ()}
-    whole = []
-    for one in inventories:
-        if one.shown is None:
-            gpus = tuple(shown[gpu.uuid] for gpu in one.gpus if gpu.uuid in shown)
-            if shown and not gpus:
-                raise DeviceError(
-                    f"rank {one.rank} sees GPUs on {one.host} that the first rank there does "
-                    f"not: let all ranks of a node see the same ones"
-                )
-            one = dataclasses.replace(one, gpus=gpus)
-        whole.append(one)
-    return whole
-
-
 def assign_gpus(
     inventories: Sequence[Inventory],
     *,

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import dask.config
+from dask.utils import parse_timedelta
 from tornado import netutil
 
+from hpcdask.bootstrap.channel import LINE_LIMIT, Message, MessageStream
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
-from hpcdask.node.channel import LINE_LIMIT, Message, MessageStream
+from hpcdask.node.preload import SILENCE
 from hpcdask.process import raise_descriptor_limit
 from hpcdask.security.credentials import Credentials, to_security
 
@@ -171,13 +174,15 @@ async def connect_to_leader(
 
 
 def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel end the connection of a node that vanished, after about 10 s.
+    """Make the kernel end the connection of a node that vanished.
 
-    It counts from the last probe that was answered, so few of them make short losses long.
+    The limit is Dask's ``distributed.comm.timeouts.tcp``, which holds for its own connections too.
     """
+    seconds = parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp", SILENCE))
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # the limit counts from the last probe that was answered, so few probes make short losses long
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds // 10)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))

@@ -23,6 +23,14 @@ class Interrupted(Exception):
         self.number = number
 
 
+class ProgramOver(Exception):
+    """The program ended while the cluster was coming up."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class Events:
     """The queue, and the tasks whose errors become events."""
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Callable
 
-from hpcdask.bootstrap import resources
+from hpcdask.bootstrap.orders import AbortLaunch, Message, ProgramEnded, ProgramStarted, Signal
 from hpcdask.client import scheduler_file
 from hpcdask.comm.transport import AUTO
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain, plural, say
-from hpcdask.node.forking import ForkedProcess
+from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
 from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, owned_cores
+from hpcdask.node.placement import WorkerPlacement
 from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import TERM_DEADLINE_S
 from hpcdask.queues.environment import job_id
-from hpcdask.security.credentials import create_credentials
+from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
 from . import protocol
-from .agent import RankAgent
 from .arrivals import Arrivals
 from .assignment import Plan, make_plan
-from .events import Event, Events, Interrupted
+from .events import Event, Events, Interrupted, ProgramOver
+from .follower import report, start_workers
 from .messages import (
     LOOPBACK,
     WarmupNotes,
@@ -39,6 +40,7 @@ from .messages import (
     tell_ready,
     tell_ways_in,
 )
+from .options import RunRequest
 from .rendezvous import Rendezvous
 from .run_files import RunFiles
 from .scheduler_process import SchedulerProcess
@@ -52,72 +54,82 @@ NO_WORKER_NOTICE_S = 5.0
 
 
 class Leader:
-    """Rank 0's part in the run.
+    """Agent of rank 0.
 
-    `rendezvous` is where the other ranks look for rank 0, None when there are none; `scheduler` and
-    `attached` are the process that becomes the scheduler, and the line to a program that started
-    this rank itself. `program` names the program, if there is one. After an
-    `early_error` the others are told, then all end.
+    `rendezvous` is where the other ranks look for rank 0, None when there are none; `attached` is
+    the line to a program that started this rank itself. `problem` is what was found wrong before:
+    the others are told, then all end.
     """
 
     def __init__(
         self,
-        agent: RankAgent,
+        agent: HostAgent,
+        request: RunRequest,
         rendezvous: Rendezvous | None,
-        scheduler: ForkedProcess,
-        *,
-        program: str | None,
-        attached: ForkedProcess | None = None,
-        early_error: HpcdaskError | None = None,
+        attached: socket.socket | None,
     ) -> None:
-        self.agent = agent
-        self.spec = agent.spec
-        self.rank = agent.rank
+        self.agent, self.spec, self.rank = agent, request.spec, agent.rank
         self.rendezvous = rendezvous
-        self.early_error = early_error
+        self.credentials: Credentials = {}
         self.events = Events()
         self.arrivals = Arrivals(self.rank, self.events)
         self.wanted = WantedWorkers(self.spec)
-        warmup = WarmupNotes(self.wanted)
-        self.scheduler = SchedulerProcess(scheduler, self.events, warmup.note)
-        self.program = UserProgram(agent, self.events, exists=program is not None, line=attached)
+        self.scheduler = SchedulerProcess(self.events, WarmupNotes(self.wanted).note)
+        exists = request.program is not None or attached is not None
+        self.program = UserProgram(
+            agent, self.events, exists=exists, line=attached, timeout=self.spec.timeout
+        )
         self.address = ""
-        self.files = RunFiles(agent, program or "")
+        script = request.program.name if request.program else ""
+        self.files = RunFiles(agent, self.spec.scheduler_file, script)
         self.dashboard_host, self.dashboard = "", 0
         self.deadline = time.monotonic() + self.spec.timeout
+        self.hurried = True
 
-    async def lead(self) -> int:
+    def hear(self, message: Message) -> None:
+        """Turn what the rank's own process tells into events."""
+        match message:
+            case Signal(number):
+                self.events.happened("signal", number)
+            case ProgramStarted(pid):
+                self.agent.parts["program"] = pid
+                self.program.runs = True
+                self.events.happened("workers")
+            case ProgramEnded(code):
+                self.events.happened("program", code)
+
+    async def lead(self, problem: HpcdaskError | None) -> int:
         """Run everything and return the exit code of the run."""
-        self.agent.signals.handle(
-            lambda number: self.events.happened("signal", number),
-            repeated={signal.SIGINT} if self.program.attached else set(),
-        )
         if self.spec.tls:
-            self.agent.credentials = create_credentials()
+            self.credentials = create_credentials()
         else:
             say(
                 "warning: --no-tls: any user who reaches a port of this run runs code as you, also "
                 "from this machine"
             )
         try:
-            if self.early_error:
-                raise self.early_error
+            if problem is not None:
+                raise problem
             await self._bring_up()
             code = await self._watch()
+            self.hurried = self.program.signalled is not None
         except OSError as error:
             complain(f"rank 0 on {self.rank.host} cannot go on: {error}. See hpcdask doctor there")
             code = ClusterError.exit_code
         except HpcdaskError as error:
             complain(error)
             code = error.exit_code
-            if error is self.early_error:
+            if error is problem:
                 await self._gather_to_dismiss()
         except Interrupted as stop:
             code = 128 + stop.number
+            await self._interrupt_program(stop.number)
+        except ProgramOver as over:
+            code = over.code
         missing = self.arrivals.missing
         await self._take_down(code)
         if missing:
-            self.agent.abort_launch(code)
+            self.agent.tell(AbortLaunch())
         return code
 
     async def _bring_up(self) -> None:
@@ -130,7 +142,6 @@ class Leader:
         if self.spec.interface == AUTO:
             self._start_scheduler(plan.interfaces[self.rank.host])
         tell_cpu(self.spec, seen, plan)
-        self._widen_scheduler(seen)
         self.events.start(self.scheduler.listen())
         started = (await self._next("the scheduler to start", {"scheduler"})).value
         if isinstance(started, protocol.SchedulerFailed):
@@ -139,6 +150,7 @@ class Leader:
         self.dashboard = started.dashboard_port
         self.wanted.plan(plan.placements)
         self._start_workers(plan.placements)
+        self.program.start(self.address, self.credentials, on_gpus=self.wanted.on_device)
         while not self.wanted.are_enough(self.scheduler.registered):
             await self._next(
                 "workers to register",
@@ -147,8 +159,10 @@ class Leader:
             )
         if self.spec.scheduler_file:  # another run may have taken it meanwhile
             await asyncio.to_thread(scheduler_file.check_writable, self.spec.scheduler_file)
-        self.agent.workers.parts |= {"scheduler": self.scheduler.pid, **self.program.process()}
-        self.files.write(self.address, self.scheduler.doors, gpus=self.wanted.on_device)
+        self.agent.parts |= {"scheduler": self.scheduler.pid, **self.program.process()}
+        self.files.write(
+            self.address, self.credentials, self.scheduler.doors, gpus=self.wanted.on_device
+        )
         self._announce(plan)
 
     def _start_scheduler(self, interface: str | None) -> None:
@@ -159,10 +173,11 @@ class Leader:
                 host=None if interface else self._host(),
                 interface=interface,
                 protocol="tls" if self.spec.tls else "tcp",
-                credentials=self.agent.credentials,
+                credentials=self.credentials,
                 dashboard=self.spec.dashboard_address
                 or f"{listens}:{0 if self.spec.port_range else 8787}",
                 scratch=self.agent.scratch,
+                port_range=self.spec.port_range,
             )
         )
 
@@ -179,9 +194,9 @@ class Leader:
 
     async def _meet(self) -> dict[int, Inventory]:
         """Collect what every rank sees."""
-        self.arrivals.reports[0] = await asyncio.to_thread(self.agent.report)
+        self.arrivals.reports[0] = await asyncio.to_thread(report, self.agent)
         if self.rendezvous is not None:
-            await self.arrivals.listen(self._host(), self.agent.credentials, self.rendezvous)
+            await self.arrivals.listen(self._host(), self.credentials, self.rendezvous)
             while not self.arrivals.complete:
                 await self._next(
                     "every rank to arrive",
@@ -192,16 +207,19 @@ class Leader:
             self.rendezvous.close()
         return self.arrivals.inventories()
 
+    async def _interrupt_program(self, number: int) -> None:
+        """Pass on a signal that came while the cluster was coming up, and give a moment to end."""
+        self.program.signal(number)
+        deadline = time.monotonic() + LOSS_DEADLINE_S
+        with contextlib.suppress(TimeoutError):
+            while self.program.runs and (await self.events.get(deadline)).what != "program":
+                pass
+
     async def _gather_to_dismiss(self) -> None:
         """After an early error: let the others arrive, so that they can be told to end."""
         self.deadline = time.monotonic() + min(self.spec.timeout, 10)
         with contextlib.suppress(HpcdaskError, OSError, Interrupted):
             await self._meet()
-
-    def _widen_scheduler(self, seen: dict[int, Inventory]) -> None:
-        """A launcher that pins ranks left the scheduler on rank 0's core: give it the node's."""
-        here = [one for one in seen.values() if one.host == self.rank.host]
-        resources.widen(owned_cores(here), self.scheduler.pid)
 
     def _start_workers(self, placements: dict[int, list[WorkerPlacement]]) -> None:
         for index in placements.keys() - {0}:
@@ -211,7 +229,10 @@ class Leader:
             self.events.happened("failed", (0, name, text))
 
         if 0 in placements:
-            self.events.start(self.agent.start_workers(placements[0], self.address, failed))
+            security = to_security(self.credentials)
+            self.events.start(
+                start_workers(self.agent, placements[0], self.address, security, failed)
+            )
 
     def _announce(self, plan: Plan) -> None:
         host = LOOPBACK if self.dashboard_host == LOOPBACK else host_of(self.address)
@@ -238,6 +259,8 @@ class Leader:
                     raise event.value
                 case "signal":
                     raise Interrupted(event.value)
+                case "program":
+                    raise ProgramOver(event.value)
                 case "lost":
                     self.arrivals.forget(event.value)
                     who = self.arrivals.name(event.value)
@@ -258,7 +281,7 @@ class Leader:
 
     async def _watch(self) -> int:
         """From ready to the end of the program, or of the cluster."""
-        self.program.start(self.address, self.wanted.on_device)
+        self.program.ready()
         lost = False
         while True:
             event = await self.events.get()
@@ -278,7 +301,7 @@ class Leader:
                     pass  # meant for the program, which gets it itself, and may go on
                 case "signal" if self.program.signalled is None:
                     self.program.end_by(event.value)
-                case "lost" | "failed" if self._goes_on_after(event):
+                case "lost" | "failed" if not lost and self._goes_on_after(event):
                     pass
                 case "lost" | "scheduler-lost" | "failed" if not lost:
                     complain(loss_of(event, self.arrivals))
@@ -324,15 +347,17 @@ class Leader:
     async def _take_down(self, code: int) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
         self.files.unlist()
-        self.agent.end_program()
+        self.program.signal(signal.SIGKILL)
         for line in await self.scheduler.gpu_usage() if self.wanted.on_device else ():
             say(line)
         self.scheduler.tell(protocol.Silence())
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
-        self.arrivals.send_all(protocol.EndRun(code if never_ran else 0))
-        profiled = self.spec.profile != "none" or self.spec.profile_ranks
-        more = WRITE_DEADLINE_S if profiled else 0.0
-        await asyncio.gather(self.agent.close_workers(), self.arrivals.all_gone(more))
+        seconds = HURRIED_S if self.hurried else CLOSE_DEADLINE_S
+        self.arrivals.send_all(protocol.EndRun(code if never_ran else 0, seconds))
+        more = WRITE_DEADLINE_S if self.spec.profile != "none" else 0.0
+        await asyncio.gather(
+            self.agent.close_workers(seconds), self.arrivals.all_gone(seconds + more)
+        )
         await self.scheduler.end()
         if self.rendezvous is not None:
             self.rendezvous.close()

@@ -10,6 +10,7 @@ import click
 from hpcdask.errors import UsageError
 from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.help import Option
+from hpcdask.spec.parsing import UNREAD
 from hpcdask.spec.specs import RunSpec
 
 from .program import Program
@@ -71,6 +72,7 @@ def parse(argv: Sequence[str]) -> RunRequest:
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
     program = Program(target[0], list(target[1:]), module) if target else None
+    values["port_range"] = values["port_range"] or UNREAD  # a rank's own process imports no dask
     return RunRequest(RunSpec(**values), program, attached)
 
 

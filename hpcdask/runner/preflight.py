@@ -5,30 +5,26 @@ from __future__ import annotations
 import re
 import socket
 
-from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.client import scheduler_file
+from hpcdask.errors import UsageError
 
 from .options import RunRequest
 
 
-def early_error(request: RunRequest) -> HpcdaskError | None:
-    """Return what is wrong with a request and only rank 0 can see."""
-    from hpcdask.client import scheduler_file
-
-    try:
-        if request.spec.groups and request.spec.device != "auto":
-            raise UsageError(
-                f"--groups {' '.join(request.spec.groups)} says what each rank computes on, and "
-                f"--device {request.spec.device} that all compute on the same: leave one out"
-            )
-        if request.program is not None:
-            request.program.check()
-        if request.spec.scheduler_file is not None:
-            scheduler_file.check_writable(request.spec.scheduler_file)
-        if request.spec.dashboard_address:
-            _check_port(request.spec.dashboard_address)
-    except HpcdaskError as error:
-        return error
-    return None
+def check_request(request: RunRequest) -> None:
+    """Raise UsageError, or another error of hpcdask, for bad input that only rank 0 can see."""
+    spec = request.spec
+    if spec.groups and spec.device != "auto":
+        raise UsageError(
+            f"--groups {' '.join(spec.groups)} says what each rank computes on, and "
+            f"--device {spec.device} that all compute on the same: leave one out"
+        )
+    if request.program is not None:
+        request.program.check()
+    if spec.scheduler_file is not None:
+        scheduler_file.check_writable(spec.scheduler_file)
+    if spec.dashboard_address:
+        _check_port(spec.dashboard_address)
 
 
 def _check_port(address: str) -> None:

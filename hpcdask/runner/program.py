@@ -1,25 +1,16 @@
-"""The user's program: run as ``__main__``, the way plain ``python`` would."""
+"""The user's program, which runs as ``python script.py`` does."""
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
-import json
 import os
-import signal
-import socket
 import stat
 import sys
-import types
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
-from typing import NoReturn
+from importlib.machinery import PathFinder
 
-from hpcdask.bootstrap.reexec import restore_environment, wants_folders
+from hpcdask.bootstrap.environment import wants_folders
 from hpcdask.errors import UsageError
-from hpcdask.process import PASSED_ON
-
-from .protocol import StartProgram, read
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class Program:
         if spec is None:
             self._find_module()  # packages may extend their path when they are imported
 
-    def _find_module(self) -> ModuleSpec:
+    def _find_module(self) -> None:
         name = self.target
         try:
             spec = importlib.util.find_spec(name)
@@ -101,7 +92,6 @@ class Program:
                 f"there is no module {name} to run in this environment: check its name, or "
                 f"install it beside hpcdask ({sys.executable})"
             )
-        return spec
 
     def _is_script(self) -> bool:
         """Return whether it is no folder and no archive: a pipe is a script, too."""
@@ -128,101 +118,10 @@ class Program:
         else:
             sys.path.insert(0, folder)
 
-    def run(self) -> NoReturn:
-        """Become the program. Ends by `SystemExit`, with the code that plain Python would give."""
-        module = types.ModuleType("__main__")
-        module.__dict__["__builtins__"] = builtins
-        sys.modules["__main__"] = module
-        try:
-            code = self._load(module)
-            exec(code, module.__dict__)
-        except SystemExit:
-            raise
-        except BaseException as error:
-            _report(error)
-            sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-        sys.exit(0)
-
-    def _load(self, module: types.ModuleType) -> types.CodeType:
-        if not self.is_module and self._is_script():
-            sys.argv = [self.target, *self.arguments]
-            self.set_path()
-            module.__file__ = path = os.path.join(os.getcwd(), self.target)
-            if path.endswith(".pyc"):
-                compiled = SourcelessFileLoader("__main__", path)
-                module.__loader__ = compiled
-                code = compiled.get_code("__main__")
-                assert code is not None
-                return code
-            loader = SourceFileLoader("__main__", path)
-            module.__loader__ = loader
-            return compile(loader.get_data(path), path, "exec", dont_inherit=True)
-        if self.is_module:
-            spec = self._find_module()
-        else:
-            self.set_path()
-            found = PathFinder.find_spec("__main__", sys.path[:1])
-            if found is None:
-                raise UsageError(f"{self.target} has no __main__.py: name a script")
-            spec = found
-        sys.argv = [spec.origin or self.target, *self.arguments]
-        if not self.is_module:
-            sys.argv[0] = self.target
-        module.__spec__ = spec
-        module.__package__ = spec.parent
-        module.__loader__ = spec.loader
-        module.__file__ = spec.origin
-        assert spec.loader is not None
-        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-        assert isinstance(code, types.CodeType)
-        return code
-
-
-def _report(error: BaseException) -> None:
-    """Print an uncaught exception as Python does, without the frames above the program."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
-        traceback = traceback.tb_next
-    error.__traceback__ = traceback
-    sys.excepthook(type(error), error, traceback)
-
-
-def await_start(sock: socket.socket) -> None:
-    """In the program's process: wait until the cluster is ready; end if that never comes."""
-    if not os.isatty(0):
-        # The rank passes signals on. On a terminal the process stays in the foreground group,
-        # where it may read and gets Ctrl-C itself.
-        os.setpgid(0, 0)
-    for number in PASSED_ON:  # meant for a program that has not started yet
-        signal.signal(number, signal.SIG_IGN)
-    order = hear_start(sock)
-    sock.close()
-    if order is None:
-        os._exit(0)
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    restore_environment()
-    from hpcdask.client.connect import configure_client
-    from hpcdask.node.observe import make_observable
-
-    configure_client(order.address, order.file, on_gpus=order.on_gpus)
-    make_observable()
-    _free_blas(order.threads)
-
-
-def hear_start(sock: socket.socket) -> StartProgram | None:
-    """Wait for the rank to say that the cluster is ready: None when it will never be."""
-    with sock.makefile("r") as stream:
-        line = stream.readline()
-    order = read(json.loads(line)) if line else None
-    return order if isinstance(order, StartProgram) else None
-
-
-def _free_blas(threads: int) -> None:
-    """Give BLAS its threads back: NumPy loaded with one, in the rank, for the workers."""
-    if "OPENBLAS_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in os.environ:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(threads, user_api="blas")
+    def command(self) -> list[str]:
+        """Return the command that runs the program as plain Python does."""
+        flags = sys.orig_argv[1:]
+        if "-m" in flags:  # of ``python -u -m hpcdask.run``
+            flags = flags[: flags.index("-m")]
+        module = ["-m"] * self.is_module
+        return [sys.executable, *flags, *module, self.target, *self.arguments]

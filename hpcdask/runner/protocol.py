@@ -1,49 +1,13 @@
-"""Messages of rank 0, the other ranks, the scheduler's process and the program's."""
+"""Messages between the agents of the ranks, and of rank 0's with the scheduler's process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpcdask.bootstrap.orders import Message
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.security.credentials import Credentials
-from hpcdask.spec.records import Record
-
-
-@dataclass(frozen=True)
-class Message(Record):
-    """Base of them all; the name of the class says in JSON which it is."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for `read`."""
-        return {"op": type(self).__name__, **super().to_json()}
-
-
-def read(data: Mapping[str, Any]) -> Message:
-    """Return a message from what `Message.to_json` and JSON made of it."""
-    fields = dict(data)
-    kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
-    return kinds[fields.pop("op")].from_json(fields)
-
-
-# From rank 0 to the program's process
-
-
-@dataclass(frozen=True)
-class StartProgram(Message):
-    """The cluster is ready: become the program.
-
-    `file` is a scheduler file, `threads` are BLAS's; `on_gpus` are the workers.
-    """
-
-    address: str
-    on_gpus: bool
-    file: str
-    threads: int
-
-
-# From rank 0 to another
 
 
 @dataclass(frozen=True)
@@ -56,12 +20,10 @@ class StartWorkers(Message):
 
 @dataclass(frozen=True)
 class EndRun(Message):
-    """The run is over: leave, with this exit code."""
+    """The run is over: leave, with this exit code. Workers get `seconds` to close."""
 
     code: int
-
-
-# From another rank to rank 0
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -70,16 +32,6 @@ class WorkerFailed(Message):
 
     name: str | None
     error: str
-
-
-@dataclass(frozen=True)
-class Signal(Message):
-    """A signal that the rank got."""
-
-    number: int
-
-
-# From rank 0 to the scheduler's process
 
 
 @dataclass(frozen=True)
@@ -92,6 +44,7 @@ class StartScheduler(Message):
     credentials: Credentials
     dashboard: str
     scratch: str
+    port_range: str | None
 
 
 @dataclass(frozen=True)
@@ -107,9 +60,6 @@ class Silence(Message):
 @dataclass(frozen=True)
 class CloseScheduler(Message):
     """The run is over."""
-
-
-# From the scheduler's process to rank 0
 
 
 @dataclass(frozen=True)

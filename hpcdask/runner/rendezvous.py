@@ -1,17 +1,16 @@
 """Rendezvous: the ranks learn where rank 0 is.
 
 Rank 0 publishes one small note: its address, a nonce, and the credentials. Everything else goes
-over the control line (`hpcdask.runner.control`). The note travels
-
-- on one node, or where the launcher is no MPI: as a file, 0600, renamed into place, in a 0700
-  folder that is named after the launch (launcher's id, job id, restart count), so that an earlier
-  life of a requeued job cannot be mistaken for this one;
-- between the nodes of an ``mpirun``: by MPI broadcast.
+over the control line (`hpcdask.runner.control`). The note is a file, 0600, renamed into place, in a
+0700 folder that is named after the launch: the launcher's id, the job's id and its restart count,
+so that an earlier life of a requeued job cannot be mistaken for this one. Where the launcher has no
+id that all nodes know, MPI broadcasts a random one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -25,9 +24,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from hpcdask.bootstrap.ranks import Rank, from_mpi
 from hpcdask.errors import LaunchError, MissingExtra
@@ -38,12 +35,12 @@ from hpcdask.spec.records import Record
 
 #: The file with the note.
 NOTE = "note.json"
-MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals", "mpi")
+#: Launchers that tell all nodes the same id.
+SAME_ID = ("openmpi", "pals", "srun", "flux", "given", "none")
 #: In which launchers tell how many ranks they started.
 COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
 #: Seconds that a launcher gets to read a rank's output before it is told to end.
 READ_DEADLINE_S = 2.0
-PMI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_JOBID")
 
 
 @dataclass(frozen=True)
@@ -61,21 +58,8 @@ class RendezvousInfo(Record):
     others: list[str] = field(default_factory=list)
 
 
-class Rendezvous(Protocol):
-    """Hands rank 0's note to the others."""
-
-    def publish(self, info: RendezvousInfo) -> None:
-        """Rank 0: make the note known."""
-
-    def fetch(self) -> RendezvousInfo | None:
-        """Other ranks: the note, or None if it is not there yet. May block for MPI."""
-
-    def close(self) -> None:
-        """Remove what was left for the others; every rank has the note now."""
-
-
-class FileRendezvous:
-    """The note as a file, in a private folder.
+class Rendezvous:
+    """Rank 0's note in a private folder.
 
     For the ranks of one node the folder is in the temporary folder. With `shared`, ranks of other
     nodes must see it: then it is in the home folder, or in the folder that Dask's configuration
@@ -120,75 +104,30 @@ class FileRendezvous:
         private.remove(self.folder)
 
 
-class MPIRendezvous:
-    """The note by broadcast. MPI is finished right after, so that it cannot outlive a rank.
-
-    `comm` is an ``mpi4py.MPI.Comm``. `deadline` ends this process if the others do not come.
-    """
-
-    def __init__(self, comm: Any, deadline: MPIDeadline) -> None:
-        self._comm = comm
-        self._deadline = deadline
-        self._info: RendezvousInfo | None = None
-
-    def publish(self, info: RendezvousInfo) -> None:
-        """Broadcast from rank 0."""
-        self._broadcast(info.to_json())
-
-    def fetch(self) -> RendezvousInfo | None:
-        """Take part in the broadcast; later calls give the same note."""
-        if self._info is None:
-            self._info = RendezvousInfo.from_json(self._broadcast(None))
-        return self._info
-
-    def _broadcast(self, data: dict[str, Any] | None) -> dict[str, Any]:
-        from mpi4py import MPI
-
-        received: dict[str, Any] = self._comm.bcast(data, root=0)
-        MPI.Finalize()
-        self._deadline.met()
-        return received
-
-    def close(self) -> None:
-        """Nothing is left behind."""
-
-
-def wants_mpi(rank: Rank | None, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this launch needs MPI to meet."""
-    environ = os.environ if environ is None else environ
-    if rank is None:
-        return True
-    if rank.one_node:
-        return False
-    if rank.launcher == "srun" and not any(name in environ for name in PMI_VARIABLES):
-        return False
-    if rank.launcher not in (*MPI_LAUNCHERS, "srun"):
-        return False
-    try:
-        import mpi4py  # noqa: F401
-    except ImportError:
-        # only these launchers tell all nodes the same id, under which a note can lie
-        return rank.launcher not in ("openmpi", "pals", "srun")
-    return True
-
-
 def meet(rank: Rank | None, timeout: float) -> tuple[Rank, Rendezvous]:
-    """Find the rank (asking MPI where its environment says too little) and the way to meet.
+    """Find the rank as `find_rank` does, and the way to meet."""
+    rank = find_rank(rank, timeout)
+    return rank, Rendezvous(rank.launch_id, shared=not rank.one_node)
+
+
+def find_rank(rank: Rank | None, timeout: float) -> Rank:
+    """Return the rank; MPI is asked where the launcher says too little.
 
     An MPI that does not start within `timeout` seconds ends this process. Raises LaunchError if MPI
     cannot be started, or says something else than the launcher.
     """
-    if not wants_mpi(rank):
-        assert rank is not None
-        return rank, FileRendezvous(rank.launch_id, shared=not rank.one_node)
-    return _meet_by_mpi(rank, MPIDeadline(timeout, rank))
+    if rank is None or not (rank.one_node or rank.launcher in SAME_ID):
+        return _ask_mpi(rank, timeout)
+    return rank
 
 
-def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendezvous]:
+def _ask_mpi(rank: Rank | None, timeout: float) -> Rank:
+    """Return the rank with an id that all ranks of the launch have, and no other launch."""
+    deadline = MPIDeadline(timeout, rank)
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = True  # see ranks.leave_mpi_alone
+        mpi4py.rc.initialize = True
         os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # the user's, for the program: it would win
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -198,16 +137,18 @@ def _meet_by_mpi(rank: Rank | None, deadline: MPIDeadline) -> tuple[Rank, Rendez
         raise LaunchError(
             f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}"
         ) from None
-    comm = MPI.COMM_WORLD
+    found = from_mpi(MPI.COMM_WORLD)
+    MPI.Finalize()  # it is not to outlive a rank
+    deadline.met()
     if rank is None:
-        rank = from_mpi(comm)
         counts = [os.environ.get(name, "") for name in COUNTS]
         started = max((int(count) for count in counts if count.isdigit()), default=1)
-        if rank.size == 1 and started > 1:
-            raise mismatch(started, 1, rank)
-    elif comm.size != rank.size:
-        raise mismatch(rank.size, comm.size, rank)
-    return rank, MPIRendezvous(comm, deadline)
+        if found.size == 1 and started > 1:
+            raise mismatch(started, 1, found)
+        return found
+    if found.size != rank.size:
+        raise mismatch(rank.size, found.size, rank)
+    return dataclasses.replace(rank, launch_id=found.launch_id)
 
 
 def abort_launch(rank: Rank, code: int) -> None:

@@ -10,25 +10,31 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
+from typing import Literal
 
+from hpcdask.bootstrap.orders import Clean
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError
 from hpcdask.jobs.runs import RunNote
+from hpcdask.node.host_agent import HostAgent
 from hpcdask.queues.environment import job_id
 from hpcdask.security import private
-
-from .agent import RankAgent
+from hpcdask.security.credentials import Credentials
 
 #: Seconds between two writings, and for the last one to end.
 PAUSE_S, LAST_S = 2.0, 2.0
 
 
 class RunFiles:
-    """Writes them, notes who comes, and removes them. `program` is what runs, by its path."""
+    """The files of a run.
 
-    def __init__(self, agent: RankAgent, program: str) -> None:
+    `asked` is the file of ``--scheduler-file``, `program` the path of what runs.
+    """
+
+    def __init__(self, agent: HostAgent, asked: str | None, program: str) -> None:
         self._agent = agent
         self._script, self._program = program, os.path.basename(program)
+        self._wanted = os.path.abspath(asked) if asked else ""
         self._asked = ""
         self._listed = ""
         self._paths: list[str] = []
@@ -37,21 +43,22 @@ class RunFiles:
         self._over = asyncio.Event()
         self._noting: asyncio.Task[None] | None = None
 
-    def write(self, address: str, doors: Mapping[str, str], *, gpus: bool) -> None:
+    def write(
+        self, address: str, credentials: Credentials, doors: Mapping[str, str], *, gpus: bool
+    ) -> None:
         """Write both; `doors` are the nannies' addresses by the names of their workers."""
         self._address, self._doors = address, dict(doors)
         own = os.path.join(self._agent.scratch, "run.json")
         self._paths = [own]
-        if self._agent.spec.scheduler_file:
-            self._asked = os.path.abspath(self._agent.spec.scheduler_file)
-            self._agent.janitor.remove_at_once(self._asked)
-            self._agent.janitor.remove_at_once(f"{self._asked}.keys")
+        if self._wanted:
+            self._asked = self._wanted
+            self._clean("now", self._asked, f"{self._asked}.keys")
             self._paths.append(self._asked)
         for path in self._paths:
             scheduler_file.write(
                 path,
                 address,
-                self._agent.credentials,
+                credentials,
                 job=job_id(),
                 gpus=gpus,
                 program=self._program,
@@ -63,7 +70,7 @@ class RunFiles:
             folder = private.node_folder(scheduler_file.RUNS)
             _remove_old_links(folder)
             link = os.path.join(folder, str(os.getpid()))
-            self._agent.janitor.remove_at_once(link)
+            self._clean("now", link)
             private.remove(link)  # of a process that had this id
             os.symlink(own, link)
         if self._asked:
@@ -72,8 +79,12 @@ class RunFiles:
                 note.write()
                 self._listed = str(note.path)
 
+    def _clean(self, when: Literal["now", "never"], *paths: str) -> None:
+        for path in paths:
+            self._agent.tell(Clean(path, when))
+
     def _facts(self) -> dict[str, object]:
-        return {"doors": self._doors, "parts": self._agent.workers.parts}
+        return {"doors": self._doors, "parts": self._agent.parts}
 
     def note(self, doors: Mapping[str, str]) -> None:
         """Note the doors of workers that came later, soon."""
@@ -105,8 +116,7 @@ class RunFiles:
             await asyncio.wait([self._noting], timeout=LAST_S)
         if self._asked:
             scheduler_file.remove(self._asked, self._address)
-            self._agent.janitor.forget(self._asked)
-            self._agent.janitor.forget(f"{self._asked}.keys")
+            self._clean("never", self._asked, f"{self._asked}.keys")
 
 
 def _remove_old_links(folder: str) -> None:

@@ -6,8 +6,10 @@ others end when the cluster does.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -22,7 +24,7 @@ from distributed.core import Status
 from distributed.utils import NoOpAwaitable
 
 from hpcdask.bootstrap import ranks
-from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.bootstrap.environment import interpreter
 from hpcdask.client.connect import configure_client, forget_client, load_security
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import complain
@@ -32,8 +34,6 @@ from hpcdask.spec.argv import to_argv
 from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
 from hpcdask.spec.signatures import Keyword, describe, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
-
-from .program import hear_start
 
 #: Seconds that the ranks get to end after the program, beside those to write profiles.
 CLOSE_DEADLINE_S = 10.0
@@ -120,13 +120,15 @@ class Runner:
             )
         atexit.register(self._close_at_exit)
         os.register_at_fork(after_in_child=self._forget)
-        order = hear_start(self._line)
-        if order is None:
+        with self._line.makefile("r") as stream:
+            line = stream.readline()
+        if not line:
             self._code = self._wait()
             raise SystemExit(self._code or 1)
-        configure_client(order.address, order.file, on_gpus=order.on_gpus)
-        self.scheduler_address = order.address
-        self.security = load_security({"address": order.address}) or Security()
+        cluster = json.loads(line)
+        configure_client(**cluster)
+        self.scheduler_address = cluster["address"]
+        self.security = load_security(cluster) or Security()
         self.status = Status.running
         return True
 
@@ -145,13 +147,19 @@ class Runner:
     def close(self) -> Awaitable[None]:
         """End the cluster, and wait until all its ranks are gone.
 
-        What it returns is for `Client.shutdown`, which awaits it.
+        In an event loop, such as that of `Client.shutdown`, await what it returns.
         """
-        if self._line is not None and self._process is not None:
-            self._close(self._line, self._process)
-        return NoOpAwaitable()
+        if self._line is None or self._process is None:
+            return NoOpAwaitable()
+        self._let_go(self._line)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._wait_for_end(self._process)
+            return NoOpAwaitable()
+        return asyncio.ensure_future(asyncio.to_thread(self._wait_for_end, self._process))
 
-    def _close(self, line: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def _let_go(self, line: socket.socket) -> None:
         self.status = Status.closed
         with contextlib.suppress(OSError):
             line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
@@ -159,6 +167,8 @@ class Runner:
         self._line = None
         forget_client()
         atexit.unregister(self._close_at_exit)
+
+    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
         try:
             process.wait(CLOSE_DEADLINE_S + WRITE_DEADLINE_S * (self.spec.profile != "none"))
         except subprocess.TimeoutExpired:
@@ -281,9 +291,8 @@ def _mpi_is_running() -> bool:
 
 
 def _meet_through_own_mpi(environment: dict[str, str]) -> tuple[ranks.Rank, dict[str, str]]:
-    """Agree on an id by MPI, which only this process may use; then a file does the rest."""
+    """Agree on an id by MPI, which only this process may use."""
     from mpi4py import MPI
 
     rank = ranks.from_mpi(MPI.COMM_WORLD)
-    launch_id = MPI.COMM_WORLD.bcast(os.urandom(12).hex() if rank.index == 0 else None, root=0)
-    return rank, {**environment, ranks.GIVEN: rank.to_text(launch_id)}
+    return rank, {**environment, ranks.GIVEN: rank.to_text()}

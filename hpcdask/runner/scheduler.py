@@ -12,16 +12,15 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import Message, read
 from hpcdask.client.batching import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.logs import set_log_level
-from hpcdask.node.channel import MessageStream
-from hpcdask.node.forkserver import leave_signals_to_the_rank
-from hpcdask.node.observe import make_observable
-from hpcdask.process import raise_descriptor_limit
-from hpcdask.security import webserver
+from hpcdask.process import make_observable, raise_descriptor_limit
+from hpcdask.security import ports, webserver
 from hpcdask.security.credentials import to_security
 from hpcdask.upstream.dask import cull_by_layer
 from hpcdask.upstream.distributed import run_in_loop
@@ -35,7 +34,7 @@ class _WorkerReporter(SchedulerPlugin):
 
     name = "hpcdask-census"
 
-    def __init__(self, send: Callable[[protocol.Message], None]) -> None:
+    def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._names: dict[str, str] = {}
 
@@ -59,7 +58,7 @@ class _WorkerReporter(SchedulerPlugin):
 
 def main(sock: socket.socket) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
-    leave_signals_to_the_rank()
+    set_log_level()
     raise_descriptor_limit()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
@@ -72,14 +71,15 @@ def main(sock: socket.socket) -> None:
 async def _main(sock: socket.socket) -> None:
     channel = await MessageStream.over(sock)
 
-    def send(message: protocol.Message) -> None:
+    def send(message: Message) -> None:
         channel.send(**message.to_json())
 
     received = await channel.receive()
-    order = protocol.read(received) if received else None
+    order = read(received) if received else None
     if not isinstance(order, protocol.StartScheduler):  # the run has ended before
         return
     make_observable()
+    ports.use(order.port_range)
     try:
         with webserver.without_proxy():
             scheduler = Scheduler(
@@ -117,7 +117,7 @@ async def _main(sock: socket.socket) -> None:
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
     while (received := await channel.receive()) is not None:
-        order = protocol.read(received)
+        order = read(received)
         set_log_level("CRITICAL")
         if isinstance(order, protocol.TellGpuUsage):
             await refresh(scheduler)

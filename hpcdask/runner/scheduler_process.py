@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask.node.channel import MessageStream
-from hpcdask.node.forking import ForkedProcess
+from hpcdask.bootstrap import orders
+from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.supervisor import CONTEXT
 
-from . import protocol
+from . import protocol, scheduler
 from .events import Events
 
 #: Seconds in which it asks the workers what the GPUs did, and says so.
@@ -27,12 +28,14 @@ class SchedulerProcess:
     of the nannies of all that ever were.
     """
 
-    def __init__(
-        self, process: ForkedProcess, events: Events, warm: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, events: Events, warm: Callable[[dict[str, Any]], None]) -> None:
         self.registered: set[str] = set()
         self.doors: dict[str, str] = {}
-        self._process, self._events, self._warm = process, events, warm
+        self._events, self._warm = events, warm
+        self._line, theirs = socket.socketpair()
+        self._process = CONTEXT.Process(target=scheduler.main, args=(theirs,), name="scheduler")
+        self._process.start()
+        theirs.close()
         self._orders: MessageStream | None = None
         self._usage: list[str] = []
         self._usage_told = asyncio.Event()
@@ -40,13 +43,14 @@ class SchedulerProcess:
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self._process.pid or 0
 
     async def open(self) -> None:
         """Open the line to it."""
-        self._orders = await self._process.channel()
+        self._line.setblocking(False)
+        self._orders = await MessageStream.over(self._line)
 
-    def tell(self, order: protocol.Message) -> None:
+    def tell(self, order: orders.Message) -> None:
         """Order the process to become the scheduler, or to end."""
         if self._orders is not None:
             self._orders.send(**order.to_json())
@@ -56,7 +60,7 @@ class SchedulerProcess:
         assert self._orders is not None
         closed = False
         while (message := await self._orders.receive()) is not None:
-            match protocol.read(message):
+            match orders.read(message):
                 case protocol.WorkersChanged(came, gone):
                     self.registered.difference_update(gone)
                     self.registered.update(came)
@@ -87,7 +91,5 @@ class SchedulerProcess:
         """Close it; after a second, by force."""
         if self._orders is not None:
             self.tell(protocol.CloseScheduler())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._process.wait()
-        self._process.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(self._process.join, 1.0)
+        self._process.kill()

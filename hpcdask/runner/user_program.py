@@ -4,62 +4,93 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from typing import Any
 
+from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.environment import own_process
+from hpcdask.bootstrap.orders import SignalProgram, StartProgram
+from hpcdask.client import scheduler_file
+from hpcdask.client.connect import program_variables
 from hpcdask.logs import say
-from hpcdask.node.forking import ForkedProcess
-from hpcdask.process import TERM_DEADLINE_S
+from hpcdask.node.host_agent import HostAgent
+from hpcdask.process import TERM_DEADLINE_S, process_status
+from hpcdask.queues.environment import job_id
+from hpcdask.security.credentials import Credentials
 
-from .agent import RankAgent
 from .events import Events
 
 
 class UserProgram:
-    """The program of a run: a process of rank 0, the one that started this rank, or none.
+    """The program of a run: a child of the rank's own process, the one that started it, or none.
 
     Its end is the event ``program``; if it does not end in time after a signal, ``deadline``.
     `line` leads to the program that started this rank, or is None: its end is the program's.
-    `signalled` is the signal that ends the run, once there was one.
+    `signalled` is the signal that ends the run, once there was one; a child has started if it
+    `runs`.
     """
 
     def __init__(
         self,
-        agent: RankAgent,
+        agent: HostAgent,
         events: Events,
         *,
         exists: bool,
-        line: ForkedProcess | None,
+        line: socket.socket | None,
+        timeout: float,
     ) -> None:
         self.exists = exists
         self.attached = line is not None
         self.signalled: int | None = None
-        self._agent, self._events, self._line = agent, events, line
+        self.runs = False
+        self._agent, self._events, self._line, self._timeout = agent, events, line, timeout
+        self._cluster: dict[str, Any] = {}
 
-    def start(self, address: str, on_gpus: bool) -> None:
-        """Start the program: the cluster is ready at this address, with workers on GPUs or none."""
+    def start(self, address: str, credentials: Credentials, *, on_gpus: bool) -> None:
+        """Start the program while the workers come up; its first ``Client()`` waits for `ready`."""
+        if not self.exists:
+            return
+        self._cluster = {"address": address, "file": self._file, "on_gpus": on_gpus}
+        scheduler_file.write(
+            self._file,
+            address,
+            credentials,
+            job=job_id(),
+            gpus=on_gpus,
+            ready=self.attached,
+            timeout=self._timeout,
+        )
+        if not self.attached:
+            self._agent.tell(StartProgram(program_variables(**self._cluster)))
+
+    def ready(self) -> None:
+        """Let the program have the cluster."""
         if self._line is not None:
-            self._events.start(self._attend(self._line, address, on_gpus))
-        elif self._agent.program is not None:
-            self._agent.start_program(address, on_gpus)
-            self._events.start(self._wait(self._agent.program))
+            self._events.start(self._attend(self._line))
+        elif self.exists:
+            scheduler_file.note(self._file, ready=True)
 
-    async def _wait(self, program: ForkedProcess) -> None:
-        self._events.happened("program", await program.wait())
-
-    async def _attend(self, line: ForkedProcess, address: str, on_gpus: bool) -> None:
-        channel = await line.channel()
-        channel.send(**self._agent.order_to_start(address, on_gpus).to_json())
+    async def _attend(self, line: socket.socket) -> None:
+        line.setblocking(False)
+        channel = await MessageStream.over(line)
+        channel.send(**self._cluster)
         while await channel.receive() is not None:
             pass
         self._events.happened("program", 0)
 
+    @property
+    def _file(self) -> str:
+        return os.path.join(self._agent.scratch, "scheduler.json")
+
     def process(self) -> dict[str, int]:
-        """The id of its process by its name in `hpcdask stacks`, if it runs on this node."""
+        """Return the id of its process by its name in `hpcdask stacks`, if it runs on this node."""
         if self.attached:
-            return {"program": os.getppid()}
-        return {"program": self._agent.program.pid} if self._agent.program is not None else {}
+            status = process_status(own_process())
+            return {"program": int(status[2])} if status else {}
+        return {}
 
     def end_by(self, number: int) -> None:
-        """A signal ends the run: the program gets it, and some time."""
+        """End the program by a signal, and the run some time later."""
         self.signalled = number
         self.signal(number)
         if number != signal.SIGINT:
@@ -68,5 +99,5 @@ class UserProgram:
             self._events.later(TERM_DEADLINE_S, "deadline")
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
-        self._agent.pass_on(number)
+        """Send the program a signal."""
+        self._agent.tell(SignalProgram(number))

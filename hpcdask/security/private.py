@@ -35,7 +35,8 @@ def _is_private_group(group: int) -> bool:
     import pwd
 
     try:
-        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        return found.gr_name == user and set(found.gr_mem) <= {user}
     except KeyError:
         return False
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +50,7 @@ def guard(server: Any) -> None:
     find = application.find_handler
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
-        if _is_of_another_site(request):
+        if _is_of_another_site(request) or not _has_our_name(request):
             return application.get_handler_delegate(request, web.ErrorHandler, {"status_code": 403})
         return find(request, **kwargs)
 
@@ -65,6 +68,29 @@ def _is_of_another_site(request: HTTPServerRequest) -> bool:
     if dask.config.get(_ORIGINS, ["*"]) != ["*"]:
         return False
     return urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower()
+
+
+def _has_our_name(request: HTTPServerRequest) -> bool:
+    """Return whether the request names this host: a page of another site may point its name here.
+
+    An address is none that a page could choose (DNS rebinding). A reverse proxy passes on its own
+    name, for which there is ``hpcdask.dashboard-hosts`` in Dask's configuration.
+    """
+    host = (urlsplit(f"//{request.headers.get('Host', '')}").hostname or "").rstrip(".")
+    allowed = {"", "localhost", socket.gethostname().lower(), *_allowed_hosts()}
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return host in allowed or "*" in allowed or host == _full_name()
+
+
+def _allowed_hosts() -> list[str]:
+    hosts = dask.config.get("hpcdask.dashboard-hosts", None) or []
+    return [one.lower() for one in ([hosts] if isinstance(hosts, str) else hosts)]
+
+
+@functools.cache
+def _full_name() -> str:
+    return socket.getfqdn().lower()
 
 
 class LazyDashboard(web.RequestHandler):

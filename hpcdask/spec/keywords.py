@@ -49,7 +49,6 @@ class RunKeywords(WorkerKeywords, total=False):
     groups: str | Mapping[str, int] | tuple[str, ...] | None
     oversubscribe: bool | None
     timeout: str | float | None
-    profile_ranks: str | Iterable[str] | None
     workers_min: int | None
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import dask.config
-from dask.utils import parse_bytes, parse_timedelta
 
 from hpcdask.errors import UsageError
 
@@ -28,6 +26,8 @@ def parse_memory(text: str | int | float | None, name: str) -> int | None:
     try:
         if isinstance(text, str) and not re.search(r"\d", text):
             raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
+        from dask.utils import parse_bytes  # which takes 0.1 s to import
+
         value = int(parse_bytes(text))
         # A fraction, which other tools take, would be 0: no limit.
         if value < 0 or (value == 0 and re.search("[1-9]", str(text))):
@@ -106,11 +106,15 @@ def _seconds(text: str) -> float:
     if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    with contextlib.suppress(ValueError):
+        return float(text)
     if not re.search(r"\d", text):
         raise ValueError(text)  # parse_timedelta takes "" for 1
     if match := re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text):
         hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return float((hours * 60 + minutes) * 60 + seconds)
+    from dask.utils import parse_timedelta
+
     return float(parse_timedelta(re.sub(r"mins?$", "minutes", text)))
 
 
@@ -136,22 +140,20 @@ def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[s
         ) from None
 
 
-def parse_ranks(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
-    """Ranks as ``("0-3", "8")``, from ``"0-3,8"``."""
-    spans = tuple(filter(None, value.split(",") if isinstance(value, str) else value or ()))
-    for span in spans:
-        first, _, last = span.partition("-")
-        if not re.fullmatch(r"\d+(-\d+)?", span) or int(last or first) < int(first):
-            raise UsageError(f"{name}: {span!r} is not a rank or a span of ranks. Accepted: 0-3,8")
-    return spans
+UNREAD = "configured"
 
 
 def parse_port_range(text: str | None, name: str) -> str | None:
     """``"20000-20999"``, also from ``"20000:20999"``.
 
-    None stands for ``hpcdask.port-range`` of Dask's configuration, which mostly is not there.
+    None stands for ``hpcdask.port-range`` of Dask's configuration, which mostly is not there, and
+    `UNREAD` for None in a process that does not import Dask.
     """
+    if text == UNREAD:
+        return UNREAD
     if text is None:
+        import dask.config
+
         text, name = dask.config.get("hpcdask.port-range", None), "hpcdask.port-range"
         if text is None:
             return None
@@ -184,19 +186,12 @@ def parse_groups(
     return found
 
 
-def has_rank(spans: Iterable[str], rank: int) -> bool:
-    """Return whether a rank is one of those of `parse_ranks`."""
-    ends = [[int(end) for end in span.split("-")] for span in spans]
-    return any(pair[0] <= rank <= pair[-1] for pair in ends)
-
-
 #: What stands for a value in the command's help.
 METAVARS: dict[Callable[[Any, str], Any], str] = {
     parse_device_memory: "SIZE",
     _parse_memory_limit: "SIZE",
     parse_seconds: "TIME",
     parse_deadline: "TIME",
-    parse_ranks: "LIST",
     parse_port_range: "FIRST-LAST",
     parse_groups: "LIST",
     parse_resources: "LIST",

@@ -18,6 +18,7 @@ from hpcdask.errors import UsageError
 from .argv import make_command, option_name, options, read, to_argv
 from .keywords import Device, Profile, Protocol, RunKeywords
 from .parsing import (
+    UNREAD,
     _choice,
     _count,
     _libraries,
@@ -29,7 +30,6 @@ from .parsing import (
     parse_device_memory,
     parse_groups,
     parse_port_range,
-    parse_ranks,
     parse_resources,
     parse_seconds,
 )
@@ -214,6 +214,11 @@ class WorkerSpec:
                 raise
             raise UsageError(f"{name}:{rest}") from None
 
+    def configured(self) -> Self:
+        """Return the spec with Dask's configuration where the command line had nothing."""
+        ports = None if self.port_range == UNREAD else self.port_range
+        return dataclasses.replace(self, port_range=ports)
+
     def all_resources(self, *, on_gpu: bool) -> dict[str, float]:
         """The resources of a worker: one of its kind of device, and those asked for."""
         return {"GPU" if on_gpu else "CPU": 1.0, **(self.resources or {})}
@@ -267,9 +272,6 @@ class RunSpec(WorkerSpec):
     oversubscribe: bool = _worker(False, "Allow more ranks on a node than it has GPUs.", flag=True)
     timeout: float = _start(
         300.0, "Give up when the cluster is not complete after this time.", parse_deadline
-    )
-    profile_ranks: tuple[str, ...] = _profile(
-        (), "Ranks whose workers are profiled, such as 0-3,8. Default: all.", parse_ranks
     )
     workers_min: int | None = _start(
         None,

@@ -129,7 +129,9 @@ def check(asked: BatchRequest) -> None:
     launch = parse(asked.words)
     _check_groups(launch.spec.groups, asked)
     ucx, where = launch.spec.protocol == "ucx", "on the first node"
-    check_size(launch.spec.port_range, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where=where)
+    check_size(
+        launch.spec.configured().port_range, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where=where
+    )
     found = launch.program
     if alone or (found.target if found else None) != (asked.program[0] if asked.program else None):
         raise UsageError(

@@ -6,7 +6,6 @@ Their own connections spin, and let in whoever knocks. Import this only where UC
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ SEEN = "ucxx 0.52"
 def start() -> None:
     """Start UCX without its active messages and remote memory access.
 
-    With them whoever connects has ucxx allocate what he says, and read a header that he wrote.
+    With them a stranger who connects has ucxx allocate memory, and read a header of his own.
     Raises UsageError if UCX has them all the same.
     """
     from ucxx._lib import libucxx
@@ -41,27 +40,23 @@ def _context() -> Any:
 
 
 def worker() -> Any:
-    """UCX's worker of this process."""
+    """Return UCX's worker of this process."""
     return _context().worker
 
 
 def keep_running() -> int:
-    """Keep ucxx from stopping, and its reader in place, when nothing is registered any more."""
+    """Keep ucxx from stopping, and its reader in place; returns the id of a registration."""
     return int(base._register_dask_resource())
 
 
-def keep_running_for(owner: object) -> int:
-    """The same, until an object is gone."""
-    resource = keep_running()
-    weakref.finalize(owner, base._deregister_dask_resource, resource)
-    return resource
-
-
 def connect(host: str, port: int) -> Any:
-    """A raw endpoint, which was not introduced yet."""
+    """Return a raw endpoint, without tags; ConnectionError where UCX has no way there."""
     from ucxx._lib.libucxx import UCXEndpoint
 
-    return UCXEndpoint.create(worker(), host, port, True)
+    try:
+        return UCXEndpoint.create(worker(), host, port, True)
+    except base.ucxx.exceptions.UCXError as error:
+        raise ConnectionError(f"no ucx connection to {host}: {error!r}") from error
 
 
 def listen(port: int, requested: Any, *args: Any) -> Any:
@@ -72,55 +67,60 @@ def listen(port: int, requested: Any, *args: Any) -> Any:
 
 
 def listened_port(listener: Any) -> int:
-    """The port that distributed's listener was to have."""
+    """Return the port that distributed's listener was to have."""
     return int(listener._input_port)
 
 
 def endpoint_of(comm: Any) -> Any:
-    """The endpoint of a connection of distributed's, or None where it is closed."""
+    """Return the endpoint of a connection of distributed's, or None where it is closed."""
     return comm._ep
 
 
-def raw(endpoint: Any) -> Any:
-    """UCX's own endpoint in that of ucxx."""
-    return endpoint._ep
-
-
-def tags(endpoint: Any) -> tuple[Any, Any]:
-    """Return the tags of the messages that an endpoint sends, and that it receives."""
-    from ucxx.types import Tag
-
-    return Tag(endpoint._tags["msg_send"]), Tag(endpoint._tags["msg_recv"])
-
-
-def array_type() -> Any:
-    """Return the type of buffers that requests take."""
-    from ucxx._lib.arr import Array
-
-    return Array
-
-
-def new_tag(seed: bytes, raw_endpoint: Any) -> int:
-    """A tag for the messages to an endpoint."""
-    from ucxx._lib_async.utils import hash64bits
-
-    return int(hash64bits("msg_tag", seed, raw_endpoint.handle))
-
-
-async def exchange_tags(streams: Any, tag: int, *, listens: bool) -> int:
-    """Tell the other side a tag, and get its own; RuntimeError where the checksum does not fit.
-
-    Without a deadline: that of the caller would be lost when both are over at once.
-    """
-    from ucxx._lib_async.exchange_peer_info import exchange_peer_info
-
-    told = await exchange_peer_info(streams, tag, listener=listens, connect_timeout=None)
-    return int(told["msg_tag"])
-
-
 def endpoint(raw_endpoint: Any, send_tag: int, receive_tag: int) -> Any:
-    """ucxx's endpoint of a raw one that was introduced."""
+    """Return ucxx's endpoint of a raw one, with the tags of its messages."""
     from ucxx._lib_async import Endpoint
 
     tags = {"msg_send": send_tag, "msg_recv": receive_tag}
     return Endpoint(endpoint=raw_endpoint, ctx=_context(), tags=tags)
+
+
+def raw_and_tags(endpoint: Any) -> tuple[Any, Any, Any]:
+    """Return UCX's own endpoint in that of ucxx, and the tags by which it sends and receives."""
+    from ucxx.types import Tag
+
+    return endpoint._ep, Tag(endpoint._tags["msg_send"]), Tag(endpoint._tags["msg_recv"])
+
+
+def send(raw: Any, tag: Any, buffer: Any) -> Any:
+    """Begin to send a message; returns the request."""
+    raw.raise_on_error()
+    return raw.tag_send(_array(buffer), tag)
+
+
+def receive(raw: Any, tag: Any, buffer: Any) -> Any:
+    """Begin to receive a message of exactly as many bytes as the buffer holds."""
+    array = _array(buffer)
+    if raw.alive:
+        return raw.tag_recv(array, tag)
+    # the other side is gone; what it said last may lie here
+    lies = worker().tag_probe(tag)
+    if lies.matched and lies.length == array.nbytes:
+        return worker().tag_recv_with_handle(array, worker().tag_probe(tag, remove=True))
+    raw.raise_on_error()
+    raise base.ucxx.exceptions.UCXCloseError("the other side closed the connection")
+
+
+def stream_send(raw: Any, message: bytes) -> Any:
+    """Begin to send bytes without a tag."""
+    return raw.stream_send(_array(message))
+
+
+def stream_receive(raw: Any, buffer: bytearray) -> Any:
+    """Begin to receive bytes without a tag."""
+    return raw.stream_recv(_array(buffer))
+
+
+def _array(buffer: Any) -> Any:
+    from ucxx._lib.arr import Array
+
+    return Array(buffer)

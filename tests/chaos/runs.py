@@ -150,7 +150,6 @@ class Run:
 
     def fire(self, event: Event) -> tuple[str, Undo | None]:
         """Cause a fault."""
-        self.site.note_semaphores()
         if event.fault == "network":
             assert self.hosts is not None
             # a launcher that cannot reach its hosts does not try again
@@ -274,8 +273,6 @@ class Run:
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not (self.site.processes() or self.files()), GONE_S)
         parts = [*describe(self.site.processes()).splitlines(), *self.files()]
-        if not self._roles - {"stop", "blip", "worker"}:
-            parts += self.site.semaphores()
         if self._used:
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: device_memory_is_back(self._used), GONE_S, interval=1)

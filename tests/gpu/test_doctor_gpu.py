@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdask.comm.fabric import nvlink_pairs
+from hpcdask.comm import fabric
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_the_gpus_are_seen_and_the_packages_load(gpus: list[Gpu]) -> None:
     assert "cuda" in of_topic(findings, "ucxx works")["value"]
     assert of_topic(findings, "driver")["status"] == "ok"
     assert made["exit_code"] < 2, made["verdict"]
-    joined = {frozenset(pair) for pair in nvlink_pairs().joined}
+    joined = {frozenset(pair) for pair in fabric.look().nvlink}
     if len(gpus) > 1 and len(joined) == len(gpus) * (len(gpus) - 1) // 2:
         assert of_topic(findings, "NVLink")["value"] == "between all GPUs"
         assert "auto would choose ucx" in of_topic(findings, "protocol")["value"]
@@ -72,7 +72,7 @@ def test_ucx_over_tcp_is_reported_as_slow(gpus: list[Gpu]) -> None:
     assert found["status"] == "warning"
     assert "slow" in found["value"]
     assert made["exit_code"] >= 1
-    if nvlink_pairs().joined and len(gpus) > 1:
+    if fabric.look().nvlink and len(gpus) > 1:
         assert "NVLink is not used" in found["value"]
 
 

@@ -21,8 +21,8 @@ import hpcdask
 from clock import clock
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
-from hpcdask.comm import nccl
 from hpcdask.errors import GangError
+from hpcdask.gpu import nccl
 from hpcdask.gpu.devices import Gpu
 from launching import describe, needs, wait_for
 

@@ -17,8 +17,8 @@ from distributed import Client, Future, LocalCluster
 import hpcdask
 from clock import clock
 from hpcdask.client.gang import RankContext
-from hpcdask.comm import nccl
 from hpcdask.errors import GangError
+from hpcdask.gpu import nccl
 from hpcdask.gpu.devices import Gpu
 from launching import needs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,8 +39,6 @@ client.restart()
 again = client.run(look)
 print(json.dumps([list(first.values()), list(again.values())]))
 """
-
-CONNECTIONS = "{'CUDA_DEVICE_MAX_CONNECTIONS': '1'}"
 
 TRANSPOSE = """
 import json
@@ -161,47 +158,6 @@ def test_a_step_with_a_gpu_for_each_rank_uses_cuda_ipc(gpus: list[Gpu], tmp_path
     assert done.returncode == 0, done.stderr
     assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
     assert "CUDA IPC is active" in done.stderr
-
-
-PARENTS = """
-import json, os
-from distributed import Client
-
-def family():
-    import cupy
-    return os.getppid(), float(cupy.arange(10.0).sum()), repr(cupy.cuda.get_allocator())
-
-client = Client()
-def look():
-    nannies = client.run(os.getpid, nanny=True)
-    return [[parent == nannies[worker], total, "rmm" in allocator]
-            for worker, (parent, total, allocator) in client.run(family).items()]
-first = look()
-client.restart()
-print(json.dumps([first, look()]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("environ", "early"), [({}, True), ({"DASK_DISTRIBUTED__NANNY__ENVIRON": CONNECTIONS}, False)]
-)
-def test_workers_are_made_ready_while_their_ranks_import(
-    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ, early: bool
-) -> None:
-    """By processes that the ranks fork themselves; those after a restart are the template's.
-
-    Variables that the driver has read by then are for one from the template, too.
-    """
-    if len(os.sched_getaffinity(0)) < 2 * len(gpus):
-        pytest.skip("fewer than two cores for each GPU")
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    script = tmp_path / "parents.py"
-    script.write_text(PARENTS)
-    done = launch(len(gpus), str(script))
-    assert done.returncode == 0, done.stderr
-    each = len(gpus)
-    assert json.loads(done.stdout) == [[[early, 45.0, True]] * each, [[False, 45.0, True]] * each]
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ AT_THE_IMPORTS = """
 import os, sys
 class Notice:
     def find_spec(self, name, path=None, target=None):
-        if name == "distributed" and "hpcdask.node.gpu_probe" in sys.modules:
+        if name == "distributed" and "hpcdask.node.preload" in sys.modules:
             with open(os.environ["NOTED"], "a") as file:
                 print(len(os.sched_getaffinity(0)), file=file)
 sys.meta_path.insert(0, Notice())

@@ -131,15 +131,6 @@ def test_ctrl_c_does_not_end_the_other_ranks(site: Site) -> None:
     site.check_nothing_left(since=clock())
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
-def test_a_program_that_cannot_be_told_where_the_cluster_is(site: Site) -> None:
-    """Such as on a full disk: both waited for ever."""
-    ended = run(site, "runner", "spoil")
-    assert ended.code == 1, str(ended)
-    assert "rank 0 on" in ended.err, str(ended)
-    assert "cannot go on: [Errno 21] Is a directory" in ended.err, str(ended)
-
-
 def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
     for name in ("HPCDASK_SCHEDULER_FILE", "DASK_SCHEDULER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

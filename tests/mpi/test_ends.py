@@ -17,7 +17,7 @@ import pytest
 
 from clock import PATIENCE, clock
 from hpcdask.process import SAME_SIGNAL_S, TERM_DEADLINE_S
-from running import PROGRAMS, Ended, Running, Site, rank_of
+from running import PROGRAMS, Ended, Running, Site
 
 pytestmark = pytest.mark.mpi
 
@@ -83,9 +83,7 @@ def assert_traceback_is_the_user_s(ended: Ended) -> None:
 @under("openmpi", "mpich", "alone")
 def test_sigterm_ends_everything(site: Site):
     run = site.start("waits.py")
-    found = json.loads(run.line("ready"))
-    if site.launcher.name == "Open MPI":
-        check_what_ranks_are_made_of(run, found)
+    run.line("ready")
     sent = run.signal(signal.SIGTERM)
     ended = run.end()
     site.check_nothing_left(sent)
@@ -196,7 +194,6 @@ def test_a_killed_worker_is_restarted_and_the_result_is_right(site: Site):
         "new": 1,
         "same after restart": 0,
         "hashes": 1,
-        "own hash": True,
     }
     check_soon(ended)
     site.check_nothing_left(ended.program_end)
@@ -261,14 +258,12 @@ def test_a_killed_launcher_leaves_nothing(site: Site):
 
 
 @under("openmpi")
-@pytest.mark.parametrize("moment", [pytest.param("first", marks=pytest.mark.long), "all"])
-def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site, moment: str):
+def test_a_launcher_that_is_killed_before_the_ranks_meet_leaves_nothing(site: Site):
     """It was asked for when the ranks had met, and then was nobody's parent any more."""
     (site.folder / "silent.py").write_text("import time; time.sleep(100)")
     # to write where nobody reads would end it
     run = site.start("silent.py", find=False)
-    count = {"first": 1, "all": 2}[moment]
-    run.wait_for(lambda: len(list(site.tmp.glob("hpcdask-*"))) >= count, "the ranks' folders")
+    run.wait_for(lambda: len(list(site.tmp.glob("hpcdask-*"))) >= 2, "the ranks' folders")
     killed = run.signal(signal.SIGKILL)
     ended = run.end()
     assert ended.code == -signal.SIGKILL
@@ -319,53 +314,6 @@ def kill(pid: int) -> float:
     now = clock()
     os.kill(pid, signal.SIGKILL)
     return now
-
-
-# What there is at run time
-
-
-def check_what_ranks_are_made_of(run: Running, found: dict) -> None:
-    """Fail if there are other processes than these, or if they need too much memory."""
-    ranks = run.rank_pids()
-    groups = processes_by_rank(run.site)
-    special = {found["program"], found["scheduler"], *found["workers"]}
-    parts = {}
-    for rank, members in groups.items():
-        trackers = [p for p in members if "resource_tracker" in " ".join(p.cmdline())]
-        own = [p for p in members if p.pid not in special and p not in trackers]
-        janitors = [p for p in own if os.getsid(p.pid) == p.pid and p.pid != ranks[rank]]
-        parts[rank] = {
-            "rank": sum(p.pid == ranks[rank] for p in own),
-            "janitor": len(janitors),
-            "template": sum(p.pid != ranks[rank] and p not in janitors for p in own),
-            "resource tracker": len(trackers),
-            "worker": sum(p.pid in found["workers"] for p in members),
-            "scheduler": sum(p.pid == found["scheduler"] for p in members),
-            "program": sum(p.pid == found["program"] for p in members),
-        }
-    every = {"rank": 1, "janitor": 1, "template": 1, "resource tracker": 1, "worker": 1}
-    assert parts == {
-        0: {**every, "scheduler": 1, "program": 1},
-        1: {**every, "scheduler": 0, "program": 0},
-    }
-
-    for worker in found["workers"]:  # all that it needs is imported there
-        (rank,) = (rank for rank, group in groups.items() if worker in [p.pid for p in group])
-        assert psutil.Process(worker).ppid() not in {ranks[rank], *special}
-        assert "multiprocessing" not in " ".join(psutil.Process(worker).cmdline())
-
-    beside_the_worker = [p for p in groups[1] if p.pid not in special]
-    unique = {p.pid: p.memory_full_info().uss / 1e6 for p in beside_the_worker}
-    print(f"USS of rank 1 beside its worker: {sum(unique.values()):.1f} MB of {unique}")
-    assert sum(unique.values()) < 80, unique
-
-
-def processes_by_rank(site: Site) -> dict[int, list[psutil.Process]]:
-    groups: dict[int, list[psutil.Process]] = {}
-    for process in site.processes():
-        if (rank := rank_of(process)) is not None:
-            groups.setdefault(rank, []).append(process)
-    return groups
 
 
 # No program: the cluster stays up

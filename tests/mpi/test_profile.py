@@ -68,12 +68,3 @@ def test_a_flame_graph_for_each_life_of_each_worker(site: Site, program: Path) -
     assert sum("burn_visibly" in graph.read_text() for graph in graphs) == 3
     assert f"profiles: one file for each worker in {site.folder / 'graphs'}" in ended.err
     site.check_nothing_left(since)
-
-
-def test_ranks(site: Site, program: Path) -> None:
-    ended = start(site, program, "--profile", "py-spy", "--profile-ranks", "1-7")
-    assert ended.code == 3, str(ended)
-    assert len(list((site.folder / "hpcdask-profile").iterdir())) == 1
-    refused = start(site, program, "--profile-ranks", "3-1")
-    assert refused.code == 2
-    assert "'3-1' is not a rank or a span of ranks" in refused.err

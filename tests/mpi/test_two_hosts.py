@@ -87,7 +87,8 @@ def test_a_client_of_the_other_host_by_a_scheduler_file(hosts: Hosts) -> None:
 
 def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
     with Site(over(hosts, "mpich")) as site:
-        run = site.start("two_hosts.py", "stay")
+        quick = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "15s"}
+        run = site.start("two_hosts.py", "stay", env=quick)
         run.line("computed", timeout=120)
         hosts.join(up=False)
         run.line(f"hpcdask: error: rank 1 on {hosts.names[1]}", stream="err", timeout=120)

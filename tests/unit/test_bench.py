@@ -29,7 +29,7 @@ from hpcdask.bench.array import run_array
 from hpcdask.bench.options import OutputFile
 from hpcdask.bench.records import Case, rate
 from hpcdask.bench.workload import Timed, record
-from hpcdask.bootstrap.reexec import interpreter
+from hpcdask.bootstrap.environment import interpreter
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import array as array_workload

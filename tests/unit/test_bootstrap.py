@@ -29,9 +29,8 @@ RANK_THAT_LEAVES_A_PROCESS = """
     from hpcdask.bootstrap import janitor
 
     janitor.KILL_DEADLINE_S = 3
-    janitor.marked_processes = lambda marker, besides: [2**22]  # as if it could not be killed
-    os.environ[janitor.MARKER] = "nobody"
-    janitor = janitor.Janitor.start()
+    janitor.marked_processes = lambda *_: [2**22]  # as if it could not be killed
+    janitor = janitor.Janitor.start("nobody")
     now, later, forgotten = sys.argv[1:]
     janitor.remove_at_once(now)
     janitor.remove_at_end(later)
@@ -60,37 +59,15 @@ def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path: Path):
     assert forgotten.exists()
 
 
-RANK_WITH_A_THREAD_THAT_WAITS = """
-    import asyncio, os, threading
-    from types import SimpleNamespace
-    from hpcdask.runner import launch
-
-    async def work():
-        loop = asyncio.get_running_loop()
-        begun = threading.Event()
-        loop.run_in_executor(None, lambda: (begun.set(), threading.Event().wait(600)))
-        begun.wait()
-        return 3
-
-    agent = SimpleNamespace(rank=None, workers=SimpleNamespace(leave=os._exit))
-    asyncio.run(launch.end_with(work(), agent))
-"""
-
-
-def test_a_rank_does_not_wait_for_its_threads():
-    """Nor for a program in a file system that hangs, which cannot be killed."""
-    assert python(RANK_WITH_A_THREAD_THAT_WAITS).wait(120) == 3
-
-
 STREAM_WHOSE_NUMBER_A_LIBRARY_HAS = """
     import os, sys
 
     os.close(0)
     if sys.argv[1] == "taken":
         assert os.open("/proc/self/exe", os.O_RDONLY) == 0
-    from hpcdask.bootstrap import reexec
+    from hpcdask.bootstrap.environment import open_standard_streams
 
-    reexec._mend_inheritance()
+    open_standard_streams()
     code = "import os, sys; print(sys.stdin is None or os.readlink('/proc/self/fd/0'))"
     os.execv(sys.executable, [sys.executable, "-c", code])
 """

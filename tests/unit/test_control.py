@@ -47,8 +47,8 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_a_network_that_is_lost_for_six_seconds_ends_no_line(tmp_path: Path):
-    """Both sides probe an idle line: with few probes, a loss of four seconds looked like ten."""
+def test_a_network_that_is_lost_for_twelve_seconds_ends_no_line(tmp_path: Path):
+    """Regression: ten seconds ended the run."""
     if os.geteuid():
         pytest.skip("network namespaces: only root may make them")
     if why := missing():
@@ -72,9 +72,9 @@ def test_a_network_that_is_lost_for_six_seconds_ends_no_line(tmp_path: Path):
         start_of_silence = time.monotonic()
         wait_until(start_of_silence + 3)
         hosts.join(up=False)
-        wait_until(start_of_silence + 9)
+        wait_until(start_of_silence + 15)
         hosts.join(up=True)
-        wait_until(start_of_silence + 12)
+        wait_until(start_of_silence + 18)
         rank.stdin.write("\n")
         rank.stdin.flush()
         assert leader.stdout.readline() == "still there\n"

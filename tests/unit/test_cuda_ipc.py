@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,15 +52,20 @@ void fill(int pid, int other, unsigned long ns) {
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ctypes.CDLL:
+def library(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """Loaded into this process, as UCX loads its own."""
     source, built = tmp_path / "table.cc", tmp_path / cuda_ipc.LIBRARY
     source.write_text(STAND_IN)
     try:
-        subprocess.run(["g++", "-shared", "-fPIC", "-o", built, source], check=True)
+        subprocess.run(
+            ["g++", "-shared", "-fPIC", f"-Wl,-soname,{cuda_ipc.LIBRARY}", "-o", built, source],
+            check=True,
+        )
     except FileNotFoundError:
         unavailable("g++ is not here")
-    return ctypes.CDLL(str(built))
+    loaded = ctypes.CDLL(str(built))
+    yield loaded
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -69,7 +75,6 @@ def sleeper() -> subprocess.Popen[bytes]:
 def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(cuda_ipc, "synchronize", lambda: None)
-    monkeypatch.setattr(cuda_ipc, "_library", lambda: library)
     mappings = Mappings((1, 21, 0))
     assert mappings.processes() == set()
     turns: list[None] = []
@@ -81,7 +86,7 @@ def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
             both = {(ending.pid, own_namespace()), (living.pid, own_namespace())}
             assert mappings.processes() == both
             watching = asyncio.create_task(
-                release_of_the_dead(mappings, lambda: turns.append(None), "a")
+                release_of_the_dead(mappings, lambda: turns.append(None))
             )
             # it has seen both alive
             start = asyncio.get_running_loop().create_future()
@@ -112,15 +117,10 @@ def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
     asyncio.run(main())
 
 
-def test_other_versions_of_ucx_are_left_alone(library, monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "_library", lambda: library)
+def test_other_versions_of_ucx_are_left_alone(library):
     library.fill(1, 2, ctypes.c_ulong(3))
     for version in ((1, 20, 1), (1, 22, 0)):
         mappings = Mappings(version)
         assert not mappings.known
         assert mappings.processes() == set()
-        asyncio.run(asyncio.wait_for(release_of_the_dead(mappings, print, "a"), 60))
-
-
-def test_only_a_library_that_is_loaded_is_asked(library):
-    assert cuda_ipc._library()._name == library._name
+        asyncio.run(asyncio.wait_for(release_of_the_dead(mappings, print), 60))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import dask
 import psutil
 import pytest
-from distributed import Security
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +26,9 @@ from hpcdask.bootstrap.resources import cpu_quota, job_memory
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, devices, driver
 from hpcdask.gpu.devices import Gpu, visible_gpus
-from hpcdask.node import gpu_probe
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import worker_cores
 from hpcdask.node.scratch import remove_stale, scratch_folder
-from hpcdask.node.worker_group import WorkerGroup
-from hpcdask.runner import assignment
 from hpcdask.runner.assignment import assign_gpus, place_workers
 from hpcdask.spec.specs import RunSpec
 from launching import needs
@@ -529,7 +524,7 @@ def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
     """A laptop without an NVIDIA GPU needed --device cpu."""
     there = {"/dev/dxg", driver.WINDOWS_NVML} if library else {"/dev/dxg"}
     monkeypatch.setattr(devices.os.path, "exists", there.__contains__)
-    monkeypatch.setattr(devices.glob, "glob", lambda _: [])
+    monkeypatch.setattr(driver.glob, "glob", lambda _: [])
     assert driver.has_nvidia_driver() is library
 
 
@@ -635,202 +630,65 @@ def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[drive
     return driver.driver_files(f"{root}/")
 
 
-@pytest.mark.parametrize(
-    ("visible", "forbidden", "expected"),
-    [
-        (None, "", [A, B, C, D]),
-        ("2,0", "", [C, A]),
-        ("GPU-cccc", "", [C]),
-        ("1,7,0", "", [B]),
-        ("", "", []),
-        (None, A + B, [C, D]),
-        ("0", A + B, [C]),
-        ("0", A + B + C + D, []),
-    ],
-)
-def test_gpus_that_the_driver_s_files_tell(tmp_path, visible, forbidden, expected):
-    """As NVML does, where the processes that must not use a GPU cannot open its file."""
-    files = driver_files(tmp_path, *[(gpu["uuid"], gpu["uuid"] not in forbidden) for gpu in FOUR])
-    assert [gpu.uuid for gpu in files] == [A, B, C, D]
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = devices.foreseen_gpus(files, environ, f"{tmp_path}/")
-    assert [gpu.uuid for gpu in found] == expected
-
-
-def test_nothing_is_foreseen_of_sliced_gpus_and_unused_ones(tmp_path):
-    files = driver_files(tmp_path, (A, True), ("GPU-????????-????", True))
-    assert not devices.foreseen_gpus(files, {}, f"{tmp_path}/")
-    assert [gpu.uuid for gpu in devices.foreseen_gpus(files[:1], {}, f"{tmp_path}/")] == [A]
-    (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
-    assert not devices.foreseen_gpus(files[:1], {}, f"{tmp_path}/")
-
-
 def test_gpus_that_the_driver_leaves_out(tmp_path):
     assert len(driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "No"})) == 2
     assert not driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "Yes"})
 
 
-def test_the_first_rank_of_a_node_asks_nvml_for_the_others():
-    one, two = views(("n1", [0, 1]), ("n1", [0, 1]))
-    one = dataclasses.replace(one, shown=one.gpus)
-    left = tuple(Gpu(gpu.uuid, "", 0) for gpu in two.gpus)
-    foreseen = dataclasses.replace(two, gpus=left, shown=None)
-    assert [view.gpus for view in assignment.fill_from_first_rank([foreseen, one])] == [
-        two.gpus,
-        one.gpus,
-    ]
-    # the first may use one only, and NVML may show fewer than the driver's files
-    alone = dataclasses.replace(one, gpus=one.gpus[1:])
-    assert assignment.fill_from_first_rank([alone, foreseen])[1].gpus == two.gpus
-    fewer = dataclasses.replace(one, shown=one.gpus[:1])
-    assert assignment.fill_from_first_rank([fewer, foreseen])[1].gpus == two.gpus[:1]
-    # a container of another name
-    elsewhere = dataclasses.replace(one, host="n2")
-    assert assignment.fill_from_first_rank([elsewhere, foreseen])[1].gpus == two.gpus
-    blind = dataclasses.replace(one, gpus=(), shown=())
-    assert [view.gpus for view in assignment.fill_from_first_rank([blind, foreseen])] == [(), ()]
-    (other,) = views(("n3", [0]))
-    other = dataclasses.replace(other, shown=other.gpus)
-    with pytest.raises(DeviceError, match="rank 1 sees GPUs on n1"):
-        assignment.fill_from_first_rank([other, foreseen])
+# The process that asks
 
 
-# The process that asks, while the rank imports
-
-
-def test_nvml_is_started_once_for_all_that_ask(nvml):
-    nvml([{**FOUR[0], "nvlink": [B]}, FOUR[1]])
-    found = gpu_probe._ask(os.environ, every=False)
-    assert [gpu.uuid for gpu in found.gpus] == [A, B]
-    assert found.fabric.nvlink == ((A, B),)
-    import pynvml
-
-    assert pynvml.starts == 1
-    with pytest.raises(pynvml.NVMLError_Uninitialized):  # and ended
-        pynvml.nvmlDeviceGetCount()
-
-
-@pytest.mark.parametrize("every", [False, True])
-def test_of_other_gpus_no_more_is_asked_than_their_uuids(nvml, monkeypatch, every):
-    """But by the first rank of a node, for others."""
-    nvml([{**gpu, "nvlink": [A, B, C, D]} for gpu in FOUR])
-    import pynvml
-
-    asked: set[tuple[str, ...]] = set()
-    names = ("MemoryInfo", "Name", "CpuAffinity")
-    for name in (*names, "P2PStatus"):
-        call = getattr(pynvml, f"nvmlDeviceGet{name}")
-
-        def note(handle, *more, call=call, name=name):
-            others = [more[0]["uuid"]] if name == "P2PStatus" else []
-            asked.add((name, handle["uuid"], *others))
-            return call(handle, *more)
-
-        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", note)
-    found = gpu_probe._ask({"CUDA_VISIBLE_DEVICES": "2"}, every=every)
-    assert [gpu.uuid for gpu in found.gpus] == [C]
-    assert [gpu.uuid for gpu in found.shown] == ([A, B, C, D] if every else [C])
-    assert found.fabric.gpus == (A, B, C, D)
-    pairs = itertools.combinations((A, B, C, D), 2)
-    assert asked == {
-        *itertools.product(names, (A, B, C, D) if every else (C,)),
-        *(("P2PStatus", *pair) for pair in pairs if every or C in pair),
-    }
-    assert len(found.fabric.nvlink) == (6 if every else 3)
-
-
-def probed(change: str = "", **environ: str) -> str:
-    """What a probe's report gives in a process of its own, after a change of the probe."""
-    program = f"""from hpcdask.gpu import driver
-
-import os, time
-from hpcdask.gpu import context, devices
+PROBE = """
+import multiprocessing
 from hpcdask import errors
 from hpcdask.node import gpu_probe
-gpu_probe.PROBE_DEADLINE_S, driver.has_nvidia_driver = 5.0, lambda: False
-{change}
-try:
-    found = gpu_probe.GpuProbe.start(lambda: None, gpu_probe.EarlyOptions(in_run=False))
-    told = found.report()
-    gpus, shown, fabric = told.gpus, told.shown, told.fabric
-    print([gpu.uuid for gpu in gpus], fabric.nvlink, fabric.nvlink_unknown, len(fabric.gpus))
-    assert shown == gpus
-except errors.DeviceError as error:
-    print(error)
-found.dismiss()
-try:
-    print(os.waitpid(-1, os.WNOHANG))
-except ChildProcessError:
-    print("nobody is left")
+
+if __name__ == "__main__":
+    gpu_probe.PROBE_DEADLINE_S = SECONDS
+    multiprocessing.set_forkserver_preload(["change"])
+    try:
+        found = gpu_probe.GpuProbe.start().result()
+        print([gpu.uuid for gpu in found.gpus], found.fabric.nvlink, len(found.fabric.gpus))
+    except errors.DeviceError as error:
+        print(error)
+    assert not multiprocessing.active_children()
 """
-    env = {**os.environ, "PYTHONPATH": FAKES, **environ}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=env,
-        check=True,
-    )
-    text, left = done.stdout.splitlines()
-    assert left == "nobody is left"
-    assert not done.stderr
-    return text
 
 
-def test_a_report_of_gpus_and_what_joins_them():
+@pytest.fixture
+def probed(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that gives the report of a probe, after a change of what it calls."""
+
+    def run(change: str = "", deadline: float = 60, **environ: str) -> str:
+        (tmp_path / "change.py").write_text(
+            "import os, time\nfrom hpcdask.gpu import devices, driver\n"
+            "from hpcdask.node import gpu_probe\ndriver.has_nvidia_driver = lambda: False\n"
+            f"{change}"
+        )
+        program = tmp_path / "program.py"
+        program.write_text(PROBE.replace("SECONDS", str(deadline)))
+        done = subprocess.run(
+            [sys.executable, program],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={**os.environ, "PYTHONPATH": f"{FAKES}{os.pathsep}{tmp_path}", **environ},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+def test_a_report_of_gpus_and_what_joins_them(probed):
     gpus = [{**FOUR[0], "nvlink": [B]}, {**FOUR[1], "nvlink": [A]}, FOUR[2]]
     environ = {"FAKE_NVML": json.dumps(gpus), "CUDA_VISIBLE_DEVICES": "2,0"}
-    assert probed(**environ) == f"{[C, A]} {((A, B),)} () 3"
+    assert probed(**environ) == f"{[C, A]} {((A, B),)} 3"
     gpus[0]["nvlink"] = None
-    assert probed(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () {((A, B), (A, C))} 3"
-    assert probed(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () () 0"
-
-
-OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, "GPU-c,GPU-a"),  # no launcher: one worker for each
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "GPU-c"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "GPU-a"),
-    ],
-)
-def test_the_driver_is_held_open_on_the_gpu_that_the_worker_will_take(tmp_path, environ, expected):
-    held = tmp_path / "held"
-    change = f"""
-class Driver:
-    def cuInit(self, flags):
-        with open({str(held)!r} + ".part", "w") as file:
-            print(os.environ["CUDA_VISIBLE_DEVICES"], flags, file=file)
-        os.rename({str(held)!r} + ".part", {str(held)!r})
-
-context.ctypes.CDLL = {{"libcuda.so.1": Driver()}}.get
-report = gpu_probe.GpuProbe.report
-def wait_until_held(self):
-    try:
-        return report(self)
-    finally:
-        while not os.path.exists({str(held)!r}):
-            time.sleep(0.01)
-gpu_probe.GpuProbe.report = wait_until_held
-"""
-    gpus = {"FAKE_NVML": json.dumps(FOUR), "CUDA_VISIBLE_DEVICES": "2,0"}
-    probed(change, **gpus, **environ)  # which sees that the probe ends when it is dismissed
-    names = {C: "GPU-c", A: "GPU-a"}
-    uuids, flags = held.read_text().split()
-    assert [names[uuid] for uuid in uuids.split(",")] == expected.split(",")
-    assert flags == "0"
-
-
-def test_the_driver_is_let_go_when_the_workers_are_there():
-    found = mock.Mock(uuid=None)
-    group = WorkerGroup(RunSpec(), "n1", "", found)
-    asyncio.run(group.start([], "tcp://127.0.0.1:1", Security()))
-    found.dismiss.assert_called_once_with()
-    assert group.probe is None
+    assert probed(FAKE_NVML=json.dumps(gpus)) == f"{[A, B, C]} () 3"
+    assert probed(FAKE_NVML=json.dumps(gpus), CUDA_VISIBLE_DEVICES="") == "[] () 0"
 
 
 @needs("cuda")
@@ -869,16 +727,13 @@ def test_a_driver_that_refuses_a_context(monkeypatch):
         context.make_context()
 
 
-def test_a_report_of_what_went_wrong():
+def test_a_report_of_what_went_wrong(probed):
     assert "NVML does not start" in probed("devices.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in probed(FAKE_NVML=json.dumps(broken))
-    assert "has died" in probed("gpu_probe.look_at_gpus = lambda *_, **__: os.kill(os.getpid(), 9)")
+    assert "has died" in probed("gpu_probe.visible_gpus = lambda: os.kill(os.getpid(), 9)")
 
 
-def test_a_driver_that_hangs():
-    hangs = (
-        "gpu_probe.look_at_gpus, gpu_probe.PROBE_DEADLINE_S = lambda *_, **__: time.sleep(600), 0.2"
-    )
-    program = f"{hangs}; waitpid = os.waitpid; os.waitpid = lambda pid, options: waitpid(pid, 0)"
-    assert "did not answer within 0.2 s: see whether nvidia-smi works" in probed(program)
+def test_a_driver_that_hangs(probed):
+    said = probed("gpu_probe.visible_gpus = lambda: time.sleep(600)", deadline=1)
+    assert "did not answer within 1 s: see whether nvidia-smi works" in said

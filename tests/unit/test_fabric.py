@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hpcdask.comm import fabric, ucx_install
+from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.ucx_install import PREFER_SYSTEM, UcxInstall
+from hpcdask.comm.ucx_config import PREFER_SYSTEM, UcxInstall
 from hpcdask.gpu.driver import cuda_extra
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
@@ -98,7 +98,6 @@ def test_infiniband(tmp_path):
         tmp_path,
         {
             **port("mlx5_0", "4: ACTIVE"),
-            "sys/class/infiniband/mlx5_0/device/net/ib0/type": "32\n",
             **port("mlx5_1", "1: DOWN", rate="10 Gb/sec (4X SDR)"),
             **port("mlx5_2", "4: ACTIVE", "Ethernet", "2.5 Gb/sec (1X SDR)", number=2),
             **port("mlx5_3", "4: ACTIVE", rate=""),
@@ -114,7 +113,7 @@ def test_infiniband(tmp_path):
     )
     ports = fabric.infiniband(root)
     assert ports == (
-        Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True, ("ib0",)),
+        Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True),
         Port("mlx5_1:1", "InfiniBand", "DOWN", 10_000, True),
         Port("mlx5_2:2", "Ethernet", "ACTIVE", 2_500, True),
         Port("mlx5_3:1", "InfiniBand", "ACTIVE", 0, False),
@@ -156,21 +155,22 @@ def gpus(count, **more):
 
 def test_all_gpus_joined_through_switches(nvml):
     pynvml = nvml(gpus(8), lambda a, b: 0)
-    found = fabric.nvlink_pairs()
-    assert found.gpus == tuple(f"GPU-{number}" for number in range(8))
-    assert found.joined == tuple(itertools.combinations(found.gpus, 2))
-    assert found.unknown == ()
+    shown, joined = fabric.nvlink_pairs()
+    assert shown == tuple(f"GPU-{number}" for number in range(8))
+    assert joined == tuple(itertools.combinations(shown, 2))
     with pytest.raises(pynvml.NVMLError_Uninitialized):  # it is closed again
         pynvml.nvmlDeviceGetCount()
 
 
-def test_pairs_joined_by_bridges_and_pairs_that_nvml_does_not_tell(nvml):
+def test_pairs_joined_by_bridges_and_pairs_that_nvml_does_not_tell(nvml, monkeypatch):
     told = {("GPU-0", "GPU-1"): 0, ("GPU-2", "GPU-3"): 0, ("GPU-0", "GPU-2"): None}
     told[("GPU-0", "GPU-3")] = 6
-    nvml(gpus(4), lambda a, b: told.get((a, b), 5))
-    found = fabric.nvlink_pairs()
-    assert found.joined == (("GPU-0", "GPU-1"), ("GPU-2", "GPU-3"))
-    assert found.unknown == (("GPU-0", "GPU-2"), ("GPU-0", "GPU-3"))
+    pynvml = nvml(gpus(4), lambda a, b: told.get((a, b), 5))
+    shown, joined = fabric.nvlink_pairs()
+    assert joined == (("GPU-0", "GPU-1"), ("GPU-2", "GPU-3"))
+    assert fabric.nvlink_pairs({"GPU-3"}) == (shown, joined[1:])
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetP2PStatus")  # an old one
+    assert fabric.nvlink_pairs() == (shown, ())
 
 
 def test_slices_and_hidden_gpus_have_no_nvlink(nvml):
@@ -179,19 +179,13 @@ def test_slices_and_hidden_gpus_have_no_nvlink(nvml):
         [{"uuid": "GPU-m", "mig": [part]}, *gpus(2), {"uuid": "GPU-h", "forbidden": True}],
         lambda a, b: 0,
     )
-    assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (("GPU-0", "GPU-1"),), ())
-
-
-def test_an_old_nvml_does_not_tell(nvml, monkeypatch):
-    pynvml = nvml(gpus(2), lambda a, b: 0)
-    monkeypatch.delattr(pynvml, "nvmlDeviceGetP2PStatus")
-    assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (), (("GPU-0", "GPU-1"),))
+    assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (("GPU-0", "GPU-1"),))
 
 
 def test_no_driver(nvml, monkeypatch):
     nvml(gpus(2), lambda a, b: 0)
     monkeypatch.delenv("FAKE_NVML")
-    assert fabric.nvlink_pairs() == ((), (), ())
+    assert fabric.nvlink_pairs() == ((), ())
 
 
 # UCX
@@ -241,60 +235,42 @@ def system_ucx(folder):
 def test_ucx_of_the_package(site, tmp_path):
     site("distributed_ucxx", "ucxx", "libucx")
     expected = UcxInstall("0.52.0", "1.21.0", "package", ("cma", "cuda"))
-    assert ucx_install.installed_ucx({"PATH": system_ucx(tmp_path / "opt")}) == expected
+    assert ucx_config.installed_ucx({"PATH": system_ucx(tmp_path / "opt")}) == expected
     limited = dataclasses.replace(expected, tls="tcp")
-    assert ucx_install.installed_ucx({"UCX_TLS": "tcp", PREFER_SYSTEM: "False"}) == limited
+    assert ucx_config.installed_ucx({"UCX_TLS": "tcp", PREFER_SYSTEM: "False"}) == limited
 
 
 def test_ucx_of_the_system(site, tmp_path):
     site("distributed_ucxx", "ucxx", "libucx")
     expected = UcxInstall("0.52.0", "1.20.0", "system", ("cuda", "ib", "ib_mlx5"))
     environ = {"PATH": system_ucx(tmp_path / "opt"), PREFER_SYSTEM: "1"}
-    assert ucx_install.installed_ucx(environ) == expected
-    found = ucx_install.installed_ucx({"PATH": "/nowhere", PREFER_SYSTEM: "1"})
+    assert ucx_config.installed_ucx(environ) == expected
+    found = ucx_config.installed_ucx({"PATH": "/nowhere", PREFER_SYSTEM: "1"})
     assert f"load its module, or unset {PREFER_SYSTEM}" in found.problem
     assert not found.missing
 
 
 def test_ucx_of_conda_without_the_libucx_package(site, tmp_path):
     site("distributed_ucxx", "ucxx")
-    assert "ucx_info of the system's UCX is not on PATH" in ucx_install.installed_ucx({}).problem
+    assert "ucx_info of the system's UCX is not on PATH" in ucx_config.installed_ucx({}).problem
     system_ucx(tmp_path / "prefix")  # whose environment is not activated
-    found = ucx_install.installed_ucx({"PATH": "/nowhere"})
+    found = ucx_config.installed_ucx({"PATH": "/nowhere"})
     assert (found.source, found.ucx, found.problem) == ("system", "1.20.0", "")
 
 
 @pytest.mark.parametrize(
     ("there", "what"),
     [
-        ([], "distributed-ucxx and ucxx are not installed"),
+        ([], "distributed-ucxx is not installed"),
         (["ucxx"], "distributed-ucxx is not installed"),
         (["distributed_ucxx"], "ucxx is not installed"),
     ],
 )
 def test_missing_packages(site, there, what):
     site(*there)
-    found = ucx_install.installed_ucx({})
+    found = ucx_config.installed_ucx({})
     assert found.problem == f'{what}: pip install "hpcdask[{cuda_extra()}]"'
     assert found.missing
-
-
-def test_loaded_transports(tmp_path):
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f0 r-xp 0 08:01 1 /x/libucx/lib/libuct.so.0.0.0\n"
-        "7f1 r--p 0 08:01 2 /x/libucx/lib/ucx/libuct_cuda.so.0.0.0\n"
-        "7f2 r-xp 0 08:01 2 /x/libucx/lib/ucx/libuct_cuda.so.0.0.0\n"
-        "7f3 r-xp 0 08:01 3 /x/libucx/lib/ucx/libucm_cuda.so.0.0.0\n"
-        "7f4 r-xp 0 08:01 4 /usr/lib64/ucx/libuct_ib_mlx5.so.0.0.0\n"
-        "7f5 r-xp 0 08:01 5 /usr/lib64/ucx/libuct_cma.so.0\n"
-        "7f6 rw-p 0 00:00 0 [heap]\n"
-    )
-    assert ucx_install.loaded_transports(str(maps)) == ("cma", "cuda", "ib_mlx5")
-    assert ucx_install.loaded_transports(str(tmp_path / "gone")) == ()
-    ask = "from hpcdask.comm import ucx_install; print(ucx_install.loaded_transports())"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
-    assert done.stdout == "()\n", done.stderr
 
 
 # Together
@@ -315,7 +291,6 @@ def test_look_and_json(site, cards, nvml, tmp_path):
     write(tmp_path, {"proc/driver/nvidia/gpus/0000/information": "Device Minor: \t 9\n"})
     found = fabric.look(cards, {"UCX_TLS": "all"})
     assert found.nvlink == (("GPU-0", "GPU-1"),)
-    assert len(found.nvlink_unknown) == 2
     assert found.hidden_gpus == 1
     assert (found.ucx.ucx, found.ucx.tls) == ("1.21.0", "all")
     assert len(found.interfaces) == 5

@@ -16,6 +16,7 @@ from distributed import Client, Scheduler, Worker
 
 import hpcdask
 from hpcdask.bench import gpus
+from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.clusters import display
 from hpcdask.clusters.display import JobTable
 from hpcdask.errors import UsageError
@@ -24,7 +25,6 @@ from hpcdask.gpu import samples
 from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
 from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.gpu.table import GpuTable
-from hpcdask.node.channel import MessageStream
 from hpcdask.runner import protocol, scheduler_process
 from hpcdask.runner import scheduler as scheduler_main
 from hpcdask.runner.events import Events
@@ -161,10 +161,16 @@ def test_two_workers_share_a_gpu_and_one_is_gone(nvml):
 
 
 @asynccontextmanager
-async def held_by_the_rank(theirs: socket.socket) -> AsyncIterator[SchedulerProcess]:
+async def held_by_the_rank(
+    theirs: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[SchedulerProcess]:
     """What rank 0 has of the scheduler's process, which is at the other end of a socket here."""
-    process = SimpleNamespace(channel=lambda: MessageStream.over(theirs))
-    held = SchedulerProcess(process, Events(), lambda found: None)
+    process = SimpleNamespace(start=lambda: None)
+    pair = theirs, SimpleNamespace(close=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler_process.CONTEXT, "Process", lambda **options: process)
+        patch.setattr(scheduler_process.socket, "socketpair", lambda: pair)
+        held = SchedulerProcess(Events(), lambda found: None)
     await held.open()
     listening = asyncio.create_task(held.listen())
     yield held
@@ -177,7 +183,10 @@ def test_the_rank_hears_what_the_gpus_did(nvml, monkeypatch):
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        async with cluster("GPU-a") as (scheduler, _), held_by_the_rank(theirs) as held:
+        async with (
+            cluster("GPU-a") as (scheduler, _),
+            held_by_the_rank(theirs, monkeypatch) as held,
+        ):
             await sampled(scheduler, 1)
             channel = await MessageStream.over(ours)
             obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel))
@@ -196,7 +205,7 @@ def test_a_scheduler_that_does_not_answer_delays_the_end_for_a_moment_only(monke
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        async with held_by_the_rank(theirs) as held:
+        async with held_by_the_rank(theirs, monkeypatch) as held:
             assert await held.gpu_usage() == []
             ours.close()
             await asyncio.wait_for(held._usage_told.wait(), 60)

@@ -13,7 +13,7 @@ import pytest
 import hpcdask
 
 OPTIONAL = ["cuda", "cupy", "dask_cuda", "distributed_ucxx", "mpi4py", "pynvml", "rmm", "ucxx"]
-NEED_UCX = ("comm.ucx", "comm.ucx_auth", "comm.ucx_progress", "upstream.ucxx")
+NEED_UCX = ("comm.ucx", "upstream.ucxx")
 MODULES = [
     "hpcdask",
     *(
@@ -185,13 +185,11 @@ def test_a_rank_does_not_load_arrays():
     assert "dask.array" not in loaded
 
 
-def test_the_first_moments_load_little():
-    """Twice before a rank runs, and before the probe, which all else shall not delay."""
-    loaded = set(imported("hpcdask.node.prepare")["modules"])
-    own = loaded - set(imported("logging")["modules"])  # Python 3.14's has dataclasses
-    assert not {"asyncio", "dataclasses", "click", "dask"} & own
-    loaded = imported("hpcdask.node.gpu_probe", "hpcdask.node.prestart")["modules"]
-    assert not {"asyncio", "dask", "psutil", "yaml"} & set(loaded)
+def test_a_rank_s_own_process_is_thin():
+    """It waits for the fork server, which imports the rest at the same time."""
+    for entry in ("hpcdask.run", "hpcdask.worker"):
+        loaded = {name.partition(".")[0] for name in imported(entry)["modules"]}
+        assert not loaded & {"dask", "distributed", "numpy", "cryptography", "psutil", *OPTIONAL}
 
 
 def test_public_names_are_there():

@@ -15,9 +15,9 @@ from distributed import Client, LocalCluster
 
 from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster
-from hpcdask.comm import nccl as library
 from hpcdask.doctor import nccl
 from hpcdask.doctor.findings import Finding
+from hpcdask.gpu import nccl as library
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
@@ -210,7 +210,7 @@ def test_nothing_to_check(names, there):
 
 def test_cupy_says_that_it_finds_no_nccl():
     """In a process of its own: CuPy's attempt is made once."""
-    code = "from hpcdask.comm import nccl; print(nccl.missing() or nccl.version())"
+    code = "from hpcdask.gpu import nccl; print(nccl.missing() or nccl.version())"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=FAR
     )

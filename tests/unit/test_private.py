@@ -112,9 +112,8 @@ def test_folders_in_which_any_user_may_rename_are_refused(open_folder):
 RANK = """
 import os, sys
 from hpcdask import process
-from hpcdask.bootstrap.janitor import MARKER, Janitor
-os.environ[MARKER] = "nobody"
-janitor = Janitor.start()
+from hpcdask.bootstrap.janitor import Janitor
+janitor = Janitor.start("nobody")
 for path in sys.argv[1:]:
     janitor.remove_at_end(path)
 print(process.owner_text(), flush=True)
@@ -335,7 +334,7 @@ def test_a_run_takes_nothing_from_the_current_folder_that_is_installed(tmp_path,
 @pytest.mark.parametrize(("bits", "there"), [(0o755, True), (0o1777, False)])
 def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, bits, there):
     tmp_path.chmod(bits)
-    program = "from hpcdask.bootstrap.reexec import *; add_working_folder(); print(sys.path)"
+    program = "from hpcdask.bootstrap.environment import *; add_working_folder(); print(sys.path)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
     )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from hpcdask.errors import UsageError
-from hpcdask.node import forkserver, profiling, worker_group
-from hpcdask.node.worker_group import WorkerGroup
+from hpcdask.node import profiling
 from hpcdask.runner import runner as runners
 from hpcdask.runner.runner import Runner
 from hpcdask.spec.specs import WorkerSpec
@@ -31,32 +28,6 @@ def test_a_folder_that_cannot_be_made_and_a_missing_py_spy(
     monkeypatch.setattr(profiling, "find_spy", lambda: None)
     with pytest.raises(UsageError, match="pip install py-spy"):
         profiling.check(spec)
-
-
-def test_profiles_of_a_rank_are_written_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "set_log_level", lambda level: None)
-    monkeypatch.setattr(forkserver, "stop", lambda: None)
-    ended = []
-
-    async def close() -> None:
-        both = asyncio.Barrier(2)
-
-        async def end() -> bool:
-            await both.wait()
-            ended.append(True)
-            return False
-
-        async def close(**options: object) -> None:
-            pass
-
-        group = WorkerGroup(WorkerSpec(device="cpu"), "n1", "", None)
-        profilers = [SimpleNamespace(end=end)]
-        group.nannies = [SimpleNamespace(close=close, profilers=profilers) for _ in range(2)]
-        async with asyncio.timeout(10):
-            await group.close()
-
-    asyncio.run(close())
-    assert len(ended) == 2
 
 
 @pytest.mark.parametrize(("profile", "code"), [("none", -9), ("py-spy", 0)])

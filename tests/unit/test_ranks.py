@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
-from hpcdask.runner.rendezvous import wants_mpi
 from launching import needs
 
 OPENMPI = {
@@ -180,7 +179,6 @@ def test_no_launcher(environ):
 )
 def test_too_little_is_said_so_mpi_must_be_asked(environ):
     assert detect(environ) is None
-    assert wants_mpi(None, environ)
 
 
 @pytest.mark.parametrize(
@@ -293,23 +291,6 @@ def test_jobs_of_grid_engine():
 
 
 @needs("mpi4py")
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (OPENMPI, True),
-        (MPICH, True),
-        (SRUN, False),
-        ({**SRUN, **PMI2}, True),
-        ({**SRUN, **PMIX}, True),
-        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
-        ({**MPICH, "MPI_LOCALNRANKS": "4"}, False),
-        ({}, False),
-    ],
-)
-def test_mpi_is_started_only_where_it_is_needed(environ, expected):
-    assert wants_mpi(detect(environ), environ) is expected
-
-
 @pytest.mark.parametrize("plugin", [{}, PMI2, PMIX])
 def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> None:
     found = detect({**SHELL_BY_SRUN, **plugin})
@@ -327,8 +308,8 @@ def test_a_launcher_that_is_given_is_given_to_one_process(monkeypatch, given, pi
     monkeypatch.setattr(ranks, "_given", {})
     rank = ranks.Rank(1, 2, 0, 1, "here", "mpi", "first")
     monkeypatch.setenv(ranks.LAUNCHER_PID, given)
-    monkeypatch.setenv(ranks.GIVEN, rank.to_text("second"))
+    monkeypatch.setenv(ranks.GIVEN, rank.to_text())
     ranks.note_launcher()
     assert not {ranks.LAUNCHER_PID, ranks.GIVEN} & set(os.environ)
-    assert ranks.detect() == dataclasses.replace(rank, launcher="given", launch_id="second")
+    assert ranks.detect() == dataclasses.replace(rank, launcher="given")
     assert (ranks.launcher_pid(), ranks.mpi_launcher()) == (pid, launcher)

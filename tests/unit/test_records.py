@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from hpcdask.bootstrap import orders
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.ucx_install import UcxInstall
+from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import MemoryPlan
 from hpcdask.node.gpu_probe import ProbeResult
@@ -19,7 +20,7 @@ from hpcdask.runner.arrivals import RankReport
 GPU = Gpu("GPU-1", "H100", 80, (0, 1))
 FABRIC = Fabric(
     interfaces=(Interface("ib0", "10.0.0.1", "infiniband", 400_000),),
-    infiniband=(Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True, ("ib0",)),),
+    infiniband=(Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True),),
     nvlink=(("GPU-1", "GPU-2"),),
     ucx=UcxInstall("0.45", "1.21", "system", ("cuda", "ib")),
 )
@@ -30,8 +31,7 @@ ON_GPU = WorkerPlacement("a", GPU, (0,), 1, 0, device_memory=MemoryPlan(librarie
 @pytest.mark.parametrize(
     "record",
     [
-        ProbeResult((GPU,), (GPU,), FABRIC, prestarts="GPU-1"),
-        ProbeResult((GPU,), None, FABRIC),
+        ProbeResult((GPU,), FABRIC),
         RankReport(3, "node", 7, inventory=SEEN, fabric=FABRIC),
         RankReport(3, "node", 7, "no GPU"),
     ],
@@ -45,9 +45,9 @@ def test_a_record(record):
     [
         protocol.StartWorkers("tls://a:1", [ON_GPU, WorkerPlacement("b", None, (), 1, 0)]),
         protocol.WorkerFailed(None, "no GPU"),
-        protocol.StartScheduler("a", None, "tls", {"tls_ca_file": "text"}, ":0", "/tmp"),
+        protocol.StartScheduler("a", None, "tls", {"tls_ca_file": "text"}, ":0", "/tmp", None),
         protocol.Silence(),
     ],
 )
 def test_a_message(message):
-    assert protocol.read(json.loads(json.dumps(message.to_json()))) == message
+    assert orders.read(json.loads(json.dumps(message.to_json()))) == message

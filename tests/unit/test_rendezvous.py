@@ -21,12 +21,13 @@ from types import SimpleNamespace
 import dask
 import pytest
 
+from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.runner import control, follower, protocol
-from hpcdask.runner.rendezvous import FileRendezvous, RendezvousInfo
+from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security import private
 from strangers import UID, root_only
 
@@ -54,11 +55,16 @@ MESSAGES = [
     protocol.StartWorkers(
         "tls://n1:1", [WorkerPlacement("n1-0", Gpu("GPU-a", "H200", 1, (0,)), (0, 1), 1, 0)]
     ),
-    protocol.StartProgram("tls://n1:1", True, "/tmp/scheduler.json", 4),
-    protocol.Signal(15),
-    protocol.EndRun(2),
+    orders.StartProgram({"DASK_SCHEDULER_ADDRESS": "tls://n1:1"}),
+    orders.ProgramStarted(7),
+    orders.ProgramEnded(0),
+    orders.SignalProgram(10),
+    orders.AbortLaunch(),
+    orders.Clean("/tmp/x", "later"),
+    orders.Signal(15),
+    protocol.EndRun(2, 10.0),
     protocol.WorkerFailed(None, "no room"),
-    protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x"),
+    protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x", None),
     protocol.Silence(),
     protocol.CloseScheduler(),
     protocol.SchedulerStarted("tls://n1:1", "127.0.0.1", 8787),
@@ -72,9 +78,9 @@ MESSAGES = [
 
 
 def test_all_messages_survive_json():
-    assert {type(message) for message in MESSAGES} == set(protocol.Message.__subclasses__())
+    assert {type(message) for message in MESSAGES} == set(orders.Message.__subclasses__())
     for message in MESSAGES:
-        assert protocol.read(json.loads(json.dumps(message.to_json()))) == message
+        assert orders.read(json.loads(json.dumps(message.to_json()))) == message
 
 
 def mode(path: str) -> int:
@@ -83,6 +89,7 @@ def mode(path: str) -> int:
 
 ABORTS = """
 import os, sys
+from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.runner.rendezvous import abort_launch
 
@@ -110,8 +117,8 @@ def test_a_launch_is_aborted_once_its_launcher_has_read_all():
 
 
 def test_what_rank_0_publishes_the_others_fetch(base):
-    one = FileRendezvous("launch", shared=False)
-    other = FileRendezvous("launch", shared=False)
+    one = Rendezvous("launch", shared=False)
+    other = Rendezvous("launch", shared=False)
     assert other.fetch() is None
     one.publish(INFO)
     assert other.fetch() == INFO
@@ -123,7 +130,7 @@ def test_what_rank_0_publishes_the_others_fetch(base):
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_nobody_else_may_read_it(base, umask):
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     before = os.umask(umask)
     try:
         meeting.publish(INFO)
@@ -135,7 +142,7 @@ def test_nobody_else_may_read_it(base, umask):
 
 
 def test_a_folder_that_was_left_open_is_closed(base):
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     os.mkdir(meeting.folder)
     os.chmod(meeting.folder, 0o777)
     meeting.publish(INFO)
@@ -143,7 +150,7 @@ def test_a_folder_that_was_left_open_is_closed(base):
 
 
 def test_launches_do_not_meet(base):
-    one, other = (FileRendezvous(name, shared=False) for name in ("job 7.r0", "job 7.r1"))
+    one, other = (Rendezvous(name, shared=False) for name in ("job 7.r0", "job 7.r1"))
     one.publish(INFO)
     assert one.folder != other.folder
     assert other.fetch() is None
@@ -161,7 +168,7 @@ def test_launches_do_not_meet(base):
     ids=["another life", "no launch", "cut off", "empty", "deep"],
 )
 def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
-    meeting = FileRendezvous("job 7.r1", shared=False)
+    meeting = Rendezvous("job 7.r1", shared=False)
     os.mkdir(meeting.folder, 0o700)
     Path(meeting.folder, "note.json").write_text(text)
     assert meeting.fetch() is None
@@ -179,7 +186,7 @@ def put_stranger(folder: str) -> None:
     "put", [lambda folder: Path(folder).touch(), pytest.param(put_stranger, marks=root_only)]
 )
 def test_where_the_folder_s_name_is_taken_the_error_says_what_to_set(base, put):
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     put(meeting.folder)
     assert meeting.fetch() is None
     with pytest.raises(LaunchError, match=rf"{meeting.folder}.*TMPDIR"):
@@ -188,7 +195,7 @@ def test_where_the_folder_s_name_is_taken_the_error_says_what_to_set(base, put):
 
 @root_only
 def test_a_note_of_another_user_is_not_read(base):
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     meeting.publish(INFO)
     os.chown(f"{meeting.folder}/note.json", UID, UID)
     assert meeting.fetch() is None
@@ -200,7 +207,7 @@ def test_a_note_is_seen_whole_or_not_at_all(base):
     def numbered(n: int) -> RendezvousInfo:
         return dataclasses.replace(INFO, credentials={"n": n, "key": "k" * 20_000})
 
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     meeting.publish(numbered(0))
     over = threading.Event()
 
@@ -222,7 +229,7 @@ def test_a_note_is_seen_whole_or_not_at_all(base):
 
 
 def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
-    meeting = FileRendezvous("launch", shared=False)
+    meeting = Rendezvous("launch", shared=False)
     meeting.publish(INFO)
 
     def stale(path, *args, **kwargs):
@@ -236,7 +243,7 @@ def test_a_stale_handle_of_nfs_means_look_again(base, monkeypatch):
 
 def test_ranks_of_several_nodes_meet_in_the_home_folder(base):
     home = base.parent / "home"
-    meeting = FileRendezvous("launch", shared=True)
+    meeting = Rendezvous("launch", shared=True)
     meeting.publish(INFO)
     assert Path(meeting.folder).parent == home
     meeting.close()
@@ -246,14 +253,14 @@ def test_ranks_of_several_nodes_meet_in_the_home_folder(base):
 def test_or_in_the_folder_of_the_configuration(base):
     scratch = base / "scratch"
     with dask.config.set({"hpcdask.shared-directory": str(scratch)}):
-        assert Path(FileRendezvous("launch", shared=True).folder).parent == scratch
-        assert Path(FileRendezvous("launch", shared=False).folder).parent == base
+        assert Path(Rendezvous("launch", shared=True).folder).parent == scratch
+        assert Path(Rendezvous("launch", shared=False).folder).parent == base
 
 
 def test_a_shared_folder_that_does_not_exist_is_named(base):
     missing = base / "nowhere"
     with dask.config.set({"hpcdask.shared-directory": str(missing)}):
-        meeting = FileRendezvous("launch", shared=True)
+        meeting = Rendezvous("launch", shared=True)
     with pytest.raises(LaunchError, match=str(missing)):
         meeting.publish(INFO)
 

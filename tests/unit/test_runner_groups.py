@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -11,15 +10,14 @@ from click.testing import CliRunner
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.cli import main
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.ucx_install import UcxInstall
+from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.errors import DeviceError, HpcdaskError, UsageError
 from hpcdask.gpu.devices import Gpu
-from hpcdask.node.gpu_probe import EarlyOptions
 from hpcdask.node.inventory import Inventory
 from hpcdask.runner import assignment, messages
 from hpcdask.runner.assignment import Plan, make_plan, place_workers
 from hpcdask.runner.options import RunRequest
-from hpcdask.runner.preflight import early_error
+from hpcdask.runner.preflight import check_request
 from hpcdask.spec.kinds import kinds
 from hpcdask.spec.specs import RunSpec
 
@@ -34,7 +32,7 @@ def views(*seen: tuple[str, list[int]], cores: int = 12) -> dict[int, Inventory]
     for rank, (host, numbers) in enumerate(seen):
         gpus = tuple(Gpu(f"GPU-{host}-{i}", "H100", 80 << 30) for i in numbers)
         all_cores = tuple(range(cores))
-        found[rank] = Inventory(rank, host, local[host], gpus, all_cores, 60 * GIB, gpus)
+        found[rank] = Inventory(rank, host, local[host], gpus, all_cores, 60 * GIB)
         local[host] += 1
     return found
 
@@ -169,21 +167,8 @@ def test_a_fall_back_to_the_cpu_is_told(capfd):
 
 
 def test_the_device_is_said_once():
-    error = early_error(RunRequest(RunSpec(groups="gpu:1 cpu:1", device="cpu")))
-    assert "--device cpu that all compute on the same: leave one out" in str(error)
-
-
-@pytest.mark.parametrize("argument", ["--groups=cpu:1 gpu:2", "--groups", "gpu:2,cpu:1"])
-def test_the_probe_of_a_rank_on_the_cpu_takes_no_gpu(argument):
-    arguments = [argument] if "=" in argument else ["--groups", "cpu:1,gpu:2"]
-    early = EarlyOptions.read(arguments, in_run=True)
-    ranks = [Rank(i, 3, i, 3, "n1", "srun", "launch") for i in range(3)]
-    found = [early.among_gpus(rank) for rank in ranks]
-    assert found[0] is None
-    assert [(one.local_index, one.local_size) for one in found[1:]] == [(0, 2), (1, 2)]
-    other = dataclasses.replace(ranks[0], local_size=4)  # the ranks will be refused
-    assert early.among_gpus(other) == other
-    assert EarlyOptions.read(["x.py", "gpu:2"], in_run=True).among_gpus(ranks[0]) == ranks[0]
+    with pytest.raises(UsageError, match="--device cpu that all compute on the same: leave one"):
+        check_request(RunRequest(RunSpec(groups="gpu:1 cpu:1", device="cpu")))
 
 
 def test_submit_says_where_groups_go(tmp_path):

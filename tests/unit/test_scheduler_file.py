@@ -332,12 +332,6 @@ def test_a_run_removes_the_links_of_those_that_were_killed(tmp_path, monkeypatch
     (links / dead).symlink_to(tmp_path / "gone")
     (links / f"{dead}0").symlink_to(there)
     (links / "1").symlink_to(tmp_path / "in another mount namespace")
-    agent = SimpleNamespace(
-        scratch=str(tmp_path),
-        spec=SimpleNamespace(scheduler_file=None),
-        janitor=SimpleNamespace(remove_at_once=lambda path: None),
-        workers=SimpleNamespace(parts={}),
-        credentials=None,
-    )
-    RunFiles(agent, "script.py").write("tcp://127.0.0.1:1", {}, gpus=False)
+    agent = SimpleNamespace(scratch=str(tmp_path), parts={}, tell=lambda order: None)
+    RunFiles(agent, None, "script.py").write("tcp://127.0.0.1:1", {}, {}, gpus=False)
     assert sorted(os.listdir(links)) == sorted(["1", f"{dead}0", str(os.getpid())])

@@ -136,7 +136,8 @@ def test_where_the_pages_of_a_run_are(monkeypatch, host, job, expected):
     monkeypatch.setattr(leader, "job_id", lambda: job)
     rank_0 = SimpleNamespace(
         spec=RunSpec(),
-        agent=SimpleNamespace(credentials={}, scratch=""),
+        agent=SimpleNamespace(scratch=""),
+        credentials={},
         scheduler=SimpleNamespace(tell=told.append),
         _host=lambda: host,
     )

@@ -34,7 +34,7 @@ from launching import unavailable, wait_for
 
 HANGING = """
 import itertools, sys, threading
-from hpcdask.node.observe import make_observable
+from hpcdask.process import make_observable
 
 def wait_for_lock():
     lock = threading.Lock()
@@ -114,7 +114,7 @@ def test_a_process_that_ends_while_it_is_looked_at(
 ):
     """As one that has no memory left: what asked its node is to hear of the others all the same."""
     monkeypatch.setattr(observe, "find_spy", lambda: None)
-    monkeypatch.setattr(observe, "NUMBER", signal.SIGKILL)
+    monkeypatch.setattr(observe, "STACKS_SIGNAL", signal.SIGKILL)
     monkeypatch.setattr(observe, "_catches", lambda pid: True)
     assert observe.observe(hanging.pid).problem.endswith("it ended meanwhile")
 

@@ -1,6 +1,5 @@
 """A program that every rank starts: `embedded.py HOW END`."""
 
-import glob
 import os
 import signal
 import subprocess
@@ -81,16 +80,7 @@ def interrupt() -> None:
         time.sleep(0.5)  # what comes together counts once
 
 
-def spoil(folder: str) -> None:
-    """Take the place of the file that is to say where the cluster is."""
-    while not (scratch := glob.glob(f"{folder}/hpcdask-*")):
-        time.sleep(0.001)
-    os.mkdir(f"{scratch[0]}/scheduler.json")
-
-
 parent = os.getpid()
-if end == "spoil":
-    threading.Thread(target=spoil, args=[os.environ["TMPDIR"]], daemon=True).start()
 
 
 def with_runner() -> None:

@@ -24,7 +24,7 @@ if how == "task-runs":
     while not any(client.processing().values()):
         time.sleep(0.01)
 if how == "os-exit":
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    subprocess.Popen(["sleep", "600"])
 if how == "shutdown":
     client.shutdown()
 stamp()

@@ -1,4 +1,4 @@
-"""A stand-in for CuPy and NCCL, without GPUs: what `hpcdask.comm.nccl` calls, on NumPy arrays.
+"""A stand-in for CuPy and NCCL, without GPUs: what `hpcdask.gpu.nccl` calls, on NumPy arrays.
 
 Its ranks find each other by files in `STAND_IN`. `STAND_IN_FAULTS` says what a rank does where, as
 ``{"1": ["join", "hang"]}``: it hangs, dies, raises or sums wrongly.

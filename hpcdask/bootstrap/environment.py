@@ -1,0 +1,120 @@
+"""Environments of a rank's processes: its workers', its program's, and its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import sys
+import time
+from collections.abc import Mapping
+
+from hpcdask.process import MARKER, STARTED
+
+_BEGAN = time.time()
+#: Variables that distributed sets before it spawns a worker (``nanny.pre-spawn-environ``), and its
+#: hash seed. Python and libc read them at their start, so the fork server has them. The pad is of
+#: hpcdask: the threshold alone makes libc return memory for each message.
+PRE_SPAWN = {
+    "PYTHONHASHSEED": "6640",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "1048576",
+}
+#: Variables that make a process a rank of its launcher. Program and workers are none: MPI, which
+#: libraries may start in them, would wait for all ranks.
+OF_A_RANK = re.compile(
+    r"PMIX?_|PRTE_|OMPI_(COMM_WORLD|UNIVERSE|APP|FILE|FIRST|NUM|ARGV|COMMAND|MCA_(ess|pmix))"
+    r"|MPI_LOCAL|HYDI_|PALS_|MV2_COMM|FLUX_TASK|JSM_NAMESPACE|HPCDASK_(RANK|LAUN)"
+)
+#: Set for the fork server only, whose preload removes it again.
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that do not make a process one of the launcher's ranks."""
+    return {name: value for name, value in environ.items() if not OF_A_RANK.match(name)}
+
+
+def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
+    """Return the environment of the fork server, whose forks are scheduler, agent and workers.
+
+    Variables that the user set stay, except a hash seed of 0 or ``random``, which distributed
+    replaces too.
+    """
+    chosen = without_rank(environ)
+    if chosen.get("PYTHONHASHSEED") in ("0", "random"):
+        del chosen["PYTHONHASHSEED"]
+    ours = {MARKER: marker, STARTED: repr(_BEGAN)}
+    ours["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
+    # its resource tracker is silent about semaphores of processes that were killed
+    quiet = "ignore:resource_tracker:UserWarning"
+    ours["PYTHONWARNINGS"] = ",".join(filter(None, (chosen.get("PYTHONWARNINGS"), quiet)))
+    return {**PRE_SPAWN, **chosen, **ours}
+
+
+def new_marker() -> str:
+    """Return a random marker that ends in this process's id."""
+    return f"{os.urandom(12).hex()}.{os.getpid()}"
+
+
+def own_process() -> int:
+    """Return the id of the process that the launcher started, of which this one is a descendant."""
+    return int(os.environ[MARKER].rpartition(".")[2])
+
+
+def interpreter() -> list[str]:
+    """Return this Python as a command that imports nothing from the current folder by itself.
+
+    Another user may have put modules into that folder, such as /tmp.
+    """
+    found = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    only_there = found not in sys.path[1:] and os.path.samefile(found, ".")  # not installed
+    return [sys.executable] if only_there else [sys.executable, "-P"]
+
+
+def wants_folders() -> bool:
+    """Return whether the user lets Python import modules from beside programs."""
+    return not (os.environ.get(SAFE_PATH) or sys.flags.isolated)
+
+
+def leave_working_folder() -> None:
+    """Import nothing more from the current folder, which ``python -m`` puts first.
+
+    Another user may have put modules there, as in /tmp.
+    """
+    if not sys.flags.safe_path and len(interpreter()) > 1 and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+
+
+def add_working_folder() -> None:
+    """Append the current folder to the module path, unless any user may write in it."""
+    if not wants_folders():
+        return
+    try:
+        folder = os.getcwd()
+        if folder not in sys.path and not os.stat(folder).st_mode & stat.S_IWOTH:
+            sys.path.append(folder)
+    except OSError:  # it is gone
+        pass
+
+
+def open_standard_streams() -> None:
+    """Open the standard streams that a daemon closed: pipes would take their numbers."""
+    for stream in range(3):
+        try:
+            lost = not os.get_inheritable(stream)  # a file that libffi keeps open has its number
+        except OSError:
+            lost = True
+        if lost:
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+            os.set_inheritable(stream, True)
+
+
+def start_process() -> None:
+    """Prepare the process that a launcher or a queue started, before heavy imports."""
+    leave_working_folder()
+    open_standard_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may ignore its children
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until there are handlers

@@ -1,0 +1,81 @@
+"""Preload of the fork server: what scheduler, agent and workers share, imported once.
+
+The fork server has one thread and no CUDA context, and imports nothing that changes that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+from types import FrameType
+
+from hpcdask.bootstrap.environment import SAFE_PATH
+from hpcdask.errors import UsageError
+from hpcdask.gpu.driver import has_nvidia_driver
+from hpcdask.logs import complain
+from hpcdask.process import SIGNALS, mark
+from hpcdask.spec.specs import WorkerSpec
+from hpcdask.upstream.configuration import reading
+
+#: Has the words ``gpus`` where workers may be on GPUs, and ``ucx`` where they may exchange by it.
+WANTED = "HPCDASK_PRELOAD"
+#: How long a network may be silent, where the user has configured nothing: distributed's 30 s end a
+#: run of hours because of a switch that restarts.
+TIMEOUT, SILENCE = "distributed.comm.timeouts.tcp", "2 minutes"
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+#: What is preloaded, as far as it is installed. A worker imports cuda.core and the like while the
+#: driver makes its context.
+PACKAGES = ["distributed", "distributed.http", "hpcdask.runner.leader"]
+GPU_PACKAGES = ["cuda.bindings.driver"]
+
+
+def variables(spec: WorkerSpec, *, peers: bool, silent: bool = False) -> dict[str, str]:
+    """Return the variables of a fork server for these workers, which may have peers elsewhere.
+
+    ``silent``: another rank says what is wrong with the configuration.
+    """
+    gpus = spec.device != "cpu" and has_nvidia_driver()
+    ucx = spec.protocol == "ucx" or (gpus and spec.protocol == "auto" and peers)
+    return {WANTED: " ".join(["gpus"] * gpus + ["ucx"] * ucx + ["silent"] * silent)}
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Leave a signal to the rank, which ends its processes in good order."""
+
+
+def preload(wanted: str) -> None:
+    """Prepare this process, of which all others are forks."""
+    for number in SIGNALS:  # not SIG_IGN, which programs that a Dask task starts would inherit
+        signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.environ.pop(SAFE_PATH, None)
+    try:
+        with reading():
+            import dask.config
+    except UsageError as error:  # the process that started this one ends with the same code
+        if "silent" not in wanted:
+            complain(error)
+        os._exit(error.exit_code)
+    configured = dask.config.get("distributed.nanny.pre-spawn-environ", None) or {}
+    for name, value in {**ONE_THREAD, **configured}.items():  # packages may load NumPy
+        os.environ.setdefault(name, str(value))
+    gc.disable()
+    if "ucx" in wanted:
+        from hpcdask.comm import ucx_hooks
+
+        ucx_hooks.install()  # before there is a second thread
+    for name in PACKAGES + GPU_PACKAGES * ("gpus" in wanted):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if dask.config.get(TIMEOUT, config=dask.config.collect(), default=None) is None:
+        dask.config.set({TIMEOUT: SILENCE})
+    mark("distributed imported")
+    gc.freeze()
+    gc.enable()
+
+
+if WANTED in os.environ:
+    preload(os.environ.pop(WANTED))
