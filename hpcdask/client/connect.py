@@ -91,7 +91,8 @@ def connect(
             )
 
     async def make_in_loop() -> Client:
-        return await make(*await asyncio.to_thread(_reach, path))
+        client: Client = await make(*await asyncio.to_thread(_reach, path))
+        return client
 
     if asynchronous:
         return make_in_loop()  # type: ignore[return-value]
