@@ -21,7 +21,6 @@ from hpcdask.runner.options import parse
 
 def main() -> NoReturn:
     """Parse the options and be a rank."""
-    ranks.note_launcher()
     rank = ranks.detect()
     silent = rank is not None and rank.index != 0  # --help is for one of them to print
     try:

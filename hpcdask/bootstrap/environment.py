@@ -25,7 +25,7 @@ PRE_SPAWN = {
 #: libraries may start in them, would wait for all ranks.
 OF_A_RANK = re.compile(
     r"PMIX?_|PRTE_|OMPI_(COMM_WORLD|UNIVERSE|APP|FILE|FIRST|NUM|ARGV|COMMAND|MCA_(ess|pmix))"
-    r"|MPI_LOCAL|HYDI_|PALS_|MV2_COMM|FLUX_TASK|JSM_NAMESPACE|HPCDASK_(RANK|LAUN)"
+    r"|MPI_LOCAL|HYDI_|PALS_|MV2_COMM|FLUX_TASK|JSM_NAMESPACE|HPCDASK_RANK"
 )
 #: Set for the fork server only, whose preload removes it again.
 SAFE_PATH = "PYTHONSAFEPATH"

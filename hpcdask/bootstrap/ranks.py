@@ -16,13 +16,8 @@ from dataclasses import dataclass
 from hpcdask.process import process_start, process_status
 from hpcdask.queues.environment import job_id
 
-#: Set by `hpcdask.Runner` for the process that it starts: the launcher's process id, and, where its
-#: own MPI found the rank, that rank.
-LAUNCHER_PID = "HPCDASK_LAUNCHER_PID"
+#: Set by `hpcdask.Runner` for the process that it starts: the rank that its own MPI found.
 GIVEN = "HPCDASK_RANK"
-_given: dict[str, str] = {}
-_launcher_pid: int | None = None
-_launcher: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
 
     None where a launcher started this process but says too little: then MPI must be asked.
     """
-    environ = {**os.environ, **_given} if environ is None else environ
+    environ = os.environ if environ is None else environ
     if GIVEN in environ:
         return Rank(**json.loads(environ[GIVEN]))
     found = ((name, numbers) for name, read in LAUNCHERS.items() if (numbers := read(environ)))
@@ -193,12 +188,10 @@ def from_mpi(comm: object) -> Rank:
 
 
 def launcher_pid() -> int:
-    """Process id of the launcher on this node, or of this process's parent if it has none.
+    """Return the id of the launcher's process on this node, or of the parent without one.
 
     Wrappers, which bind a GPU say, and the starters of containers may stand between the two.
     """
-    if _launcher_pid is not None:
-        return _launcher_pid
     pid = parent = os.getppid()
     while pid > 1 and (status := process_status(pid)):
         if is_launcher(status[0]):
@@ -207,29 +200,11 @@ def launcher_pid() -> int:
     return parent
 
 
-def note_launcher() -> None:
-    """Find the MPI launcher early: later it may be gone, and nobody's parent."""
-    global _launcher, _launcher_pid
-    for name in (LAUNCHER_PID, GIVEN):  # meant for this process alone, and not for its children
-        if name in os.environ:
-            _given[name] = os.environ.pop(name)
-    if given := _given.get(LAUNCHER_PID):
-        pid, _, start = given.partition(".")
-        _launcher_pid = int(pid)
-        _launcher = (int(pid), start) if start else None
-    elif (status := process_status(found := launcher_pid())) and is_launcher(status[0]):
-        _launcher = (found, process_start(found))
-
-
 def mpi_launcher() -> tuple[int, str] | None:
-    """Process id and start of the MPI launcher on this node, as it was noted; None without one."""
-    return _launcher
-
-
-def launcher_text() -> str:
-    """The launcher, for a process that this one starts as its rank."""
-    note_launcher()
-    return ".".join(map(str, _launcher)) if _launcher else str(launcher_pid())
+    """Return process id and start of the MPI launcher on this node; None without one."""
+    pid = launcher_pid()
+    status = process_status(pid)
+    return (pid, process_start(pid)) if status and is_launcher(status[0]) else None
 
 
 def is_launcher(name: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from .ranks import is_launcher, launcher_pid
+from .ranks import mpi_launcher
 
 
 def launcher_cores() -> set[int]:
@@ -16,13 +16,9 @@ def launcher_cores() -> set[int]:
     slurmstepd is no measure: it is the system's, and may use every core.
     """
     cores = set(os.sched_getaffinity(0))
-    pid = launcher_pid()
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            if is_launcher(file.read()):
-                cores |= os.sched_getaffinity(pid)
-    except OSError:
-        pass
+    if launcher := mpi_launcher():
+        with contextlib.suppress(OSError):
+            cores |= os.sched_getaffinity(launcher[0])
     return cores
 
 

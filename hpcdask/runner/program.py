@@ -7,7 +7,6 @@ import os
 import stat
 import sys
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 
 from hpcdask.bootstrap.environment import wants_folders
 from hpcdask.errors import UsageError
@@ -35,12 +34,11 @@ class Program:
         Raises UsageError if it does not exist or cannot be read.
         """
         if self.is_module:
-            self._check_module()
-            return
-        if os.path.isdir(self.target):
-            if not os.path.exists(os.path.join(self.target, "__main__.py")):
+            name = self.target.partition(".")[0]  # importing a package is for its own process
+            if not name or importlib.util.find_spec(name) is None:
                 raise UsageError(
-                    f"{self.target} is a folder without __main__.py: name the script in it"
+                    f"there is no module {name or self.target} in this environment: check its "
+                    f"name, or install it beside hpcdask ({sys.executable})"
                 )
             return
         if not os.path.exists(self.target):
@@ -50,48 +48,6 @@ class Program:
             )
         if not os.access(self.target, os.R_OK):
             raise UsageError(f"the script {self.target} cannot be read: check its permissions")
-        if self.target.endswith(".pyc"):
-            with open(self.target, "rb") as file:
-                if file.read(4) != importlib.util.MAGIC_NUMBER:
-                    raise UsageError(
-                        f"{self.target} was not compiled by this Python ({sys.executable}): run "
-                        f"the script that it was made from"
-                    )
-
-    def _check_module(self) -> None:
-        """Look for the module without importing its packages, which is for its own process."""
-        name, *rest = self.target.split(".")
-        if name == "__main__":
-            raise UsageError(
-                "-m __main__: that is what runs already, and no module to run. Name the module"
-            )
-        spec = importlib.util.find_spec(name) if name else None
-        while rest and spec is not None:
-            if spec.submodule_search_locations is None:  # no package: nothing can be in it
-                raise UsageError(
-                    f"there is no module {self.target}: {name} is not a package. A script, such "
-                    f"as {name}.py, is run without -m"
-                )
-            name = f"{name}.{rest.pop(0)}"
-            spec = PathFinder.find_spec(name, spec.submodule_search_locations)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = PathFinder.find_spec(f"{name}.__main__", spec.submodule_search_locations)
-        if spec is None:
-            self._find_module()  # packages may extend their path when they are imported
-
-    def _find_module(self) -> None:
-        name = self.target
-        try:
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.submodule_search_locations is not None:
-                spec = importlib.util.find_spec(f"{name}.__main__")
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None or spec.loader is None:
-            raise UsageError(
-                f"there is no module {name} to run in this environment: check its name, or "
-                f"install it beside hpcdask ({sys.executable})"
-            )
 
     def _is_script(self) -> bool:
         """Return whether it is no folder and no archive: a pipe is a script, too."""

@@ -94,9 +94,10 @@ class Runner:
             True in rank 0, with the cluster ready. False in other ranks, when it has ended.
         """
         rank = ranks.detect()
-        environment = {**os.environ, ranks.LAUNCHER_PID: ranks.launcher_text()}
+        environment = dict(os.environ)
         if _mpi_is_running():
-            rank, environment = _meet_through_own_mpi(environment)
+            rank = _meet_through_own_mpi()
+            environment[ranks.GIVEN] = rank.to_text()
         elif rank is None:
             raise LaunchError(
                 "the launcher's environment does not tell this process's rank: import "
@@ -290,9 +291,8 @@ def _mpi_is_running() -> bool:
     return bool(MPI.Is_initialized() and not MPI.Is_finalized())
 
 
-def _meet_through_own_mpi(environment: dict[str, str]) -> tuple[ranks.Rank, dict[str, str]]:
+def _meet_through_own_mpi() -> ranks.Rank:
     """Agree on an id by MPI, which only this process may use."""
     from mpi4py import MPI
 
-    rank = ranks.from_mpi(MPI.COMM_WORLD)
-    return rank, {**environment, ranks.GIVEN: rank.to_text()}
+    return ranks.from_mpi(MPI.COMM_WORLD)

@@ -179,12 +179,6 @@ def test_script_that_does_not_exist(mpich, private, tmp_path):
     assert_refused(result, "script nowhere.py does not exist", str(tmp_path), "shared file system")
 
 
-def test_script_that_is_named_as_a_module(alone, script):
-    """It is not run to find that out."""
-    result = alone.run(1, *CPU, "-m", script.name, cwd=script.parent)
-    assert_refused(result, f"no module {script.name}", "is run without -m")
-
-
 def test_package_is_imported_by_the_program_alone(alone, tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack/__init__.py").write_text("print('package', end=' ')")
@@ -192,31 +186,13 @@ def test_package_is_imported_by_the_program_alone(alone, tmp_path):
     result = alone.run(1, *CPU, "-m", "pack.inner", cwd=tmp_path)
     assert (result.code, result.out) == (0, "package module\n"), result.err
     result = alone.run(1, *CPU, "-m", "pack.other", cwd=tmp_path)
-    assert result.code == 2
-    assert "no module pack.other to run" in errors(result)[0]
+    assert result.code == 1
+    assert "No module named pack.other" in result.err  # Python's own words
 
 
 def test_module_that_does_not_exist(alone):
     result = alone.run(1, *CPU, "-m", "no_such.module")
-    assert_refused(result, "no module no_such.module", "install")
-
-
-def test_main_is_no_module_to_run(alone):
-    assert_refused(alone.run(1, *CPU, "-m", "__main__"), "no module to run", "Name")
-
-
-def test_script_compiled_by_another_python(alone, tmp_path):
-    (tmp_path / "script.pyc").write_bytes(b"\0" * 64)
-    result = alone.run(1, *CPU, "script.pyc", cwd=tmp_path)
-    assert_refused(result, "script.pyc was not compiled by this Python", "that it was made from")
-
-
-def test_package_without_main(alone):
-    assert_refused(alone.run(1, *CPU, "-m", "hpcdask.workloads"), "no module hpcdask.workloads")
-
-
-def test_folder_without_main(alone, tmp_path):
-    assert_refused(alone.run(1, *CPU, tmp_path), str(tmp_path), "__main__.py")
+    assert_refused(result, "no module no_such in", "install")
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
 from launching import needs
@@ -296,20 +293,3 @@ def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> 
     found = detect({**SHELL_BY_SRUN, **plugin})
     assert found is not None
     assert (found.launcher, found.index, found.size) == ("none", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "pid", "launcher"), [("17.4242", 17, (17, "4242")), ("18", 18, None)]
-)
-def test_a_launcher_that_is_given_is_given_to_one_process(monkeypatch, given, pid, launcher):
-    """What Dask tasks started took its rank, and jobs ended since there was no launcher."""
-    monkeypatch.setattr(ranks, "_launcher", None)
-    monkeypatch.setattr(ranks, "_launcher_pid", None)
-    monkeypatch.setattr(ranks, "_given", {})
-    rank = ranks.Rank(1, 2, 0, 1, "here", "mpi", "first")
-    monkeypatch.setenv(ranks.LAUNCHER_PID, given)
-    monkeypatch.setenv(ranks.GIVEN, rank.to_text())
-    ranks.note_launcher()
-    assert not {ranks.LAUNCHER_PID, ranks.GIVEN} & set(os.environ)
-    assert ranks.detect() == dataclasses.replace(rank, launcher="given")
-    assert (ranks.launcher_pid(), ranks.mpi_launcher()) == (pid, launcher)

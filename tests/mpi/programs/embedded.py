@@ -8,7 +8,7 @@ import threading
 import time
 
 #: What is meant for ranks alone, of what programs get that Dask tasks start.
-FOR_RANKS = "env | grep -E '^HPCDASK_(RANK|LAUNCHER_PID)='"
+FOR_RANKS = "env | grep -E '^HPCDASK_RANK='"
 
 how, end = sys.argv[1:3]
 if "mpi" in how:
