@@ -38,7 +38,7 @@ from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.inventory import Inventory
 from hpcdask.process import raise_descriptor_limit
-from hpcdask.runner.assignment import make_plan
+from hpcdask.runner.plan import make_plan
 from hpcdask.spec.specs import RunSpec
 
 HERE = Path(__file__).parent

@@ -31,9 +31,8 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.peers import TOPIC
 from hpcdask.node.inventory import Inventory
 from hpcdask.process import raise_descriptor_limit
-from hpcdask.runner.arrivals import RankReport
-from hpcdask.runner.control import find_leader
-from hpcdask.runner.protocol import EndRun, StartWorkers
+from hpcdask.runner.link import find_leader
+from hpcdask.runner.protocol import EndRun, RankReport, StartWorkers
 from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import to_security
 

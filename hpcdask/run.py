@@ -30,7 +30,7 @@ def main() -> NoReturn:
         if rank is None or rank.index == 0:
             complain(error)
             if rank is not None and rank.launcher == "hydra":
-                from .runner.rendezvous import abort_launch
+                from .runner.mpi import abort_launch
 
                 abort_launch(rank, error.exit_code)  # another may be late, or never come
             sys.exit(error.exit_code)

@@ -15,8 +15,8 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import complain
-from hpcdask.runner import rendezvous
-from hpcdask.runner.control import find_leader, open_to_ranks
+from hpcdask.runner import mpi
+from hpcdask.runner.link import find_leader, publish
 from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security.credentials import create_credentials
 from hpcdask.security.ports import current
@@ -45,7 +45,8 @@ def take_part(
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally`
     try:
-        rank, meeting = rendezvous.meet(rank, timeout)
+        rank = mpi.find_rank(rank, timeout)
+        meeting = Rendezvous.of(rank)
         if rank.index:
             return asyncio.run(_follow(rank, gathering, meeting, timeout))
         try:
@@ -80,9 +81,7 @@ class _Leader:
         address = str(get_ip())  # where the scheduler would listen
         others = [one.address for one in fabric.interfaces() if one.address != address]
         credentials = create_credentials()
-        server, port = await open_to_ranks(
-            rank, address, credentials, meeting, self._arrived, others
-        )
+        server, port = await publish(rank, address, credentials, meeting, self._arrived, others)
         launch.address = f"{address}:{port}"
         everyone = set(range(rank.size))
         await self._until(lambda: set(launch.hosts) >= everyone, launch.timeout)
@@ -100,7 +99,7 @@ class _Leader:
             channel.send(op="end", code=code)
         await self._until(lambda: not self.channels, LEAVE_DEADLINE_S)
         if set(launch.hosts) < everyone:
-            rendezvous.abort_launch(rank, code)
+            mpi.abort_launch(rank, code)
         return code
 
     def _has_reported(self, rank: int) -> bool:

@@ -12,7 +12,7 @@ from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
 from hpcdask.node.inventory import Inventory
 from hpcdask.queues.environment import job_id, title_and_request
-from hpcdask.runner import assignment
+from hpcdask.runner.plan import assign_gpus
 
 from .findings import Facts, Finding, Reporter, known_gpus
 
@@ -126,7 +126,7 @@ def assigned(facts: Facts, ranks: Sequence[int]) -> dict[int, list[Gpu]]:
     if len(ranks) == 1 or not facts["gpus"]["gpus"]:
         return {view.rank: list(view.gpus) for view in views}
     try:
-        given = assignment.assign_gpus(views, device="cuda", oversubscribe=False, job=None)
+        given = assign_gpus(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError:
         return {view.rank: list(view.gpus) for view in views}
     return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
@@ -139,7 +139,7 @@ def check_ranks(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
         return
     views = _views(facts, ranks)
     try:
-        assignment.assign_gpus(views, device="cuda", oversubscribe=False, job=None)
+        assign_gpus(views, device="cuda", oversubscribe=False, job=None)
     except DeviceError as error:
         value, _, advice = str(error).partition(": ")
         yield say.error(topic, value, advice or f"Request one for each: {EACH_A_GPU}")

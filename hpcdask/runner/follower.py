@@ -21,8 +21,8 @@ from hpcdask.security.credentials import to_security
 from hpcdask.spec.specs import RunSpec
 
 from . import protocol
-from .arrivals import RankReport
-from .control import find_leader
+from .link import find_leader
+from .protocol import RankReport
 from .rendezvous import Rendezvous, RendezvousInfo
 
 
@@ -61,14 +61,14 @@ class Follower:
         security = to_security(found.info.credentials)
         channel.send(**(await asyncio.to_thread(report, agent, problem)).to_json())
 
-        def failed(name: str | None, text: str) -> None:
-            channel.send(**protocol.WorkerFailed(name, text).to_json())
+        def tell(failure: protocol.WorkerFailed) -> None:
+            channel.send(**failure.to_json())
 
         work: list[asyncio.Task[None]] = []
         while (order := await channel.receive()) is not None:
             match read(order):
                 case protocol.StartWorkers(scheduler, placements):
-                    started = start_workers(agent, placements, scheduler, security, failed)
+                    started = start_workers(agent, placements, scheduler, security, tell)
                     work.append(asyncio.create_task(started))
                 case protocol.EndRun(code, seconds):
                     await agent.close_workers(seconds)
@@ -98,9 +98,13 @@ async def start_workers(
     placements: list[WorkerPlacement],
     scheduler: str,
     security: Security,
-    failed: Callable[[str | None, str], None],
+    tell: Callable[[protocol.WorkerFailed], None],
 ) -> None:
-    """Start a rank's workers; `failed` is called with the name of one, or none, and the reason."""
+    """Start a rank's workers, and tell rank 0 of those that fail."""
+
+    def failed(name: str | None, text: str) -> None:
+        tell(protocol.WorkerFailed(agent.rank.index, name, text))
+
     try:
         await agent.start_workers(placements, scheduler, security, failed)
     except Exception as error:

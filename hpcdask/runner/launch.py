@@ -17,7 +17,7 @@ from hpcdask.logs import complain
 from hpcdask.node.preload import variables
 from hpcdask.process import leave
 
-from . import rendezvous
+from . import mpi
 from .options import RunRequest
 
 
@@ -37,14 +37,14 @@ def launch(request: RunRequest, rank: ranks.Rank | None) -> NoReturn:
     )
     try:
         if rank is None or rank.size > 1:
-            rank = rendezvous.find_rank(rank, request.spec.timeout)
+            rank = mpi.find_rank(rank, request.spec.timeout)
     except HpcdaskError as error:
         complain(f"{error} (on {socket.gethostname()})")
         if rank is not None:
-            rendezvous.abort_launch(rank, error.exit_code)
+            mpi.abort_launch(rank, error.exit_code)
         leave(error.exit_code)
     attached = None if request.attached is None else socket.socket(fileno=request.attached)
-    abort = partial(rendezvous.abort_launch, rank)
+    abort = partial(mpi.abort_launch, rank)
     supervisor.run(run_agent, request, rank, attached, abort=abort)
 
 
@@ -77,13 +77,14 @@ async def _take_part(
     from .follower import Follower
     from .leader import Leader
     from .preflight import check_request
+    from .rendezvous import Rendezvous
 
     request = dataclasses.replace(request, spec=request.spec.configured())
     line.setblocking(False)
     agent = HostAgent(await MessageStream.over(line), request.spec, rank)
     meeting = None
     if rank.size > 1:
-        meeting = rendezvous.Rendezvous(rank.launch_id, shared=not rank.one_node)
+        meeting = Rendezvous.of(rank)
         if rank.index == 0:
             agent.tell(Clean(meeting.folder, "later"))
     problem: HpcdaskError | None = None

@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcdask.comm.warmup import LinkTest, evaluate
-from hpcdask.errors import ClusterError
 from hpcdask.logs import plural, say, some
 from hpcdask.node.inventory import Inventory
 from hpcdask.process import seconds_since_start
 from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
-from .arrivals import Arrivals
-from .assignment import Plan
-from .events import Event
-from .wanted_workers import WantedWorkers
+from .events import RankLost, SchedulerLost
+from .link import Link
+from .plan import Plan, WantedWorkers
+from .protocol import SchedulerStarted, WorkerFailed
 
 LOOPBACK = "127.0.0.1"
 
 
-def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard: str) -> None:
+def tell_ready(
+    spec: RunSpec, plan: Plan, nodes: int, registered: int, started: SchedulerStarted
+) -> None:
     """Say in one line what computes on what, how data travel, where the dashboard is."""
     placements = [one for group in plan.placements.values() for one in group]
     kinds = Counter(one.gpu.name if one.gpu else "CPU" for one in placements)
@@ -41,7 +42,7 @@ def tell_ready(spec: RunSpec, plan: Plan, nodes: int, registered: int, dashboard
     say(
         f"{count} on {plural(nodes, 'node')} "
         f"({what}), {network}, ready in {seconds_since_start():.2f} s; "
-        f"dashboard http://{dashboard}/status"
+        f"dashboard http://{_dashboard_host(started)}:{started.dashboard_port}/status"
     )
 
 
@@ -56,22 +57,21 @@ def tell_cpu(spec: RunSpec, seen: Mapping[int, Inventory], plan: Plan) -> None:
         say(f"{plural(len(blind), 'rank')} without a GPU on {hosts}, so on the CPU (--groups auto)")
 
 
-def tell_ways_in(
-    spec: RunSpec, address: str, dashboard_host: str, port: int, host: str, *, has_program: bool
-) -> None:
+def tell_ways_in(spec: RunSpec, started: SchedulerStarted, host: str, *, has_program: bool) -> None:
     """Say how clients connect where no program does, and how a browser elsewhere gets in.
 
-    `dashboard_host` is where it listens, `host` the node's name.
+    `host` is the node's name.
     """
     if not has_program:
         file = spec.scheduler_file
-        way = f'hpcdask.connect("{file}")' if file else f'Client("{address}")'
+        way = f'hpcdask.connect("{file}")' if file else f'Client("{started.address}")'
         if spec.tls and not file:
             way = "clients need its keys: start it with --scheduler-file"
-        say(f"scheduler at {address}: {way}")
-    if not has_program or dashboard_host != host_of(address):
+        say(f"scheduler at {started.address}: {way}")
+    port, listens = started.dashboard_port, _dashboard_host(started)
+    if not has_program or listens != host_of(started.address):
         way = f"{host}:{port} <login node>"
-        if dashboard_host == LOOPBACK:
+        if listens == LOOPBACK:
             way = f"{LOOPBACK}:{port} {host}"
         say(
             f"dashboard from your own machine: ssh -L {port}:{way}, then "
@@ -79,28 +79,22 @@ def tell_ways_in(
         )
 
 
-def failure_of(event: Event, arrivals: Arrivals) -> str:
-    """Return which worker did not start, why, and where to look."""
-    index, _, text = event.value
-    return (
-        f"a worker of {arrivals.name(index)} did not start: {text.rstrip('.')}. See its lines "
-        f"above, and hpcdask doctor there"
-    )
+def _dashboard_host(started: SchedulerStarted) -> str:
+    return LOOPBACK if started.dashboard_host == LOOPBACK else host_of(started.address)
 
 
-def loss_of(event: Event, arrivals: Arrivals) -> ClusterError:
-    """Return what the run lost, as the error that ends it."""
-    if event.what == "scheduler-lost":
-        return ClusterError(
-            "the scheduler's process was killed: see whether the node ran out of memory. "
-            "The run ends"
-        )
-    if event.what == "failed":
-        return ClusterError(f"{failure_of(event, arrivals)}. The run ends")
-    return ClusterError(
-        f"{arrivals.name(event.value)} is gone: it was killed or its node failed. The run ends "
-        f"(--workers-min lets it go on)"
-    )
+def loss_of(event: RankLost | SchedulerLost | WorkerFailed, link: Link) -> str:
+    """Return what the run lost, why as far as it is known, and where to look."""
+    match event:
+        case SchedulerLost():
+            return "the scheduler's process was killed: see whether the node ran out of memory"
+        case RankLost(rank):
+            return f"{link.name(rank)} is gone: it was killed or its node failed"
+        case WorkerFailed(rank, _, text):
+            return (
+                f"a worker of {link.name(rank)} did not start: {text.rstrip('.')}. See its lines "
+                f"above, and hpcdask doctor there"
+            )
 
 
 def host_of(address: str) -> str:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdask.bootstrap.orders import Message
+from hpcdask.comm.fabric import Fabric
+from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.security.credentials import Credentials
+from hpcdask.spec.records import Record
+
+
+@dataclass(frozen=True)
+class RankReport(Record):
+    """Report of a rank: what it sees, or why it cannot take part: with `error` the rest is void."""
+
+    rank: int
+    host: str
+    pid: int
+    error: str = ""
+    inventory: Inventory | None = None
+    fabric: Fabric = field(default_factory=Fabric)
 
 
 @dataclass(frozen=True)
@@ -28,8 +43,9 @@ class EndRun(Message):
 
 @dataclass(frozen=True)
 class WorkerFailed(Message):
-    """A worker did not start; without a name, none of the rank's did."""
+    """A worker of a rank did not start; without a name, none of the rank's did."""
 
+    rank: int
     name: str | None
     error: str
 

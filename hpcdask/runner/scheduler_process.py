@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
-from typing import Any
 
 from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 
 from . import protocol, scheduler
-from .events import Events
+from .events import Events, SchedulerLost
 
 #: Seconds in which it asks the workers what the GPUs did, and says so.
 USAGE_DEADLINE_S = 1.0
@@ -22,16 +20,16 @@ USAGE_DEADLINE_S = 1.0
 class SchedulerProcess:
     """Starts it, hears from it, and ends it.
 
-    `events` hear ``scheduler`` when it has started or cannot, ``workers`` when these change, and
-    ``scheduler-closed`` or ``scheduler-lost`` at its end. `warm` is told what a worker's first
-    exchanges with its peers gave. `registered` has the names of its workers, `doors` the addresses
-    of the nannies of all that ever were.
+    What it tells becomes events, and its end is `SchedulerClosed` or `SchedulerLost`. `started` is
+    what it told of its start. `registered` has the names of its workers, `doors` the addresses of
+    the nannies of all that ever were.
     """
 
-    def __init__(self, events: Events, warm: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, events: Events) -> None:
+        self.started: protocol.SchedulerStarted | protocol.SchedulerFailed | None = None
         self.registered: set[str] = set()
         self.doors: dict[str, str] = {}
-        self._events, self._warm = events, warm
+        self._events = events
         self._line, theirs = socket.socketpair()
         self._process = CONTEXT.Process(target=scheduler.main, args=(theirs,), name="scheduler")
         self._process.start()
@@ -59,24 +57,24 @@ class SchedulerProcess:
         """Turn what it tells into events, until its end."""
         assert self._orders is not None
         closed = False
-        while (message := await self._orders.receive()) is not None:
-            match orders.read(message):
+        while (received := await self._orders.receive()) is not None:
+            message = orders.read(received)
+            match message:
                 case protocol.WorkersChanged(came, gone):
                     self.registered.difference_update(gone)
                     self.registered.update(came)
                     self.doors.update(came)
-                    self._events.happened("workers")
-                case protocol.WorkerWarm(found):
-                    self._warm(found)
                 case protocol.GpuUsageTold(lines):
                     self._usage = self._usage or lines
                     self._usage_told.set()
+                case protocol.SchedulerStarted() | protocol.SchedulerFailed():
+                    self.started = message
                 case protocol.SchedulerClosed():
                     closed = True
-                case started:
-                    self._events.happened("scheduler", started)
+            self._events.put(message)
         self._usage_told.set()
-        self._events.happened("scheduler-closed" if closed else "scheduler-lost")
+        if not closed:
+            self._events.put(SchedulerLost())
 
     async def gpu_usage(self) -> list[str]:
         """Return what the GPUs did, in lines for the user, if the scheduler answers in time."""

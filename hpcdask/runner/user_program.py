@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.environment import own_process
-from hpcdask.bootstrap.orders import SignalProgram, StartProgram
+from hpcdask.bootstrap.orders import ProgramEnded, SignalProgram, StartProgram
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
 from hpcdask.logs import say
@@ -24,7 +24,6 @@ from .events import Events
 class UserProgram:
     """The program of a run: a child of the rank's own process, the one that started it, or none.
 
-    Its end is the event ``program``; if it does not end in time after a signal, ``deadline``.
     `line` leads to the program that started this rank, or is None: its end is the program's.
     `signalled` is the signal that ends the run, once there was one; a child has started if it
     `runs`.
@@ -76,7 +75,7 @@ class UserProgram:
         channel.send(**self._cluster)
         while await channel.receive() is not None:
             pass
-        self._events.happened("program", 0)
+        self._events.put(ProgramEnded(0))
 
     @property
     def _file(self) -> str:
@@ -96,7 +95,7 @@ class UserProgram:
         if number != signal.SIGINT:
             name = signal.Signals(number).name
             say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
-            self._events.later(TERM_DEADLINE_S, "deadline")
+            self._events.put_later(TERM_DEADLINE_S, "program")
 
     def signal(self, number: int) -> None:
         """Send the program a signal."""

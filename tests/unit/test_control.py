@@ -16,7 +16,7 @@ from launching import unavailable, wait_for
 
 LEADER = """
 import asyncio, sys
-from hpcdask.runner.control import ControlServer
+from hpcdask.runner.link import Listener
 
 async def main():
     over = asyncio.Event()
@@ -26,14 +26,14 @@ async def main():
             print(message["text"], flush=True)
         print("gone", flush=True)
         over.set()
-    print(await ControlServer("nonce", arrived).listen(sys.argv[1], None), flush=True)
+    print(await Listener("nonce", arrived).listen(sys.argv[1], None), flush=True)
     await over.wait()
 
 asyncio.run(main())
 """
 RANK = """
 import asyncio, sys
-from hpcdask.runner.control import connect_to_leader
+from hpcdask.runner.link import connect_to_leader
 
 async def main():
     channel = await connect_to_leader(sys.argv[1], int(sys.argv[2]), None, "nonce")

@@ -29,7 +29,7 @@ from hpcdask.gpu.devices import Gpu, visible_gpus
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import worker_cores
 from hpcdask.node.scratch import remove_stale, scratch_folder
-from hpcdask.runner.assignment import assign_gpus, place_workers
+from hpcdask.runner.plan import assign_gpus, place_workers
 from hpcdask.spec.specs import RunSpec
 from launching import needs
 

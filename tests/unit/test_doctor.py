@@ -44,7 +44,7 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError, UsageError
-from hpcdask.runner.control import ControlServer, find_leader
+from hpcdask.runner.link import Listener, find_leader
 from hpcdask.runner.rendezvous import RendezvousInfo
 
 GIB = 2**30
@@ -608,7 +608,7 @@ def test_a_rank_tries_rank_0_s_other_addresses(others):
         async def arrived(report: Facts, channel: Any) -> None:
             channel.close()
 
-        hub = ControlServer("nonce", arrived)
+        hub = Listener("nonce", arrived)
         port = await hub.listen("127.0.0.2", None)
         info = RendezvousInfo("127.0.0.1", port, "node1", "nonce", {}, others)
         note = SimpleNamespace(fetch=lambda: info)

@@ -11,8 +11,8 @@ import pytest
 from hpcdask.errors import DeviceError, QueueError, root_cause
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.watchdog import start_watchdog
-from hpcdask.runner.events import Event
-from hpcdask.runner.messages import failure_of
+from hpcdask.runner.messages import loss_of
+from hpcdask.runner.protocol import WorkerFailed
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -42,5 +42,5 @@ def test_where_to_look_if_a_part_does_not_start(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(QueueError, match=r"watchdog.*Cannot allocate memory\. See .*ulimit -u"):
         start_watchdog(folder)
     arrivals = SimpleNamespace(name=lambda index: f"rank {index} on n1")
-    told = failure_of(Event("failed", (1, "n1-1", "it was killed.")), arrivals)
+    told = loss_of(WorkerFailed(1, "n1-1", "it was killed."), arrivals)
     assert told.startswith("a worker of rank 1 on n1 did not start: it was killed. See ")

@@ -25,8 +25,8 @@ from hpcdask.doctor.launch import check as check_launch
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.node.device_worker import DeviceWorker
 from hpcdask.node.inventory import Inventory
-from hpcdask.runner.assignment import make_plan
-from hpcdask.runner.control import ControlServer
+from hpcdask.runner.link import Listener
+from hpcdask.runner.plan import make_plan
 from hpcdask.security import ports
 from hpcdask.spec.parsing import parse_port_range
 from hpcdask.spec.specs import RunSpec, WorkerSpec
@@ -152,7 +152,7 @@ def test_worker_nanny_and_rank_0():
 
     async def start() -> set[int]:
         ports.use(text(free))
-        server = ControlServer("nonce", None)
+        server = Listener("nonce", None)
         found = {await server.listen("127.0.0.1", None)}
         async with Scheduler(port=0, dashboard_address=":0", host="127.0.0.1") as scheduler:
             found |= {port_of(scheduler.address), scheduler.http_server.port}

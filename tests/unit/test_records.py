@@ -15,7 +15,7 @@ from hpcdask.node.gpu_probe import ProbeResult
 from hpcdask.node.inventory import Inventory
 from hpcdask.node.placement import WorkerPlacement
 from hpcdask.runner import protocol
-from hpcdask.runner.arrivals import RankReport
+from hpcdask.runner.protocol import RankReport
 
 GPU = Gpu("GPU-1", "H100", 80, (0, 1))
 FABRIC = Fabric(

@@ -7,11 +7,8 @@ import dataclasses
 import errno
 import json
 import os
-import select
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 from functools import partial
@@ -26,7 +23,7 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import WorkerPlacement
-from hpcdask.runner import control, follower, protocol
+from hpcdask.runner import follower, link, protocol
 from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
 from hpcdask.security import private
 from strangers import UID, root_only
@@ -63,7 +60,7 @@ MESSAGES = [
     orders.Clean("/tmp/x", "later"),
     orders.Signal(15),
     protocol.EndRun(2, 10.0),
-    protocol.WorkerFailed(None, "no room"),
+    protocol.WorkerFailed(1, None, "no room"),
     protocol.StartScheduler(None, "ib0", "tls", {"tls_ca_file": "PEM"}, ":8787", "/tmp/x", None),
     protocol.Silence(),
     protocol.CloseScheduler(),
@@ -85,35 +82,6 @@ def test_all_messages_survive_json():
 
 def mode(path: str) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
-
-
-ABORTS = """
-import os, sys
-from hpcdask.bootstrap import orders
-from hpcdask.bootstrap.ranks import Rank
-from hpcdask.runner.rendezvous import abort_launch
-
-print("the report")
-print("why", file=sys.stderr)
-abort_launch(Rank(0, 2, 0, 2, "n1", "hydra", "launch"), 7)
-"""
-
-
-def test_a_launch_is_aborted_once_its_launcher_has_read_all():
-    """Hydra drops the output that it has not read by then."""
-    told, tells = os.pipe()
-    environ = {**os.environ, "PMI_FD": str(tells)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = [sys.executable, "-c", ABORTS]
-    with subprocess.Popen(program, env=environ, pass_fds=[tells], **pipes) as rank:
-        os.close(tells)
-        for stream, text in ((rank.stdout, b"the report\n"), (rank.stderr, b"why\n")):
-            assert select.select([stream], [], [], 10)[0]
-            assert not select.select([told], [], [], 0.1)[0]
-            assert os.read(stream.fileno(), 100) == text
-        assert os.read(told, 100) == b"cmd=abort exitcode=7\n"
-    assert rank.returncode == 0
-    os.close(told)
 
 
 def test_what_rank_0_publishes_the_others_fetch(base):
@@ -273,17 +241,17 @@ def test_only_who_knows_the_nonce_arrives():
             reports.append(report)
             channel.close()
 
-        hub = control.ControlServer("secret", arrived)
+        hub = link.Listener("secret", arrived)
         port = await hub.listen("127.0.0.1", None)
-        rank = await control.connect_to_leader("127.0.0.1", port, None, "secret")
-        stranger = await control.connect_to_leader("127.0.0.1", port, None, "guess")
+        rank = await link.connect_to_leader("127.0.0.1", port, None, "secret")
+        stranger = await link.connect_to_leader("127.0.0.1", port, None, "guess")
         stranger.send(rank=2)
         assert await stranger.receive() is None
         rank.send(rank=1)
         assert await rank.receive() is None  # `arrived` closed the line
         hub.close()
         with pytest.raises(ConnectionRefusedError):
-            await control.connect_to_leader("127.0.0.1", port, None, "secret")
+            await link.connect_to_leader("127.0.0.1", port, None, "secret")
         return reports
 
     assert asyncio.run(meet()) == [{"rank": 1}]
@@ -292,7 +260,7 @@ def test_only_who_knows_the_nonce_arrives():
 def test_a_note_without_keys_is_refused_where_tls_is_asked_for():
     meeting = SimpleNamespace(fetch=lambda: INFO)
     with pytest.raises(LaunchError, match="has no keys, though --no-tls is not among"):
-        asyncio.run(control.find_leader(None, meeting, 5, None))
+        asyncio.run(link.find_leader(None, meeting, 5, None))
 
 
 def test_a_rank_says_why_rank_0_does_not_answer():
@@ -304,4 +272,4 @@ def test_a_rank_says_why_rank_0_does_not_answer():
         rank = Rank(1, 2, 0, 1, "n2", "srun", "test")
         why = partial(follower.unreachable, 0.2)
         with pytest.raises(LaunchError, match=r"on n1 within 0\.2 s \(.*refused.*\): the note"):
-            asyncio.run(control.find_leader(rank, note, 0.2, why, tls=False))
+            asyncio.run(link.find_leader(rank, note, 0.2, why, tls=False))

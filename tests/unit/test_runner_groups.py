@@ -10,14 +10,16 @@ from click.testing import CliRunner
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.cli import main
 from hpcdask.comm.fabric import Fabric
+from hpcdask.comm.transport import Choice
 from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.errors import DeviceError, HpcdaskError, UsageError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.inventory import Inventory
-from hpcdask.runner import assignment, messages
-from hpcdask.runner.assignment import Plan, make_plan, place_workers
+from hpcdask.runner import messages, plan
 from hpcdask.runner.options import RunRequest
+from hpcdask.runner.plan import Plan, make_plan, place_workers
 from hpcdask.runner.preflight import check_request
+from hpcdask.runner.protocol import SchedulerStarted
 from hpcdask.spec.kinds import kinds
 from hpcdask.spec.specs import RunSpec
 
@@ -140,29 +142,30 @@ def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch, capfd):
     gpus = ("GPU-n1-0", "GPU-n1-1")
     fabric = Fabric(gpus=gpus, nvlink=(gpus,), ucx=UcxInstall(distributed_ucxx="1"))
     monkeypatch.setattr(
-        assignment, "choose", lambda spec, nodes: chosen.append(nodes) or real("ucx", "NVLink")
+        plan, "choose", lambda spec, nodes: chosen.append(nodes) or real("ucx", "NVLink")
     )
-    real, chosen = assignment.Choice, []
+    real, chosen = Choice, []
     seen = views(*[("n1", [0, 1])] * 3)
-    plan = make_plan(RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, dict.fromkeys(seen, fabric))
-    assert [one.protocol for group in plan.placements.values() for one in group] == [
+    made = make_plan(RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, dict.fromkeys(seen, fabric))
+    assert [one.protocol for group in made.placements.values() for one in group] == [
         *("ucx", "ucx", "tcp")
     ]
     assert [len(node.gpus) for node in chosen[0]] == [1, 1]
-    messages.tell_ready(RunSpec(), plan, 1, 3, "n1:8787")
+    started = SchedulerStarted("tls://n1:1", "0.0.0.0", 8787)
+    messages.tell_ready(RunSpec(), made, 1, 3, started)
     assert "3 workers on 1 node (2 x H100, 1 x CPU), ucx between workers" in capfd.readouterr().err
     few = {index: seen[index] for index in (0, 1)}
-    plan = make_plan(RunSpec(groups="gpu:1 cpu:1"), FIRST, few, dict.fromkeys(few, fabric))
-    assert plan.choice.reason == "only one worker has a GPU"
+    made = make_plan(RunSpec(groups="gpu:1 cpu:1"), FIRST, few, dict.fromkeys(few, fabric))
+    assert made.choice.reason == "only one worker has a GPU"
 
 
 def test_a_fall_back_to_the_cpu_is_told(capfd):
     seen = views(("n1", [0]), ("n2", []), ("n3", []))
-    plan = Plan({0: [], 1: [], 2: []}, assignment.Choice("tcp", ""), {})
-    messages.tell_cpu(RunSpec(groups="auto"), seen, plan)
+    made = Plan({0: [], 1: [], 2: []}, Choice("tcp", ""), {})
+    messages.tell_cpu(RunSpec(groups="auto"), seen, made)
     told = "2 ranks without a GPU on n2, n3, so on the CPU (--groups auto)"
     assert told in capfd.readouterr().err
-    messages.tell_cpu(RunSpec(groups="cpu:3"), views(("n1", [])), plan)
+    messages.tell_cpu(RunSpec(groups="cpu:3"), views(("n1", [])), made)
     assert not capfd.readouterr().err
 
 

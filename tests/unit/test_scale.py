@@ -12,6 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hpcdask.runner.arrivals import Arrivals, RankReport
+from hpcdask.runner.wanted_workers import WantedWorkers
+
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.clusters import controller as controlling
 from hpcdask.clusters.controller import JobController
@@ -21,12 +24,10 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.node.inventory import Inventory
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner import protocol
-from hpcdask.runner.arrivals import Arrivals, RankReport
-from hpcdask.runner.assignment import place_workers
 from hpcdask.runner.events import Events
 from hpcdask.runner.messages import WarmupNotes
+from hpcdask.runner.plan import place_workers
 from hpcdask.runner.scheduler import _WorkerReporter
-from hpcdask.runner.wanted_workers import WantedWorkers
 from hpcdask.spec.specs import RunSpec
 from launching import until
 

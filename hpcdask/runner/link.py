@@ -1,4 +1,4 @@
-"""The line between rank 0 and every other rank, open for the whole run.
+"""The link between rank 0 and every other rank, open for the whole run.
 
 Each rank dials rank 0 once and keeps the connection. What it sees and who it is goes up, what it
 shall do comes down, and its end tells at once that a rank is gone, however it died. Messages are
@@ -10,40 +10,41 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import dask.config
-from dask.utils import parse_timedelta
+from distributed.comm.tcp import set_tcp_timeout
 from tornado import netutil
 
+from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.channel import LINE_LIMIT, Message, MessageStream
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.errors import LaunchError
-from hpcdask.node.preload import SILENCE
+from hpcdask.errors import LaunchError, UsageError
+from hpcdask.logs import by_host, numbered
+from hpcdask.node.inventory import Inventory
 from hpcdask.process import raise_descriptor_limit
 from hpcdask.security.credentials import Credentials, to_security
 
+from .events import Events, RankArrived, RankLost
+from .protocol import RankReport
 from .rendezvous import Rendezvous, RendezvousInfo
 
 #: Seconds to dial one address of rank 0.
 DIAL_DEADLINE_S = 5.0
+#: Seconds that the other ranks get to leave.
+LEAVE_DEADLINE_S = 3.0
 Arrived = Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
 
 
-class ControlServer:
-    """Rank 0's side: listens, and hands over each rank that knows the nonce.
-
-    The nonce is made anew for each launch. `arrived` gets the first message after it.
-    """
+class Listener:
+    """Rank 0's port, which hands over each rank that knows the nonce, with its first message."""
 
     def __init__(self, nonce: str, arrived: Arrived) -> None:
         raise_descriptor_limit()
-        self._nonce = nonce
-        self._arrived = arrived
+        self._nonce, self._arrived = nonce, arrived
         self._servers: list[asyncio.Server] = []
 
     async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
@@ -62,40 +63,133 @@ class ControlServer:
             channel.close()
             return
         _notice_dead_peers(writer)
-        report = await channel.receive()  # who it is: a rank may first wait for its GPU's driver
+        report = await channel.receive()  # a rank may first wait for its GPU's driver
         if report is None:
             channel.close()
             return
         await self._arrived(report, channel)
 
     def close(self) -> None:
-        """Stop listening; channels stay."""
+        """Stop listening; connections stay."""
         for server in self._servers:
             server.close()
 
 
-async def open_to_ranks(
+async def publish(
     rank: Rank,
     host: str,
     credentials: Credentials,
     rendezvous: Rendezvous,
     arrived: Arrived,
     others: Sequence[str] = (),
-) -> tuple[ControlServer, int]:
-    """Rank 0: let the other ranks in, and tell them where; returns the port, too.
+) -> tuple[Listener, int]:
+    """Let the other ranks in, and tell them where; return the listener and its port.
 
     `others` are further addresses of this node, which are tried where `host` does not answer.
     """
     nonce = secrets.token_hex(16)
-    server = ControlServer(nonce, arrived)
+    listener = Listener(nonce, arrived)
     everywhere = "::" if ":" in host else "0.0.0.0"
     context = None
     if credentials:
         context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
-    port = await server.listen(everywhere if others else host, context)
+    port = await listener.listen(everywhere if others else host, context)
     info = RendezvousInfo(host, port, rank.host, nonce, credentials, [*others])
     rendezvous.publish(info)
-    return server, port
+    return listener, port
+
+
+class Link:
+    """Rank 0's connections to the other ranks; their messages, arrivals and ends become events.
+
+    `reports` is by rank, with rank 0's own.
+    """
+
+    def __init__(self, rank: Rank, events: Events) -> None:
+        self.reports: dict[int, RankReport] = {}
+        self._rank, self._events = rank, events
+        self._channels: dict[int, MessageStream] = {}
+        self._listener: Listener | None = None
+
+    async def listen(self, host: str, credentials: Credentials, rendezvous: Rendezvous) -> None:
+        """Accept the other ranks, and tell them where."""
+        self._listener, _ = await publish(self._rank, host, credentials, rendezvous, self._serve)
+
+    def close(self) -> None:
+        """Accept no more ranks; connections stay."""
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _serve(self, message: Message, channel: MessageStream) -> None:
+        """Note a rank by its report, and listen to it until it is gone."""
+        report = RankReport.from_json(message)
+        self.reports[report.rank] = report
+        self._channels[report.rank] = channel
+        self._events.put(RankArrived(report.rank))
+        while (received := await channel.receive()) is not None:
+            self._events.put(orders.read(received))
+        del self._channels[report.rank]
+        self._events.put(RankLost(report.rank))
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived."""
+        if len(self.reports) >= self._rank.size:  # asked at each arrival, so counting comes first
+            return []
+        return sorted(set(range(self._rank.size)) - set(self.reports))
+
+    def too_late(self, timeout: float) -> LaunchError:
+        """Return the error that says which ranks did not come."""
+        there = by_host(report.host for report in self.reports.values())
+        return LaunchError(
+            f"{numbered('rank', self.missing)} of {self._rank.size} did not arrive within "
+            f"{timeout:g} s (there are {there}). See what those ranks printed and whether they "
+            f"reach {self._rank.host}, or allow more with --timeout"
+        )
+
+    def inventories(self) -> dict[int, Inventory]:
+        """Return what each rank sees. Raises UsageError where one cannot take part."""
+        found = {}
+        for index, report in sorted(self.reports.items()):
+            if report.inventory is None:
+                where = f" ({self.name(index)})" if self._rank.size > 1 else ""
+                raise UsageError(f"{report.error}{where}")
+            found[index] = report.inventory
+        return found
+
+    def name(self, index: int) -> str:
+        """Return the name of a rank for messages."""
+        return f"rank {index} on {self.reports[index].host}"
+
+    def send(self, index: int, message: orders.Message) -> None:
+        """Send a message to a rank, if it is there."""
+        if index in self._channels:
+            self._channels[index].send(**message.to_json())
+
+    def send_all(self, message: orders.Message) -> None:
+        """Send a message to all other ranks."""
+        for index in self._channels:
+            self.send(index, message)
+
+    async def wait_for_departure(self, more_s: float) -> None:
+        """Wait until every other rank has left: a launcher reports the ranks that still live.
+
+        Those of this node are awaited by their processes, which end after their connections.
+        """
+        mates = [
+            report.pid
+            for index, report in self.reports.items()
+            if index != 0 and report.host == self._rank.host
+        ]
+        deadline = time.monotonic() + LEAVE_DEADLINE_S + more_s
+        while self._channels or any(map(_exists, mates)):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.005)  # /proc has no events
+
+
+def _exists(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 class Reached(NamedTuple):
@@ -174,15 +268,6 @@ async def connect_to_leader(
 
 
 def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel end the connection of a node that vanished.
-
-    The limit is Dask's ``distributed.comm.timeouts.tcp``, which holds for its own connections too.
-    """
-    seconds = parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp", SILENCE))
+    """Make the kernel end the connection of a node that vanished, as it does Dask's own."""
     sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # the limit counts from the last probe that was answered, so few probes make short losses long
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds // 10)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+    set_tcp_timeout(SimpleNamespace(closed=writer.is_closing, socket=sock))

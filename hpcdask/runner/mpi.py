@@ -1,0 +1,128 @@
+"""MPI, asked only where the launcher says too little, and the end of a launch that is not whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from hpcdask.bootstrap.ranks import Rank, from_mpi
+from hpcdask.errors import LaunchError, MissingExtra
+from hpcdask.logs import complain
+
+#: Launchers that tell all nodes the same id.
+SAME_ID = ("openmpi", "pals", "srun", "flux", "given", "none")
+#: Variables in which launchers tell how many ranks they started.
+COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
+#: Seconds that a launcher gets to read a rank's output before it is told to end.
+READ_S = 0.5
+#: Seconds that SLURM gets to end a step.
+CANCEL_DEADLINE_S = 5.0
+
+
+def find_rank(rank: Rank | None, timeout: float) -> Rank:
+    """Return the rank; MPI is asked where the launcher says too little.
+
+    An MPI that does not start within `timeout` seconds ends this process. Raises LaunchError if MPI
+    cannot be started, or says something else than the launcher.
+    """
+    if rank is not None and (rank.one_node or rank.launcher in SAME_ID):
+        return rank
+    with _deadline(timeout, rank):
+        found = _ask_mpi(rank)
+    if rank is None:
+        counts = [os.environ.get(name, "") for name in COUNTS]
+        started = max((int(count) for count in counts if count.isdigit()), default=1)
+        if found.size == 1 and started > 1:
+            raise mismatch(started, 1, found)
+        return found
+    if found.size != rank.size:
+        raise mismatch(rank.size, found.size, rank)
+    return dataclasses.replace(rank, launch_id=found.launch_id)
+
+
+def _ask_mpi(rank: Rank | None) -> Rank:
+    """Return the rank with an id that all ranks of the launch have, and no other launch."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = True
+        os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # the user's, for the program: it would win
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ImportError) and error.name == "mpi4py":
+            raise MissingExtra("mpi4py", "mpi", "finding this process's rank") from None
+        text = " ".join(str(error).split())
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}"
+        ) from None
+    found = from_mpi(MPI.COMM_WORLD)
+    MPI.Finalize()  # it is not to outlive a rank
+    return found
+
+
+@contextlib.contextmanager
+def _deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
+    """End this process if the block takes longer.
+
+    MPI's calls cannot be interrupted and hold the interpreter's lock: a process watches, no thread.
+    """
+    over, met = os.pipe()
+    waiting, watcher = os.getpid(), os.fork()
+    if watcher == 0:
+        os.close(met)
+        if not select.select([over], [], [], timeout)[0]:
+            who = f"rank {rank.index} of {rank.size} on {rank.host}" if rank else "a rank"
+            complain(
+                f"{who} waited {timeout:g} s in MPI: another rank did not start, or not under the "
+                f"same MPI. See what the others printed, or allow more with --timeout"
+            )
+            os.kill(waiting, signal.SIGKILL)  # its janitor cleans up
+        os._exit(0)
+    os.close(over)
+    try:
+        yield
+    finally:
+        os.close(met)
+        os.waitpid(watcher, 0)
+
+
+def mismatch(expected: int, size: int, rank: Rank) -> LaunchError:
+    """Return the error for ranks that MPI and the launcher count differently."""
+    counts = "says that each is rank 0 of 1" if size == 1 else f"counts {size}"
+    return LaunchError(
+        f"the launcher started {expected} ranks, but MPI {counts}: the MPI of mpi4py is not the "
+        f"launcher's. {_plugin_hint(rank)}"
+    )
+
+
+def _plugin_hint(rank: Rank | None) -> str:
+    if (rank is not None and rank.launcher == "srun") or "SLURM_STEP_ID" in os.environ:
+        return (
+            "Try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list "
+            "shows what this site has. With srun --mpi=none no MPI is needed at all"
+        )
+    return "Use the mpirun of the same MPI (MPI4PY_MPIABI and LD_LIBRARY_PATH choose mpi4py's)"
+
+
+def abort_launch(rank: Rank, code: int) -> None:
+    """End a launch in which some rank never came: MPICH's launcher and srun would wait for it."""
+    if rank.launcher == "hydra" and "PMI_FD" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed
+                stream.flush()
+        time.sleep(READ_S)  # the launcher drops what it has not read by then
+        with contextlib.suppress(OSError, ValueError):  # PMI-1's abort
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+    if rank.launcher == "srun":
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # srun waits, as it does
+            subprocess.run(
+                ["scancel", step], timeout=CANCEL_DEADLINE_S, capture_output=True, check=False
+            )
