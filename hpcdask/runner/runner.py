@@ -93,10 +93,11 @@ class Runner:
         bool
             True in rank 0, with the cluster ready. False in other ranks, when it has ended.
         """
-        rank = ranks.detect()
-        environment = dict(os.environ)
+        rank, environment = ranks.detect(), dict(os.environ)
         if _mpi_is_running():
-            rank = _meet_through_own_mpi()
+            from mpi4py import MPI
+
+            rank = ranks.from_mpi(MPI.COMM_WORLD)  # only this process may use it
             environment[ranks.GIVEN] = rank.to_text()
         elif rank is None:
             raise LaunchError(
@@ -109,7 +110,7 @@ class Runner:
                 self._process = subprocess.Popen(
                     command, env=environment, pass_fds=_pmi(), stdin=subprocess.DEVNULL
                 )
-                self._code = self._wait()
+                self._code = _exit_code(self._process)
             return False
         self._line, theirs = socket.socketpair()
         with theirs:
@@ -124,7 +125,7 @@ class Runner:
         with self._line.makefile("r") as stream:
             line = stream.readline()
         if not line:
-            self._code = self._wait()
+            self._code = _exit_code(self._process)
             raise SystemExit(self._code or 1)
         cluster = json.loads(line)
         configure_client(**cluster)
@@ -133,18 +134,6 @@ class Runner:
         self.status = Status.running
         return True
 
-    def _wait(self) -> int:
-        """Wait for the rank's process, and return its exit code as a shell has it."""
-        assert self._process is not None
-        code = self._process.wait()
-        if code >= 0:
-            return code
-        hint = "Did the node run out of memory?"
-        if -code == signal.SIGTERM:
-            hint = "Another rank failed (srun -K), or the job was cancelled: see the first error"
-        complain(f"this rank was killed by {signal_name(-code)}. {hint}")
-        return 128 - code
-
     def close(self) -> Awaitable[None]:
         """End the cluster, and wait until all its ranks are gone.
 
@@ -152,43 +141,32 @@ class Runner:
         """
         if self._line is None or self._process is None:
             return NoOpAwaitable()
-        self._let_go(self._line)
+        self.status = Status.closed
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
+        self._forget()
+        forget_client()
+        atexit.unregister(self._close_at_exit)
+        seconds = CLOSE_DEADLINE_S + WRITE_DEADLINE_S * (self.spec.profile != "none")
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            self._wait_for_end(self._process)
+            _end(self._process, seconds)
             return NoOpAwaitable()
-        return asyncio.ensure_future(asyncio.to_thread(self._wait_for_end, self._process))
-
-    def _let_go(self, line: socket.socket) -> None:
-        self.status = Status.closed
-        with contextlib.suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)  # a fork of this program may have it as well
-        line.close()
-        self._line = None
-        forget_client()
-        atexit.unregister(self._close_at_exit)
-
-    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
-        try:
-            process.wait(CLOSE_DEADLINE_S + WRITE_DEADLINE_S * (self.spec.profile != "none"))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        return asyncio.ensure_future(asyncio.to_thread(_end, self._process, seconds))
 
     def _forget(self) -> None:
-        """In a fork of the program, whose end is not the program's."""
+        """Close the line, also in a fork of the program, whose end is not the program's."""
         if self._line is not None:
             self._line.close()
             self._line = None
 
     def _close_at_exit(self) -> None:
         """Close the program's client first, which would else try to connect again."""
-        if self._line is None:  # in a fork: the cluster is its parent's
-            return
-        with contextlib.suppress(ValueError):
-            default_client().close(timeout=2)
-        self.close()
+        if self._line is not None:  # else this is a fork: the cluster is its parent's
+            with contextlib.suppress(ValueError):
+                default_client().close(timeout=2)
+            self.close()
 
     def __enter__(self) -> Runner:
         if not self.start():
@@ -209,6 +187,27 @@ _FIELDS = keywords_of(RunSpec)
 _SIGNATURE = spell_out(Runner.__init__, _FIELDS)
 Runner.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 Runner.__doc__ = describe(Runner.__doc__, _FIELDS)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a rank's process, and return its exit code as a shell has it."""
+    code = process.wait()
+    if code >= 0:
+        return code
+    hint = "Did the node run out of memory?"
+    if -code == signal.SIGTERM:
+        hint = "Another rank failed (srun -K), or the job was cancelled: see the first error"
+    complain(f"this rank was killed by {signal_name(-code)}. {hint}")
+    return 128 - code
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a rank's process, and kill it after some seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _pmi() -> list[int]:
@@ -289,10 +288,3 @@ def _mpi_is_running() -> bool:
     from mpi4py import MPI
 
     return bool(MPI.Is_initialized() and not MPI.Is_finalized())
-
-
-def _meet_through_own_mpi() -> ranks.Rank:
-    """Agree on an id by MPI, which only this process may use."""
-    from mpi4py import MPI
-
-    return ranks.from_mpi(MPI.COMM_WORLD)

@@ -327,9 +327,6 @@ def test_rank_killed_with_enough_workers_left(desk):
     assert f"sum {sum(range(40))}\nworkers 1\n" in result.out, result.err
     assert "rank 0: 0\n" in result.out, result.err  # srun itself returns that a task was killed
     assert f"rank 1 on {HOST} is gone: it was killed or its node failed. The run" in result.err
-        f"rank 1 on {HOST} is gone: it was killed or its node failed. The run goes on with"
-        in result.err
-    )
     assert not errors(result.err)
 
 

@@ -44,7 +44,7 @@ def test_a_record(record):
     "message",
     [
         protocol.StartWorkers("tls://a:1", [ON_GPU, WorkerPlacement("b", None, (), 1, 0)]),
-        protocol.WorkerFailed(None, "no GPU"),
+        protocol.WorkerFailed(1, None, "no GPU"),
         protocol.StartScheduler("a", None, "tls", {"tls_ca_file": "text"}, ":0", "/tmp", None),
         protocol.Silence(),
     ],
