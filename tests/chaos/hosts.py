@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from launching import Launcher, mpich_launcher, openmpi_launcher
 
 SUBNET = "10.213.{}.{}"
 
@@ -28,15 +32,31 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-class Hosts:
-    """Two hosts with a cable between them, `a` and `b`; `wrapper` starts a command on one."""
+#: Started in namespaces of its own: a host has its name, its shared memory, its boot id (by which
+#: UCX tells hosts apart) and, where it is given one, its GPU.
+HOST = """#!/bin/bash
+hostname "$1"
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$0.$1" /proc/sys/kernel/random/boot_id
+[[ -z $2 ]] || export CUDA_VISIBLE_DEVICES=$2
+shift 2
+exec "$@"
+"""
 
-    def __init__(self, folder: Path) -> None:
+
+class Hosts:
+    """Two hosts with a cable between them, `a` and `b`; `wrapper` starts a command on one.
+
+    With `gpus`, each has one of this machine's GPUs.
+    """
+
+    def __init__(self, folder: Path, *, gpus: bool = False) -> None:
         third = os.getpid() % 200 + 20
         self.addresses = [SUBNET.format(third, 1), SUBNET.format(third, 2)]
         self.names = [f"hd-{side}-{os.getpid()}" for side in "ab"]
         self.links = [f"hd{side}{os.getpid()}"[:15] for side in "ab"]
-        self.wrapper = folder / "on-host"
+        self.wrapper, self._inner = folder / "on-host", folder / "host"
+        self._gpus = ["0", "1"] if gpus else ["", ""]
 
     def __enter__(self) -> Hosts:
         try:
@@ -52,14 +72,24 @@ class Hosts:
         except BaseException:
             self.__exit__()
             raise
-        a, b = self.names
+        for name in self.names:
+            Path(f"{self._inner}.{name}").write_text(f"{uuid.uuid4()}\n")
+        self._inner.write_text(HOST)
+        first, second = (shlex.join(self.prefix(number)) for number in (0, 1))
         self.wrapper.write_text(  # called as ssh is: options, host, command
             f"#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nhost=$1; shift\n"
-            f"[[ $host == {self.addresses[0]} ]] && name={a} || name={b}\n"
-            'exec ip netns exec $name unshare --uts bash -c "hostname $name; $*"\n'
+            f'[[ $host == {self.addresses[0]} ]] && exec {first} bash -c "$*"\n'
+            f'exec {second} bash -c "$*"\n'
         )
-        self.wrapper.chmod(0o700)
+        for script in (self.wrapper, self._inner):
+            script.chmod(0o700)
         return self
+
+    def prefix(self, number: int) -> list[str]:
+        """Return the words before a command that starts it on one of the hosts."""
+        name = self.names[number]
+        own = ["ip", "netns", "exec", name, "unshare", "--uts", "--ipc", "--mount"]
+        return [*own, str(self._inner), name, self._gpus[number]]
 
     def __exit__(self, *error: object) -> None:
         self.join(up=True)
@@ -86,6 +116,20 @@ class Hosts:
             f"filter add {device} parent 1: protocol ip u32 {match} flowid 1:20",
         ):
             _ip(*tc, *command.split())
+
+
+def over(hosts: Hosts, name: str, ranks: int = 1) -> Launcher:
+    """Return a launcher on the first host that starts ranks on each, by a stand-in for ssh."""
+    if name == "mpich":
+        launcher = mpich_launcher()
+        way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", str(ranks)]
+        way += ["-hosts", ",".join(hosts.addresses)]
+    else:
+        launcher = openmpi_launcher()
+        way = ["--prtemca", "plm_ssh_agent", str(hosts.wrapper), "--map-by", f"ppr:{ranks}:node"]
+        way += ["--host", ",".join(hosts.addresses)]
+    launcher.prefix = [*hosts.prefix(0), *launcher.prefix, *way]
+    return launcher
 
 
 @contextlib.contextmanager

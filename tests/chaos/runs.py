@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from chaos.episodes import Episode, Event
-from chaos.hosts import Hosts, disk
+from chaos.hosts import Hosts, disk, over
 from chaos.hosts import missing as missing_hosts
 from chaos.playing import Player, Undo, Violation, strike
 from gpu_launching import sharing
@@ -92,11 +92,7 @@ class RunnerArena:
             self._slurm.mend()
             return Launcher("srun", ["srun", "-N2", "--mpi=none", "--overcommit"], self._slurm.env)
         if hosts is not None:
-            mpich = mpich_launcher()
-            way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", "1"]
-            here = ["ip", "netns", "exec", hosts.names[0]]
-            mpich.prefix = [*here, *mpich.prefix, *way, "-hosts", ",".join(hosts.addresses)]
-            return mpich
+            return over(hosts, "mpich")
         return LAUNCHERS[name]()
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.hosts import Hosts, missing
+from chaos.hosts import Hosts, missing, over
 from clock import clock
-from launching import Launcher, mpich_launcher, openmpi_launcher, unavailable
+from launching import unavailable
 from running import Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -25,22 +25,6 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         unavailable(why)
     with Hosts(tmp_path) as hosts:
         yield hosts
-
-
-def over(hosts: Hosts, name: str, ranks: int = 1) -> Launcher:
-    """A launcher on the first host that starts ranks on each, by what stands in for ssh."""
-    rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0]]
-    here = ["ip", "netns", "exec", hosts.names[0], *rename]
-    if name == "mpich":
-        launcher = mpich_launcher()
-        way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", str(ranks)]
-        way += ["-hosts", ",".join(hosts.addresses)]
-    else:
-        launcher = openmpi_launcher()
-        way = ["--prtemca", "plm_ssh_agent", str(hosts.wrapper), "--map-by", f"ppr:{ranks}:node"]
-        way += ["--host", ",".join(hosts.addresses)]
-    launcher.prefix = [*here, *launcher.prefix, *way]
-    return launcher
 
 
 def sent(hosts: Hosts) -> int:
