@@ -50,11 +50,19 @@ def guard(server: Any) -> None:
     find = application.find_handler
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
-        if _is_of_another_site(request) or not _has_our_name(request):
+        if _is_of_another_site(request):
             return application.get_handler_delegate(request, web.ErrorHandler, {"status_code": 403})
+        if (host := _host(request.headers.get("Host", ""))) not in _own_names(host):
+            return application.get_handler_delegate(request, StrangeName, {"host": host})
         return find(request, **kwargs)
 
     application.find_handler = find_handler
+
+
+def _host(netloc: str) -> str:
+    with contextlib.suppress(ValueError):  # a bracket too many
+        return (urlsplit(f"//{netloc}").hostname or "").rstrip(".")
+    return "?"
 
 
 def _is_of_another_site(request: HTTPServerRequest) -> bool:
@@ -70,27 +78,45 @@ def _is_of_another_site(request: HTTPServerRequest) -> bool:
     return urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower()
 
 
-def _has_our_name(request: HTTPServerRequest) -> bool:
-    """Return whether the request names this host: a page of another site may point its name here.
+def _own_names(host: str) -> set[str]:
+    """Return the names that this server answers to, with `host` where that cannot be a stranger's.
 
-    An address is none that a page could choose (DNS rebinding). A reverse proxy passes on its own
-    name, for which there is ``hpcdask.dashboard-hosts`` in Dask's configuration.
+    A page of another site may point its own name at this address (DNS rebinding), but cannot choose
+    an address. Proxies pass on their own names: those that are configured as origins, or any where
+    the dashboard's links go through Jupyter's proxy.
     """
-    host = (urlsplit(f"//{request.headers.get('Host', '')}").hostname or "").rstrip(".")
-    allowed = {"", "localhost", socket.gethostname().lower(), *_allowed_hosts()}
+    names = {"", "localhost", socket.gethostname().lower(), _full_name()}
+    names |= {_host(origin) for origin in dask.config.get(_ORIGINS, ["*"])}
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return host in allowed or "*" in allowed or host == _full_name()
-
-
-def _allowed_hosts() -> list[str]:
-    hosts = dask.config.get("hpcdask.dashboard-hosts", None) or []
-    return [one.lower() for one in ([hosts] if isinstance(hosts, str) else hosts)]
+        ipaddress.ip_address(host)
+        names.add(host)
+    if "/proxy/" in dask.config.get("distributed.dashboard.link", ""):
+        names.add(host)
+    return names
 
 
 @functools.cache
 def _full_name() -> str:
     return socket.getfqdn().lower()
+
+
+class StrangeName(web.RequestHandler):
+    """Says which name was asked for, and how it becomes one of this server's."""
+
+    def initialize(self, host: str) -> None:
+        """Keep the name."""
+        self._host = host
+
+    def prepare(self) -> None:
+        """Answer any request."""
+        self.set_status(403)
+        self.set_header("Content-Type", "text/plain")
+        self.finish(
+            f"{self._host} is none of the names of {socket.gethostname()}. If a proxy of yours has "
+            f"this name, list it in Dask's configuration before the cluster starts: {_ORIGINS}; "
+            f"for Jupyter's proxy, set distributed.dashboard.link to "
+            f"{{JUPYTERHUB_SERVICE_PREFIX}}/proxy/{{port}}/status\n"
+        )
 
 
 class LazyDashboard(web.RequestHandler):

@@ -129,7 +129,7 @@ def test_no_redirect_to_elsewhere(uri):
     async def run() -> None:
         async with scheduler() as ours:
             there = await asyncio.open_connection("127.0.0.1", ours.http_server.port)
-            there[1].write(f"GET {uri} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+            there[1].write(f"GET {uri} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             head = (await asyncio.wait_for(there[0].readuntil(b"\r\n\r\n"), 60)).decode()
             there[1].close()
             assert "\r\nLocation: /evil.example/x\r\n" in head
@@ -141,7 +141,7 @@ def post(port: int, *, chunked: bool) -> bytes:
     """99 MB, until it hangs up."""
     size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 99000000"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-        sock.sendall(f"POST /health HTTP/1.1\r\nHost: h\r\n{size}\r\n\r\n".encode())
+        sock.sendall(f"POST /health HTTP/1.1\r\nHost: localhost\r\n{size}\r\n\r\n".encode())
         with suppress(OSError):
             if chunked:
                 sock.sendall(b"%x\r\n" % 99_000_000)
@@ -177,7 +177,7 @@ def test_a_large_body_is_refused_and_not_kept():
 
 
 UPGRADE = (
-    b"GET /eventstream HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"GET /eventstream HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 
@@ -227,12 +227,35 @@ def test_websockets_of_other_sites_are_refused():
             port = ours.http_server.port
             assert await code(ours, None) == 101
             assert await code(ours, f"http://127.0.0.1:{port}") == 101
-            # by ssh -L with another port, and by a proxy in front
+            # by ssh -L with another port
             assert await code(ours, "http://localhost:9999", "localhost:9999") == 101
-            assert await code(ours, "https://hub.example", "hub.example") == 101
             assert await code(ours, "https://evil.example") == 403
             assert await code(ours, f"http://127.0.0.1:{port + 1}") == 403
             await ask(ours, "/status")
             assert await code(ours, "https://evil.example") == 403
+
+    asyncio.run(run())
+
+
+def test_a_name_that_is_not_the_server_s_is_refused():
+    """A page of another site may point its name at the dashboard (DNS rebinding) and read it."""
+
+    async def code(server: object, host: str) -> int:
+        answer = await ask(server, "/health", headers={"Host": host})
+        assert answer.code == 200 or host.partition(":")[0].encode() in answer.body
+        return answer.code
+
+    async def run() -> None:
+        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
+            for server in (ours, worker):
+                for host in ("localhost:9999", "127.0.0.1", "[::1]:80", socket.gethostname()):
+                    assert await code(server, host) == 200, host
+                for host in ("evil.example", "evil.example:8787", "localhost.evil.example"):
+                    assert await code(server, host) == 403, host
+            with dask.config.set({webserver._ORIGINS: ["hub.example:443"]}):
+                assert await code(ours, "hub.example") == 200
+                assert await code(ours, "evil.example") == 403
+            with dask.config.set({"distributed.dashboard.link": "/user/me/proxy/{port}/status"}):
+                assert await code(ours, "hub.example") == 200
 
     asyncio.run(run())
