@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import re
 import stat
 import subprocess
@@ -86,6 +88,22 @@ def test_what_is_no_scheduler_file_of_ones_own_is_refused_at_once(tmp_path, put,
         connect(str(path))
     with pytest.raises(SchedulerFileError, match=message):
         scheduler_file.check_writable(str(path))
+
+
+@pytest.mark.parametrize("members", [[], ["eve"]])
+def test_a_group_is_private_with_no_other_member(tmp_path, monkeypatch, members):
+    """Regression: the name alone made it so."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    known = grp.struct_group((user, "x", os.getegid(), members))  # stands in for the site's groups
+    monkeypatch.setattr(grp, "getgrgid", lambda number: known)
+    file = tmp_path / "cluster.json"
+    file.write_text("{}")
+    file.chmod(0o660)
+    if members:
+        with pytest.raises(private.NotPrivate):
+            private.read(str(file))
+    else:
+        assert private.read(str(file)) == "{}"
 
 
 def test_a_link_to_ones_own_scheduler_file_is_followed(tmp_path):
