@@ -39,7 +39,8 @@ def launch(request: RunRequest, rank: ranks.Rank | None) -> NoReturn:
         if rank is None or rank.size > 1:
             rank = mpi.find_rank(rank, request.spec.timeout)
     except HpcdaskError as error:
-        complain(f"{error} (on {socket.gethostname()})")
+        if rank is None or rank.local_index == 0:  # it is the same for all ranks of a node
+            complain(f"{error} (on {socket.gethostname()})")
         if rank is not None:
             mpi.abort_launch(rank, error.exit_code)
         leave(error.exit_code)

@@ -38,6 +38,8 @@ from .user_program import UserProgram
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0
+#: Seconds that the other ranks get to leave, beside those for their workers.
+LEAVE_S = 3.0
 #: Seconds without any worker after which the user is told.
 NO_WORKER_NOTICE_S = 5.0
 #: Seconds in which ranks may still arrive, to be told to end after an early error.
@@ -311,7 +313,8 @@ class Leader:
         self.link.send_all(protocol.EndRun(code if never_ran else 0, seconds))
         more = WRITE_DEADLINE_S if self.spec.profile != "none" else 0.0
         await asyncio.gather(
-            self.agent.close_workers(seconds), self.link.wait_for_departure(seconds + more)
+            self.agent.close_workers(seconds),
+            self.link.wait_for_departure(seconds + LEAVE_S + more),
         )
         await self.scheduler.end()
         if self.rendezvous is not None:

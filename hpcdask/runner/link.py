@@ -34,8 +34,8 @@ from .rendezvous import Rendezvous, RendezvousInfo
 
 #: Seconds to dial one address of rank 0.
 DIAL_DEADLINE_S = 5.0
-#: Seconds that the other ranks get to leave.
-LEAVE_DEADLINE_S = 3.0
+#: Seconds that a launcher gets to reap its ranks: MPICH's waits for all of a node.
+REAP_DEADLINE_S = 1.0
 Arrived = Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
 
 
@@ -171,20 +171,18 @@ class Link:
         for index in self._channels:
             self.send(index, message)
 
-    async def wait_for_departure(self, more_s: float) -> None:
+    async def wait_for_departure(self, seconds: float) -> None:
         """Wait until every other rank has left: a launcher reports the ranks that still live.
 
-        Those of this node are awaited by their processes, which end after their connections.
+        Ranks of this node are awaited a little longer, until the launcher has reaped them.
         """
-        mates = [
-            report.pid
-            for index, report in self.reports.items()
-            if index != 0 and report.host == self._rank.host
-        ]
-        deadline = time.monotonic() + LEAVE_DEADLINE_S + more_s
-        while self._channels or any(map(_exists, mates)):
-            if time.monotonic() > deadline:
-                break
+        deadline = time.monotonic() + seconds
+        while self._channels and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        reports = self.reports.items()
+        mates = [one.pid for index, one in reports if index and one.host == self._rank.host]
+        deadline = time.monotonic() + REAP_DEADLINE_S
+        while any(map(_exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)  # /proc has no events
 
 

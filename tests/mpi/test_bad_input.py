@@ -112,11 +112,11 @@ def errors(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("hpcdask: error: ")]
 
 
-def assert_refused(result: Result, *words: str, within: float = 20) -> None:
-    """One line with all these words, exit code 2, no traceback, no output of the program."""
+def assert_refused(result: Result, *words: str, within: float = 20, nodes: int = 1) -> None:
+    """One line (of each node) with all words, exit code 2, no traceback, no program's output."""
     shown = f"{result.code} after {result.seconds:.1f} s\n{result.err}\n{result.out}"
     assert result.code == 2, shown
-    assert len(errors(result)) == 1, shown
+    assert len(errors(result)) == nodes, shown
     missing = [word for word in words if word not in errors(result)[0]]
     assert not missing, f"{missing} not in: {errors(result)[0]}"
     assert "Traceback" not in result.err, shown
@@ -527,7 +527,16 @@ def test_mpi_that_is_not_the_launcher_s(mpich, private, script):
     foreign = openmpi_launcher().env
     env = {name: foreign[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
     result = with_folders(mpich, private).run(2, *CPU, script, env=env)
-    assert_refused(result, "2 ranks", "rank 0 of 1", "mpirun of the same MPI")
+    assert_refused(result, "2 ranks", "rank 0 of 1", "mpirun of the same MPI", nodes=2)
+
+
+def test_mpi_library_that_is_missing_on_the_second_node(mpich, private, script):
+    """Regression: its rank said nothing, and rank 0 waited for it."""
+    mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "1"]
+    missing = "export MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=/no/such/libmpi.so"
+    wrapper = ["sh", "-c", f'[ "$PMI_RANK" = 0 ] || {missing}; exec "$@"', "sh"]
+    result = with_folders(mpich, private).run(2, *wrapper, *CPU, script)
+    assert_refused(result, "cannot load an MPI library", "LD_LIBRARY_PATH")
 
 
 def test_mpi_that_is_not_the_launcher_s_does_not_matter_on_one_node(mpich, private, script):
@@ -688,7 +697,7 @@ def test_several_nodes_of_mpich_without_mpi4py(mpich, private, script, hidden):
     env = {**pythonpath(hidden), "HIDDEN": "mpi4py"}
     options = ("--timeout", f"{stretched(8)}s", script)
     result = with_folders(mpich, private).run(2, *CPU, *options, env=env)
-    assert_refused(result, "mpi4py", 'pip install "hpcdask[mpi]"')
+    assert_refused(result, "mpi4py", 'pip install "hpcdask[mpi]"', nodes=2)
 
 
 # --- nothing is left, also while it still waits ---------------------------------------------------
