@@ -33,8 +33,12 @@ def train(context, rows, steps: int) -> list[float]:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    # RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+    )
     try:
         x = torch.as_tensor(rows, device=device)  # the memory of CuPy's array, without a copy
         y = x @ torch.arange(1.0, COLUMNS + 1, device=device)[:, None]

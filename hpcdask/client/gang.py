@@ -324,8 +324,10 @@ def call_rank(pickled: bytes, gang: str, rank: int, shared: Mapping[str, Any], *
     if not meeting:
         raise GangError("the gang ended before it began", rank)
     context = RankContext(**meeting, interface=_interface(host), device=_device(worker))
+    # beside a call on a worker of several threads, other Dask tasks run, whose environment it is too
+    variables = context.environment() if worker.state.nthreads == 1 else {}
     try:
-        with _in_environment(context.environment()):
+        with _in_environment(variables):
             return function(context, *items, **shared)
     finally:
         message = {"op": "gang-left", "gang": gang, "rank": rank}
@@ -342,16 +344,14 @@ def _free_port(host: str, port_range: str | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _interface(host: str) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dask.typing import Key
-from distributed import Scheduler, rpc
+from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.metrics import monotonic, time
 from distributed.scheduler import WorkerState
@@ -28,12 +28,10 @@ MOST_WORKERS = "hpcdask-most-workers"
 LOOK_S = 1.0
 #: Seconds in which the failure that caused the first one may still arrive.
 SETTLE_S = 1.0
-#: Seconds for which a worker that ended with a gang is expected back.
-RETURN_S = 60.0
-#: Seconds that calls get to end when nobody is left to say how many.
-GRACE_S = 5.0
-#: Of these seconds a nanny gives a worker 80 % to close before it kills it; for its answer.
-KILL_S, NANNY_S = 1.0, 30.0
+#: Seconds in which a worker that was lost may be back by its nanny.
+RETURN_S = 15.0
+#: Seconds that calls get to end when nobody is left to say how many, and a nanny to kill a worker.
+GRACE_S, NANNY_S = 5.0, 30.0
 #: How an exception reads that is the consequence of another rank's end.
 _CONSEQUENCE = re.compile(
     r"connect|broken ?pipe|\bpeer\b|\beof|remote process|nccl|socket|incomplete ?read", re.I
@@ -43,7 +41,7 @@ _TAKEN_AWAY = re.compile(r"hpcdask-(force-out-walltime)|hpcdask-force-out|retire
 
 @dataclass
 class Failure:
-    """Why a gang ends: what happened to one rank."""
+    """Reason for which a gang ends: what happened to one rank."""
 
     rank: int
     worker: str
@@ -59,6 +57,7 @@ class Gang:
 
     size: int
     client: str
+    keys: Sequence[Key]
     workers: list[WorkerState] = field(default_factory=list)
     hosts: dict[int, str] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -76,7 +75,7 @@ class Gang:
             self.failures.append(Failure(rank, str(worker.name), host, text, raised, started))
 
     def calling(self) -> list[int]:
-        """The ranks whose call has begun, and not ended."""
+        """Return the ranks whose call has begun, and not ended."""
         return [rank for rank in range(self.size) if self.started and rank not in self.left]
 
 
@@ -88,9 +87,8 @@ class Gangs(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._gangs: dict[str, Gang] = {}
-        self._ranks: dict[Key, tuple[Gang, int]] = {}
-        self._returning: dict[str, float] = {}
         self._ending: set[asyncio.Task[Any]] = set()
+        self._lost_at = -RETURN_S
         self._changed = asyncio.Event()
         scheduler.handlers |= {
             "gang_reserve": self.reserve,
@@ -117,21 +115,22 @@ class Gangs(SchedulerPlugin):
             for gang in self._gangs.values()
         ]
 
-    # What clients ask
+    # Requests of clients
 
     async def reserve(
         self, gang: str, client: str, size: int, keys: Sequence[Key], held: Sequence[Any]
-    ) -> list[str] | float:
+    ) -> list[str] | int:
         """Wait until workers are there for a gang, and return the addresses by rank.
 
-        If there will never be enough workers, return how many there are. `keys` are those of the
-        gang's Dask tasks, `held` those of the data of each rank.
+        If there are too few workers, and none that was just lost may return, return how many there
+        are. `keys` are those of the gang's Dask tasks, `held` those of the data of each rank.
         """
-        if size > (most := self._most()):
-            return most
-        mine = self._gangs[gang] = Gang(size, client)
+        mine = self._gangs[gang] = Gang(size, client, keys)
         try:
             while not (workers := self._choose(gang, mine, held)):
+                if size > (most := self._most()) and monotonic() > self._lost_at + RETURN_S:
+                    del self._gangs[gang]
+                    return int(most)
                 await self._change()
                 if mine.over:
                     return []
@@ -141,7 +140,6 @@ class Gangs(SchedulerPlugin):
             raise
         mine.workers = workers
         self._tell()
-        self._ranks.update({key: (mine, rank) for rank, key in enumerate(keys)})
         return [ws.address for ws in workers]
 
     async def failure(self, gang: str) -> dict[str, Any] | None:
@@ -171,38 +169,21 @@ class Gangs(SchedulerPlugin):
         mine.decided.set()
         self._tell()
         deadline = monotonic() + grace_s
-        while (stuck := self._there(mine)) and (left_s := deadline - monotonic()) > 0:
+        while (stuck := self._stuck(mine)) and (left_s := deadline - monotonic()) > 0:
             await self._change(left_s)
         try:
             if stuck:
-                await self._restart([mine.workers[rank] for rank in stuck])
+                await self._scheduler.restart_workers(
+                    [ws.address for ws in stuck.values()],
+                    timeout=NANNY_S,
+                    wait_for_workers=False,
+                    on_error="return",
+                    stimulus_id=f"hpcdask-gang-{time()}",
+                )
         finally:
             self._gangs.pop(gang, None)
-            self._ranks = {key: one for key, one in self._ranks.items() if one[0] is not mine}
             self._tell()
-        return {**state, "stuck": {rank: str(mine.workers[rank].name) for rank in stuck}}
-
-    async def _restart(self, workers: Collection[WorkerState]) -> None:
-        """Tell nannies to kill workers that had their grace, and to start them again.
-
-        The scheduler's own way gives each of them 4 s to close.
-        """
-        for ws in workers:
-            self._expect(ws)
-        await asyncio.gather(*map(self._kill, workers))
-
-    async def _kill(self, ws: WorkerState) -> None:
-        reason, access = f"hpcdask-gang-{time()}", self._scheduler.connection_args
-        if ws.nanny is None:
-            await self._scheduler.remove_worker(ws.address, stimulus_id=reason)
-            return
-        try:
-            async with asyncio.timeout(NANNY_S), rpc(ws.nanny, connection_args=access) as nanny:
-                # a TimeoutError of the nanny's: it was killed, and takes longer to be gone
-                with contextlib.suppress(TimeoutError):
-                    await nanny.kill(timeout=KILL_S, reason=reason)
-        except (OSError, TimeoutError):
-            await self._scheduler.remove_worker(ws.address, stimulus_id=reason)
+        return {**state, "stuck": {rank: str(ws.name) for rank, ws in stuck.items()}}
 
     def _tell(self) -> None:
         """Wake all that wait for a change."""
@@ -215,7 +196,7 @@ class Gangs(SchedulerPlugin):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    # What ranks tell
+    # Messages of ranks
 
     async def arrive(self, gang: str, rank: int, host: str, port: int) -> dict[str, Any]:
         """Wait for the other ranks, and return where all meet; nothing if the gang is over."""
@@ -244,20 +225,23 @@ class Gangs(SchedulerPlugin):
         return gang not in self._gangs or self._gangs[gang].over
 
     def left(self, gang: str, rank: int, worker: str) -> None:
-        """A rank's call has ended."""
+        """Note that a rank's call has ended."""
         if gang in self._gangs:
             self._gangs[gang].left.add(rank)
             self._tell()
 
-    # What the scheduler tells
+    # Events of the scheduler
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """See `SchedulerPlugin.transition`."""
-        if finish == "erred" and key in self._ranks:
-            gang, rank = self._ranks[key]
-            # a failed argument has no text of its own
-            gang.fail(rank, self._scheduler.tasks[key].exception_text or "", raised=True)
-            self._tell()
+        if finish != "erred":
+            return
+        for gang in self._gangs.values():
+            if key in gang.keys and gang.workers:
+                # a failed argument has no text of its own
+                text = self._scheduler.tasks[key].exception_text or ""
+                gang.fail(gang.keys.index(key), text, raised=True)
+                self._tell()
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """See `SchedulerPlugin.add_worker`: a gang may have waited for it."""
@@ -267,14 +251,12 @@ class Gangs(SchedulerPlugin):
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
     ) -> None:
         """See `SchedulerPlugin.remove_worker`: the end of a rank whose result is not elsewhere."""
-        for key, (gang, rank) in self._ranks.items():
-            ws = gang.workers[rank]
-            ts = scheduler.tasks.get(key)
-            if ws.address != worker or (ts is not None and ts.state == "memory"):
-                continue
-            gang.fail(rank, _why_gone(stimulus_id), raised=False)
-            if not _TAKEN_AWAY.search(stimulus_id):
-                self._expect(ws)
+        self._lost_at = monotonic()
+        for gang in self._gangs.values():
+            for rank, ws in enumerate(gang.workers):
+                ts = scheduler.tasks.get(gang.keys[rank])
+                if ws.address == worker and (ts is None or ts.state != "memory"):
+                    gang.fail(rank, _why_gone(stimulus_id), raised=False)
         self._tell()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -288,7 +270,7 @@ class Gangs(SchedulerPlugin):
     # Workers
 
     def _choose(self, name: str, gang: Gang, held: Sequence[Any]) -> list[WorkerState]:
-        """The workers of a gang by rank; none if there are not enough, or others come first.
+        """Return the workers of a gang by rank; none if there are not enough, or others come first.
 
         A rank goes where its data are. The others get the least busy workers, by host and name.
         """
@@ -302,45 +284,31 @@ class Gangs(SchedulerPlugin):
         free = {ws for ws in running if ws.address not in taken}
         if len(free) < gang.size:
             return []
-        placed = _nearest([self._nbytes(keys, free) for keys in held])
-        free -= placed.keys()
+        holders = {rank: self._holders(keys) & free for rank, keys in enumerate(held)}
+        placed: dict[int, WorkerState] = {}
+        for rank in sorted(holders, key=lambda rank: len(holders[rank])):  # least choice first
+            if near := holders[rank] & free:
+                placed[rank] = min(near, key=_of)
+                free.remove(placed[rank])
         rest = sorted(free, key=lambda ws: (max(0, len(ws.processing) + 1 - ws.nthreads), _of(ws)))
         others = iter(sorted(rest[: gang.size - len(placed)], key=_of))
-        by_rank = {rank: ws for ws, rank in placed.items()}
-        return [by_rank[rank] if rank in by_rank else next(others) for rank in range(gang.size)]
+        return [placed.get(rank) or next(others) for rank in range(gang.size)]
 
-    def _nbytes(
-        self, keys: Collection[Key], free: Collection[WorkerState]
-    ) -> dict[WorkerState, int]:
-        """Return how much of the data these workers have, who has most first."""
-        nbytes: dict[WorkerState, int] = {}
-        for key in keys:
-            ts = self._scheduler.tasks.get(key)
-            for ws in (ts and ts.who_has) or ():
-                if ws in free and ts is not None:
-                    nbytes[ws] = nbytes.get(ws, 0) + ts.get_nbytes()
-        return dict(sorted(nbytes.items(), key=lambda one: (-one[1], _of(one[0]))))
+    def _holders(self, keys: Collection[Key]) -> set[WorkerState]:
+        """Return the workers that have any of these data."""
+        found = (self._scheduler.tasks.get(key) for key in keys)
+        return {ws for ts in found if ts is not None for ws in ts.who_has or ()}
 
     def _most(self) -> float:
-        """Return how many workers there are, or will be without further ado."""
-        there = {str(ws.name) for ws in self._scheduler.workers.values()}
-        self._returning = {
-            name: until
-            for name, until in self._returning.items()
-            if until > monotonic() and name not in there
-        }
+        """Return how many workers there are, or may come to be."""
         told: Callable[[], float] = self._scheduler.extensions.get(MOST_WORKERS, lambda: 0)
-        return max(len(there) + len(self._returning), told())
+        return max(len(self._scheduler.workers), told())
 
-    def _there(self, gang: Gang) -> list[int]:
-        """The ranks whose call runs on, on a worker that is still there."""
-        workers = self._scheduler.workers
-        return [rank for rank in gang.calling() if gang.workers[rank].address in workers]
-
-    def _expect(self, ws: WorkerState) -> None:
-        """A worker will be back by its nanny."""
-        if ws.nanny:
-            self._returning[str(ws.name)] = monotonic() + RETURN_S
+    def _stuck(self, gang: Gang) -> dict[int, WorkerState]:
+        """Return the workers that are there, by rank, whose call has not ended."""
+        there = self._scheduler.workers
+        found = {rank: gang.workers[rank] for rank in gang.calling()}
+        return {rank: ws for rank, ws in found.items() if ws.address in there}
 
 
 def install(dask_scheduler: Scheduler) -> None:
@@ -355,24 +323,14 @@ def workers_wanted(scheduler: Scheduler) -> int:
     return plugin.wanted() if isinstance(plugin, Gangs) else 0
 
 
-def _nearest(sizes: Sequence[Mapping[WorkerState, int]]) -> dict[WorkerState, int]:
-    """Return the rank of each worker that has data of ranks.
-
-    Ranks with most data choose first, and of those the ones whose data are on fewest workers.
-    """
-
-    def order(rank: int) -> tuple[int, int]:
-        return -max(sizes[rank].values(), default=0), len(sizes[rank])
-
-    placed: dict[WorkerState, int] = {}
-    for rank in sorted(range(len(sizes)), key=order):
-        left = [ws for ws in sizes[rank] if ws not in placed]
-        placed.update((ws, rank) for ws in left[:1])
-    return placed
+def describe(scheduler: Scheduler) -> list[dict[str, Any]]:
+    """Return the progress of each gang of a scheduler."""
+    plugin = scheduler.plugins.get(NAME)
+    return plugin.describe() if isinstance(plugin, Gangs) else []
 
 
 def _of(ws: WorkerState) -> list[Any]:
-    """Sort workers by host, then name, with numbers in them as numbers."""
+    """Return the key to sort workers by host, then name, with numbers in them as numbers."""
     return [natural(ws.host), natural(str(ws.name))]
 
 
@@ -381,16 +339,10 @@ def _is_consequence(failure: Failure) -> bool:
 
 
 def _why_gone(stimulus_id: str) -> str:
-    """Why a worker is removed, from what distributed and `clusters.retire` call it."""
+    """Return why a worker is removed, from what distributed and `clusters.retire` call it."""
     taken = _TAKEN_AWAY.search(stimulus_id)
     if taken is None:
         return "its worker died: it was killed, or ran out of memory, or its node was lost"
     if taken[1]:
         return "its worker's job reached its walltime. Request a longer one, or save in between"
     return "its worker was taken away, as the cluster was scaled down or its job came to its end"
-
-
-def describe(scheduler: Scheduler) -> list[dict[str, Any]]:
-    """Return the progress of each gang of a scheduler."""
-    plugin = scheduler.plugins.get(NAME)
-    return plugin.describe() if isinstance(plugin, Gangs) else []
