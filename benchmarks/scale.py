@@ -36,7 +36,7 @@ import hpcdask
 from hpcdask.bootstrap.ranks import Rank, detect
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
 from hpcdask.runner.plan import make_plan
 from hpcdask.spec.specs import RunSpec

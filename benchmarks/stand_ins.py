@@ -25,11 +25,10 @@ from distributed.core import send_recv
 from distributed.system_monitor import SystemMonitor
 from distributed.versions import get_versions
 
-from hpcdask.bootstrap.channel import MessageStream
-from hpcdask.bootstrap.orders import read
+from hpcdask.bootstrap.orders import MessageStream, read
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.peers import TOPIC
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
 from hpcdask.runner.link import find_leader
 from hpcdask.runner.protocol import EndRun, RankReport, StartWorkers

@@ -37,9 +37,9 @@ from hpcdask.process import (
 from hpcdask.security import private
 
 from . import orders, ranks
-from .channel import MessageStream
 from .environment import SAFE_PATH, for_workers, interpreter, new_marker, without_rank
 from .janitor import Janitor
+from .orders import MessageStream
 
 #: Seconds that the resource tracker gets to end.
 TRACKER_S = 1.0

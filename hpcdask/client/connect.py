@@ -16,8 +16,7 @@ from hpcdask.process import make_observable
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
 
-from .batching import prompt_clients
-from .defaults import for_devices, suit_devices, suit_hosts
+from .defaults import for_devices, prompt_clients, suit_devices, suit_hosts
 from .scheduler_file import VARIABLE, endpoint, read
 
 if TYPE_CHECKING:

@@ -10,10 +10,13 @@ Dask chooses P2P for large rechunks, which fails with CuPy arrays (distributed 2
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.config
+
+from hpcdask.upstream import distributed
 
 ON_DEVICE = {"array.chunk-size": "512MiB", "array.rechunk.method": "tasks"}
 
@@ -70,3 +73,37 @@ def suiting_devices() -> Iterator[None]:
 def _of_dask(name: str) -> Any:
     """Return the value of a configuration key that Dask and its packages have by default."""
     return dask.config.get(name, None, config=dask.config.merge(*dask.config.defaults))
+
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+PRELOADS = "distributed.client.preload"
+
+
+def dask_setup(client: Client) -> None:
+    """Send a new client's messages at once; distributed calls this."""
+    send_at_once(client.scheduler_comm)
+
+
+def send_at_once(stream: Any) -> None:
+    """Send each message of a stream of distributed's without waiting for others."""
+    distributed.set_interval(stream, 0.0)
+
+
+def prompt_clients() -> dict[str, list[str]]:
+    """Return the Dask configuration that adds this module to the user's own preloads.
+
+    Empty where those have arguments: distributed matches them by their number.
+    """
+    preloads = dask.config.get(PRELOADS, None) or []
+    names = [preloads] if isinstance(preloads, str) else preloads
+    if __name__ in names or dask.config.get(f"{PRELOADS}-argv", None):
+        return {}
+    logging.getLogger("distributed.preloading").addFilter(_is_news)
+    return {PRELOADS: [*names, __name__]}
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop distributed's INFO lines about this preload; keep its errors."""
+    return record.levelno > logging.INFO or __name__ not in record.getMessage()

@@ -324,7 +324,7 @@ def call_rank(pickled: bytes, gang: str, rank: int, shared: Mapping[str, Any], *
     if not meeting:
         raise GangError("the gang ended before it began", rank)
     context = RankContext(**meeting, interface=_interface(host), device=_device(worker))
-    # beside a call on a worker of several threads, other Dask tasks run, whose environment it is too
+    # on a worker of several threads other Dask tasks run beside, in the same environment
     variables = context.environment() if worker.state.nthreads == 1 else {}
     try:
         with _in_environment(variables):

@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.client.batching import send_at_once
+from hpcdask.client.defaults import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, QueueError
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import DIED, say

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.topology import NodeLinks, confined
+from hpcdask.comm.transport import NodeLinks, confined
 from hpcdask.gpu.devices import EACH_A_GPU
 from hpcdask.logs import spans
 from hpcdask.queues.environment import granted

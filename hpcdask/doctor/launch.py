@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.topology import NodeLinks
-from hpcdask.comm.transport import choose
+from hpcdask.comm.transport import NodeLinks, choose
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import by_host, numbered, plural, some
 from hpcdask.security.ports import current

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError

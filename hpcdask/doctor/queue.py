@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.queues.environment import job_id, title_and_request
 from hpcdask.runner.plan import assign_gpus
 

@@ -17,7 +17,7 @@ from distributed.protocol.serialize import dask_deserialize
 from distributed.worker_state_machine import ExecuteFailureEvent
 
 from hpcdask.bootstrap import resources
-from hpcdask.client.batching import send_at_once
+from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom

@@ -12,8 +12,8 @@ import dask.config
 from distributed import Security
 
 from hpcdask.bootstrap import orders, resources
-from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.environment import own_process
+from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm import fabric, transport
 from hpcdask.errors import HpcdaskError, root_cause
@@ -27,10 +27,9 @@ from hpcdask.upstream import distributed as upstream
 from . import profiling
 from .device_worker import RUN_IS_OVER
 from .gpu_probe import GpuProbe, ProbeResult
-from .inventory import Inventory, check_extras
 from .nanny import BoundNanny, make_nanny
-from .placement import WorkerPlacement
-from .preflight import check_parts
+from .placement import Inventory, WorkerPlacement
+from .preflight import check_extras, check_parts
 from .scratch import scratch_folder
 
 #: Seconds that workers get to close, with their teardowns, and where something failed or a signal

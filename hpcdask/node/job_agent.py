@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from distributed.comm import connect
 from distributed.core import rpc
 
-from hpcdask.bootstrap.channel import MessageStream
-from hpcdask.bootstrap.orders import Message, Signal
+from hpcdask.bootstrap.orders import Message, MessageStream, Signal
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.topology import NodeLinks
-from hpcdask.comm.transport import choose_alone, choose_interface
+from hpcdask.comm.transport import NodeLinks, choose_alone, choose_interface
 from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
@@ -35,8 +33,7 @@ from hpcdask.upstream.distributed import (
 )
 
 from .host_agent import HURRIED_S, HostAgent
-from .inventory import Inventory
-from .placement import WorkerPlacement, split_node, with_transport
+from .placement import Inventory, WorkerPlacement, split_node, with_transport
 from .preflight import tell_warnings
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from distributed.comm import get_address_host, unparse_host_port
 from distributed.core import Status, rpc
 from distributed.utils import get_ip
 
-from hpcdask.comm.ucx_config import ucx_environment
-from hpcdask.comm.ucx_hooks import environment
+from hpcdask.comm.ucx_config import environment, ucx_environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
 from hpcdask.logs import DIED, say

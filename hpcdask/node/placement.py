@@ -1,4 +1,4 @@
-"""Placement of workers, from what the ranks see, without an effect."""
+"""Inventory of a node, and placement of workers from what the ranks see, without an effect."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcdask.comm.topology import NodeLinks
-from hpcdask.comm.transport import Choice, Reach
+from hpcdask.comm.transport import Choice, NodeLinks, Reach
 from hpcdask.gpu import memory_plan
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
-
-from .inventory import Inventory
 
 
 def split_node(
@@ -113,3 +110,25 @@ class WorkerPlacement(Record):
     reach: Reach = "all"
     interface: str | None = None
     device_memory: MemoryPlan = ON_HOST
+
+
+@dataclass(frozen=True)
+class Inventory(Record):
+    """What a rank, or a job on one node, may use.
+
+    ``local_index`` is the rank's number on its node. The GPUs are in CUDA's order. ``memory`` is in
+    bytes of the host; ``quota`` is the number of cores whose time a cgroup allows, None for all.
+    """
+
+    rank: int
+    host: str
+    local_index: int
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+    memory: int
+    quota: int | None = None
+
+    @property
+    def cpus(self) -> int:
+        """Return how many threads can run at a time."""
+        return min(len(self.cores), self.quota or len(self.cores))

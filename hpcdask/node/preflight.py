@@ -18,7 +18,7 @@ from . import profiling
 
 
 def check_extras(*, cuda: bool) -> None:
-    """Refuse to start workers on GPUs without the package that makes their context."""
+    """Raise MissingExtra if workers on GPUs lack the package that makes their context."""
     try:
         found = find_spec("cuda.bindings") if cuda else True
     except ModuleNotFoundError:

@@ -64,9 +64,9 @@ def preload(wanted: str) -> None:
         os.environ.setdefault(name, str(value))
     gc.disable()
     if "ucx" in wanted:
-        from hpcdask.comm import ucx_hooks
+        from hpcdask.comm import ucx_config
 
-        ucx_hooks.install()  # before there is a second thread
+        ucx_config.install()  # before there is a second thread
     for name in PACKAGES + GPU_PACKAGES * ("gpus" in wanted):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

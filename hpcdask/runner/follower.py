@@ -9,9 +9,8 @@ from functools import partial
 
 from distributed import Security
 
-from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.environment import own_process
-from hpcdask.bootstrap.orders import AbortLaunch, Message, Signal, read
+from hpcdask.bootstrap.orders import AbortLaunch, Message, MessageStream, Signal, read
 from hpcdask.errors import HpcdaskError, LaunchError
 from hpcdask.logs import complain
 from hpcdask.node.host_agent import HostAgent

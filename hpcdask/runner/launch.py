@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import traceback
 from functools import partial
 from typing import NoReturn
 
 from hpcdask.bootstrap import environment, ranks, resources
-from hpcdask.bootstrap.channel import MessageStream
-from hpcdask.bootstrap.orders import Clean
+from hpcdask.bootstrap.orders import Clean, MessageStream
 from hpcdask.bootstrap.supervisor import Supervisor
-from hpcdask.errors import HpcdaskError
+from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.logs import complain
 from hpcdask.node.preload import variables
 from hpcdask.process import leave
@@ -77,7 +77,6 @@ async def _take_part(
 
     from .follower import Follower
     from .leader import Leader
-    from .preflight import check_request
     from .rendezvous import Rendezvous
 
     request = dataclasses.replace(request, spec=request.spec.configured())
@@ -106,3 +105,43 @@ async def _take_part(
         code = await leader.lead(problem)
     listening.cancel()
     agent.leave(code)
+
+
+def check_request(request: RunRequest) -> None:
+    """Raise UsageError, or another error of hpcdask, for bad input that only rank 0 can see."""
+    from hpcdask.client import scheduler_file
+
+    spec = request.spec
+    if spec.groups and spec.device != "auto":
+        raise UsageError(
+            f"--groups {' '.join(spec.groups)} says what each rank computes on, and "
+            f"--device {spec.device} that all compute on the same: leave one out"
+        )
+    if request.program is not None:
+        request.program.check()
+    if spec.scheduler_file is not None:
+        scheduler_file.check_writable(spec.scheduler_file)
+    if spec.dashboard_address:
+        _check_port(spec.dashboard_address)
+
+
+def _check_port(address: str) -> None:
+    """Raise UsageError for a port that was asked for by number and is taken."""
+    host, _, number = address.rpartition(":")
+    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) > 65535:
+        raise UsageError(
+            f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
+            f"0.0.0.0:8787, :0 (any free port)"
+        )
+    if int(number) == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(number)))
+        except OSError as error:
+            raise UsageError(
+                f"--dashboard-address: port {number} of {host or 'all addresses'} cannot be used "
+                f"on {socket.gethostname()}: {error.strerror}. Name another, or leave the option "
+                f"out to take any"
+            ) from None

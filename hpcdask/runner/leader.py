@@ -19,18 +19,18 @@ from hpcdask.comm.transport import AUTO
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain, plural, say
 from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import TERM_DEADLINE_S
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
 
 from . import messages, protocol
-from .events import Broken, Elapsed, Events, RankLost, SchedulerLost
 from .follower import report, start_workers
 from .link import Link
 from .options import RunRequest
 from .plan import Plan, WantedWorkers, make_plan
+from .protocol import Broken, Elapsed, Events, RankLost, SchedulerLost
 from .rendezvous import Rendezvous
 from .run_files import RunFiles
 from .scheduler_process import SchedulerProcess

@@ -20,23 +20,22 @@ from distributed.comm.tcp import set_tcp_timeout
 from tornado import netutil
 
 from hpcdask.bootstrap import orders
-from hpcdask.bootstrap.channel import LINE_LIMIT, Message, MessageStream
+from hpcdask.bootstrap.orders import LINE_LIMIT, Json, MessageStream
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import by_host, numbered
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
 from hpcdask.security.credentials import Credentials, to_security
 
-from .events import Events, RankArrived, RankLost
-from .protocol import RankReport
+from .protocol import Events, RankArrived, RankLost, RankReport
 from .rendezvous import Rendezvous, RendezvousInfo
 
 #: Seconds to dial one address of rank 0.
 DIAL_DEADLINE_S = 5.0
 #: Seconds that a launcher gets to reap its ranks: MPICH's waits for all of a node.
 REAP_DEADLINE_S = 1.0
-Arrived = Callable[[Message, MessageStream], Coroutine[Any, Any, None]]
+Arrived = Callable[[Json, MessageStream], Coroutine[Any, Any, None]]
 
 
 class Listener:
@@ -120,7 +119,7 @@ class Link:
         if self._listener is not None:
             self._listener.close()
 
-    async def _serve(self, message: Message, channel: MessageStream) -> None:
+    async def _serve(self, message: Json, channel: MessageStream) -> None:
         """Note a rank by its report, and listen to it until it is gone."""
         report = RankReport.from_json(message)
         self.reports[report.rank] = report

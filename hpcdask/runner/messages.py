@@ -8,15 +8,14 @@ from typing import Any
 
 from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.logs import plural, say, some
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.process import seconds_since_start
 from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
-from .events import RankLost, SchedulerLost
 from .link import Link
 from .plan import Plan, WantedWorkers
-from .protocol import SchedulerStarted, WorkerFailed
+from .protocol import RankLost, SchedulerLost, SchedulerStarted, WorkerFailed
 
 LOOPBACK = "127.0.0.1"
 

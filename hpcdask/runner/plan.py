@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
-from hpcdask.comm.topology import NodeLinks
-from hpcdask.comm.transport import Choice, choose, choose_interface
+from hpcdask.comm.transport import Choice, NodeLinks, choose, choose_interface
 from hpcdask.errors import DeviceError, LaunchError, UsageError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
 from hpcdask.logs import plural, some
-from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement, owned_cores, split_node, with_transport
+from hpcdask.node.placement import (
+    Inventory,
+    WorkerPlacement,
+    owned_cores,
+    split_node,
+    with_transport,
+)
 from hpcdask.node.preflight import tell_warnings
 from hpcdask.queues.environment import how_to_request, job_id
 from hpcdask.security.ports import PER_SCHEDULER, check_size

@@ -1,14 +1,18 @@
-"""Messages between the agents of the ranks, and of rank 0's with the scheduler's process."""
+"""Messages between the agents of the ranks and with the scheduler's process, and events of a run.
+
+All come to rank 0 in one queue, with the tasks that tell of some of them."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdask.bootstrap.orders import Message
 from hpcdask.comm.fabric import Fabric
-from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement
+from hpcdask.node.placement import Inventory, WorkerPlacement
 from hpcdask.security.credentials import Credentials
 from hpcdask.spec.records import Record
 
@@ -122,3 +126,69 @@ class GpuUsageTold(Message):
 @dataclass(frozen=True)
 class SchedulerClosed(Message):
     """It has closed in good order."""
+
+
+@dataclass(frozen=True)
+class RankArrived:
+    """Rank that has reported."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankLost:
+    """Rank whose connection has ended."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class SchedulerLost:
+    """End of the scheduler's process that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Error of a task that runs beside."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """End of a time, which belongs to ``program`` (to end), ``loss`` or ``no workers``."""
+
+    what: str
+
+
+class Events:
+    """The queue, and the tasks whose errors become events."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[object] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, event: object) -> None:
+        """Put an event at the end."""
+        self._queue.put_nowait(event)
+
+    def put_later(self, seconds: float, what: str) -> None:
+        """Put `Elapsed` at the end after a while."""
+        asyncio.get_running_loop().call_later(seconds, self.put, Elapsed(what))
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside; what it raises becomes `Broken`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.put(Broken(error))
+
+    async def get(self, deadline: float | None = None) -> object:
+        """Return the next event. Raises TimeoutError at a deadline of `time.monotonic`."""
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        async with asyncio.timeout(left):
+            return await self._queue.get()

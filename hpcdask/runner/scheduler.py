@@ -12,9 +12,8 @@ from typing import Any
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.bootstrap.channel import MessageStream
-from hpcdask.bootstrap.orders import Message, read
-from hpcdask.client.batching import send_at_once
+from hpcdask.bootstrap.orders import Message, MessageStream, read
+from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines

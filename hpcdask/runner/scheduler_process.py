@@ -7,11 +7,11 @@ import contextlib
 import socket
 
 from hpcdask.bootstrap import orders
-from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 
 from . import protocol, scheduler
-from .events import Events, SchedulerLost
+from .protocol import Events, SchedulerLost
 
 #: Seconds in which it asks the workers what the GPUs did, and says so.
 USAGE_DEADLINE_S = 1.0

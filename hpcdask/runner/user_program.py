@@ -7,9 +7,8 @@ import signal
 import socket
 from typing import Any
 
-from hpcdask.bootstrap.channel import MessageStream
 from hpcdask.bootstrap.environment import own_process
-from hpcdask.bootstrap.orders import ProgramEnded, SignalProgram, StartProgram
+from hpcdask.bootstrap.orders import MessageStream, ProgramEnded, SignalProgram, StartProgram
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
 from hpcdask.logs import say
@@ -18,7 +17,7 @@ from hpcdask.process import TERM_DEADLINE_S, process_status
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import Credentials
 
-from .events import Events
+from .protocol import Events
 
 
 class UserProgram:

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.gpu
 
 HOOKED = """
 import ctypes, os, sys
-from hpcdask.comm import ucx_hooks
+from hpcdask.comm import ucx_config
 
 def code():
     driver = ctypes.CDLL("libcuda.so.1")
     return ctypes.string_at(ctypes.cast(driver.cuMemFree_v2, ctypes.c_void_p).value, 12)
 
 before = code()
-ucx_hooks.install()
+ucx_config.install()
 assert code() != before
 if pid := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

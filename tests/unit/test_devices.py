@@ -26,8 +26,7 @@ from hpcdask.bootstrap.resources import cpu_quota, job_memory
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, devices, driver
 from hpcdask.gpu.devices import Gpu, visible_gpus
-from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import worker_cores
+from hpcdask.node.placement import Inventory, worker_cores
 from hpcdask.node.scratch import remove_stale, scratch_folder
 from hpcdask.runner.plan import assign_gpus, place_workers
 from hpcdask.spec.specs import RunSpec

@@ -16,7 +16,7 @@ from distributed import Client, Scheduler, Worker
 
 import hpcdask
 from hpcdask.bench import gpus
-from hpcdask.bootstrap.channel import MessageStream
+from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.clusters import display
 from hpcdask.clusters.display import JobTable
 from hpcdask.errors import UsageError
@@ -27,7 +27,7 @@ from hpcdask.gpu.reporting import GpuReporter
 from hpcdask.gpu.table import GpuTable
 from hpcdask.runner import protocol, scheduler_process
 from hpcdask.runner import scheduler as scheduler_main
-from hpcdask.runner.events import Events
+from hpcdask.runner.protocol import Events
 from hpcdask.runner.scheduler_process import SchedulerProcess
 from launching import until
 

@@ -13,7 +13,7 @@ from distributed.comm import CommClosedError
 
 from hpcdask import logs
 from hpcdask.comm.cuda_ipc import Mappings
-from hpcdask.comm.ucx_hooks import environment
+from hpcdask.comm.ucx_config import environment
 from hpcdask.comm.warmup import FAR_PEERS, LinkTest, choose_peers, evaluate, transport_of
 from launching import needs
 

@@ -24,7 +24,7 @@ from hpcdask.doctor.launch import Launch
 from hpcdask.doctor.launch import check as check_launch
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.node.device_worker import DeviceWorker
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.runner.link import Listener
 from hpcdask.runner.plan import make_plan
 from hpcdask.security import ports

@@ -12,8 +12,7 @@ from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.memory_plan import MemoryPlan
 from hpcdask.node.gpu_probe import ProbeResult
-from hpcdask.node.inventory import Inventory
-from hpcdask.node.placement import WorkerPlacement
+from hpcdask.node.placement import Inventory, WorkerPlacement
 from hpcdask.runner import protocol
 from hpcdask.runner.protocol import RankReport
 

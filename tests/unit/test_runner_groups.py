@@ -14,11 +14,11 @@ from hpcdask.comm.transport import Choice
 from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.errors import DeviceError, HpcdaskError, UsageError
 from hpcdask.gpu.devices import Gpu
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.runner import messages, plan
+from hpcdask.runner.launch import check_request
 from hpcdask.runner.options import RunRequest
 from hpcdask.runner.plan import Plan, make_plan, place_workers
-from hpcdask.runner.preflight import check_request
 from hpcdask.runner.protocol import SchedulerStarted
 from hpcdask.spec.kinds import kinds
 from hpcdask.spec.specs import RunSpec

@@ -21,12 +21,12 @@ from hpcdask.clusters.controller import JobController
 from hpcdask.clusters.job import Policy
 from hpcdask.clusters.state import ClusterState
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.node.inventory import Inventory
+from hpcdask.node.placement import Inventory
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner import protocol
-from hpcdask.runner.events import Events
 from hpcdask.runner.messages import WarmupNotes
 from hpcdask.runner.plan import place_workers
+from hpcdask.runner.protocol import Events
 from hpcdask.runner.scheduler import _WorkerReporter
 from hpcdask.spec.specs import RunSpec
 from launching import until

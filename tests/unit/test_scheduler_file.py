@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster
 
 import hpcdask
 from clock import clock
-from hpcdask.client import batching, scheduler_file
+from hpcdask.client import defaults, scheduler_file
 from hpcdask.client.connect import load_security
 from hpcdask.errors import SchedulerFileError
 from hpcdask.jobs import access
@@ -92,7 +92,7 @@ def test_a_client_sends_at_once_beside_the_user_s_preloads(file, tmp_path, monke
 
 
 def test_a_preload_of_ours_that_fails_is_told(file, monkeypatch, caplog):
-    monkeypatch.setattr(batching, "dask_setup", lambda client: 1 / 0)
+    monkeypatch.setattr(defaults, "dask_setup", lambda client: 1 / 0)
     with hpcdask.connect(str(file)):
         assert "ZeroDivisionError" in caplog.text
     assert "preload setup: hpcdask" not in caplog.text

@@ -8,8 +8,13 @@ import itertools
 import pytest
 
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.topology import NodeLinks
-from hpcdask.comm.transport import check_interface, choose, choose_alone, choose_interface
+from hpcdask.comm.transport import (
+    NodeLinks,
+    check_interface,
+    choose,
+    choose_alone,
+    choose_interface,
+)
 from hpcdask.comm.ucx_config import PREFER_SYSTEM, UcxInstall, ucx_environment
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.devices import Gpu

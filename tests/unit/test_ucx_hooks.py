@@ -15,7 +15,7 @@ pytestmark = needs("distributed_ucxx")
 
 START = """
 import ctypes, os, sys, threading
-from hpcdask.comm import ucx_hooks
+from hpcdask.comm import ucx_config
 
 mmap = ctypes.cast(ctypes.CDLL(None).mmap, ctypes.c_void_p).value
 
@@ -45,10 +45,10 @@ def run(body: str, **environment: str) -> None:
 def test_a_fork_has_them_and_ucx_starts_there():
     run(
         """
-        ucx_hooks.install()
+        ucx_config.install()
         hooked = code()
         assert loaded() and hooked != plain
-        assert ucx_hooks.GRACE not in os.environ  # for what is not hooked, UCX waits as ever
+        assert ucx_config.GRACE not in os.environ  # for what is not hooked, UCX waits as ever
         assert os.environ["UCX_LOG_FILE"] == "stderr"  # UCX has read it by now
         if pid := os.fork():
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -65,8 +65,8 @@ def test_ucx_waits_at_no_function():
         """
         import libucx
         waited = []
-        libucx.load_library = lambda: waited.append(os.environ[ucx_hooks.GRACE])
-        ucx_hooks.install()
+        libucx.load_library = lambda: waited.append(os.environ[ucx_config.GRACE])
+        ucx_config.install()
         assert waited == ["0"]
         """
     )
@@ -83,7 +83,7 @@ def test_ucx_waits_at_no_function():
     ],
 )
 def test_what_is_for_each_process(variables, configured, installed):
-    run(f"ucx_hooks.install({configured!r}); assert loaded() == {installed}", **variables)
+    run(f"ucx_config.install({configured!r}); assert loaded() == {installed}", **variables)
 
 
 def test_none_where_another_thread_may_be_in_a_function():
@@ -91,7 +91,7 @@ def test_none_where_another_thread_may_be_in_a_function():
         """
         stop = threading.Event()
         threading.Thread(target=stop.wait).start()
-        ucx_hooks.install()
+        ucx_config.install()
         assert not loaded() and code() == plain
         stop.set()
         """
@@ -108,11 +108,11 @@ def test_none_where_ucx_is_not_there(lacks):
             case "its library":
                 def fail(*_):
                     raise OSError("libucs.so: cannot open shared object file")
-                ucx_hooks.ctypes.CDLL = fail
+                ucx_config.ctypes.CDLL = fail
             case "what it is asked":
-                ucx_hooks.ctypes.CDLL = lambda name, *mode: object()
-        ucx_hooks.install()
-        assert code() == plain and ucx_hooks.GRACE not in os.environ
+                ucx_config.ctypes.CDLL = lambda name, *mode: object()
+        ucx_config.install()
+        assert code() == plain and ucx_config.GRACE not in os.environ
         """
     )
 
@@ -120,9 +120,9 @@ def test_none_where_ucx_is_not_there(lacks):
 def test_what_the_user_chose_stays():
     run(
         """
-        ucx_hooks.install()
+        ucx_config.install()
         assert loaded() and code() == plain  # as asked
-        assert os.environ[ucx_hooks.GRACE] == "1ms"
+        assert os.environ[ucx_config.GRACE] == "1ms"
         """,
         UCX_MEM_BISTRO_GRACE_DURATION="1ms",
         UCX_MEM_EVENTS="n",

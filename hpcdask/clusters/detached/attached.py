@@ -15,8 +15,7 @@ from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
 from tornado.ioloop import IOLoop
 
-from hpcdask.client.batching import prompt_clients
-from hpcdask.client.defaults import suiting_devices
+from hpcdask.client.defaults import prompt_clients, suiting_devices
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable, age, html, text
 from hpcdask.clusters.keywords import seconds
