@@ -24,7 +24,7 @@ export HPCDASK_QUEUES := $(CURDIR)/.queues
 export HPCDASK_PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpcdask-peers
 
 # Of the unit tests, those that depend little on Python's version: pages, packages, queues, kernels
-ONCE := docs docs_site prose wheel containers report bench queue_scripts queue_answers scale \
+ONCE := docs docs_site wheel containers report bench queue_scripts queue_answers scale \
 	packing limits doctor workloads zarr
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
@@ -33,7 +33,7 @@ WORKERS ?= $(if $(CUDA),0,5)
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3
 
-.PHONY: help venv programs demo test versions chaos lint format type docs links bench check clean
+.PHONY: help venv programs demo test versions chaos lint format type words docs links bench check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,7 +43,7 @@ help:
 	@echo "make release sdist and wheel, checked in clean environments, and the notes of the version"
 	@echo "make versions  the tests that need no GPU and no queue, on all Pythons, oldest and newest dask"
 	@echo "make chaos   kill, stop and starve runs and job clusters at random, and check what is left"
-	@echo "make check   the same as test;  make lint | type | format | docs | links | bench | venv | clean"
+	@echo "make check   the same as test;  make lint | type | format | words | docs | links | bench | venv | clean"
 
 venv: .venv/.test .venv-mpich/.done
 
@@ -93,8 +93,10 @@ lint: .venv/.test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "Not formatted: make format"; exit 1; }
 	@out=$$($(BIN)/lint-imports --no-logo --no-cache) || { echo "$$out"; exit 1; }
+
+# Advice on the pages' English, which is no gate
+words: .venv/.test
 	@$(BIN)/proselint check --config tools/proselint.json README.md CHANGELOG.md docs/*.md
-	@$(BIN)/python -m pytest -q --no-header -p no:cacheprovider tests/unit/test_prose.py >/dev/null || { echo "Long or indirect sentences: pytest tests/unit/test_prose.py"; exit 1; }
 
 type: .venv/.test
 	@$(BIN)/mypy
@@ -115,13 +117,8 @@ env -u CI .venv-second/bin/python -m pytest -q -n 2 -m "not slow" -p no:cachepro
 	$(ONCE:%=--ignore=tests/unit/test_%.py)
 endef
 
-# Beside three others a daemon may miss a deadline: up to three tests that failed run again, alone
-FAILED := .pytest_cache/v/cache/lastfailed
 test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint type
-	@$(BIN)/python -m pytest --cache-clear -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS) || \
-		{ [ $$? = 1 ] && [ "$$(grep -c '": true' $(FAILED))" -le 3 ] && \
-		echo "These failed, and run again, alone:" && grep '": true' $(FAILED) && \
-		$(BIN)/python -m pytest --last-failed -n 0 -m '' $(ARGS); }
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS)
 	@if [ -z "$(ARGS)" ] && [ -x .venv-second/bin/python ]; then $(SECOND_TESTS); fi
 
 check: test
