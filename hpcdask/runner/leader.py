@@ -213,7 +213,7 @@ class Leader:
         if self.rendezvous is not None:
             await self.link.listen(self._host(), self.credentials, self.rendezvous)
             await self._until(
-                lambda: not self.link.missing,
+                lambda: self.link.complete,
                 "every rank to arrive",
                 lambda: self.link.too_late(self.spec.timeout),
             )

@@ -131,10 +131,13 @@ class Link:
         self._events.put(RankLost(report.rank))
 
     @property
+    def complete(self) -> bool:
+        """Return whether all ranks have arrived."""
+        return len(self.reports) == self._rank.size
+
+    @property
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
-        if len(self.reports) >= self._rank.size:  # asked at each arrival, so counting comes first
-            return []
         return sorted(set(range(self._rank.size)) - set(self.reports))
 
     def too_late(self, timeout: float) -> LaunchError:

@@ -70,6 +70,15 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
         assert "ValueError: on purpose" in ended.err
 
 
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_the_end_of_a_runner_leaves_the_client_s_loop_free(site: Site) -> None:
+    """Regression: the loop stood still until all ranks had ended."""
+    ended = run(site, "runner-loop", "teardown", n=1)
+    assert ended.code == 0, str(ended)
+    turns = int(ended.out.split("turns ")[1].split()[0])
+    assert turns > 10, str(ended)
+
+
 @pytest.mark.parametrize("site", ["mpich"], indirect=True)
 def test_two_nodes_of_mpich(site: Site) -> None:
     """Its ranks speak MPI with the launcher by a file whose number the environment tells."""

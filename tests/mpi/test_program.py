@@ -299,7 +299,6 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, for
         "delayed": 2,
         "array": 4950,
         "remote": True,
-        "from a child": 7,
         "second client": 3,
         "held back": 0,
         "module beside the script": 9,

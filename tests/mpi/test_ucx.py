@@ -763,16 +763,17 @@ def test_a_peer_is_waited_for_as_long_as_the_user_says_and_then_reached_over_tcp
                 me.worker.rpc.semaphore.release()
             """
         )
-    seconds, kind = a.do(
+    seconds, waited, kind = a.do(
         f"""
-        start = clock()
+        start, wall = clock(), time.monotonic()
         with dask.config.set({{"distributed.comm.timeouts.connect": "1s"}}):
             kind = await me.fetch({b.address!r})
-        return [clock() - start, kind]
+        return [clock() - start, time.monotonic() - wall, kind]
         """
     )
     assert kind == "tcp"
-    assert 0.3 < seconds < 5
+    assert seconds < 5
+    assert fault == "has another address by now" or waited > 0.9
     if fault == "does not answer":
         b.do("me.worker.handlers[peers.CONTACT] = me.tell")
     wait_for(lambda: a.do(f"return await me.fetch({b.address!r})") == "ucx", 10, "ucx again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -328,6 +329,32 @@ def test_rank_killed_with_enough_workers_left(desk):
     assert "rank 0: 0\n" in result.out, result.err  # srun itself returns that a task was killed
     assert f"rank 1 on {HOST} is gone: it was killed or its node failed. The run" in result.err
     assert not errors(result.err)
+
+
+STUBBORN = """
+import os, signal, time
+from distributed import Client
+
+client = Client()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("scheduler", client.run_on_scheduler(os.getpid), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_ends_does_not_go_on(desk):
+    """Regression: "The run ends", and "the run goes on" for the rank that was lost next."""
+    step = desk.srun("-N2", "-n2", "--mem=2G", *RUN, "--workers-min", "1", desk.write(STUBBORN))
+    step.wait_for("scheduler ")
+    pid = int(step.out.read_text().partition("scheduler ")[2].split()[0])
+    os.kill(pid, signal.SIGKILL)
+    step.wait_for("The run ends")
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it may have ended
+        step.rank(1).kill()
+    result = step.end(40)
+    assert result.code != 0
+    assert "goes on" not in result.err, result.err
+    assert len(errors(result.err)) == 1, result.err
 
 
 def test_step_cancelled(desk, slurm):

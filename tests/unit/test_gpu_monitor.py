@@ -170,7 +170,7 @@ async def held_by_the_rank(
     with monkeypatch.context() as patch:
         patch.setattr(scheduler_process.CONTEXT, "Process", lambda **options: process)
         patch.setattr(scheduler_process.socket, "socketpair", lambda: pair)
-        held = SchedulerProcess(Events(), lambda found: None)
+        held = SchedulerProcess(Events())
     await held.open()
     listening = asyncio.create_task(held.listen())
     yield held

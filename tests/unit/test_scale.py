@@ -12,9 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpcdask.runner.arrivals import Arrivals, RankReport
-from hpcdask.runner.wanted_workers import WantedWorkers
-
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.clusters import controller as controlling
 from hpcdask.clusters.controller import JobController
@@ -24,9 +21,10 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.node.placement import Inventory
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner import protocol
+from hpcdask.runner.link import Link
 from hpcdask.runner.messages import WarmupNotes
-from hpcdask.runner.plan import place_workers
-from hpcdask.runner.protocol import Events
+from hpcdask.runner.plan import WantedWorkers, place_workers
+from hpcdask.runner.protocol import Events, RankReport
 from hpcdask.runner.scheduler import _WorkerReporter
 from hpcdask.spec.specs import RunSpec
 from launching import until
@@ -111,24 +109,6 @@ def test_rank_0_compares_numbers_before_names():
     assert looks.growth(40, 400) < 1.5
 
 
-def test_rank_0_knows_at_each_arrival_whether_all_came(monkeypatch):
-    sorted_out = []
-
-    async def come(size: int) -> None:
-        arrivals = Arrivals(Rank(0, size, 0, 1, "n0", "srun", "launch"), Events())
-        missing = Arrivals.missing.fget
-        monkeypatch.setattr(
-            Arrivals, "missing", property(lambda self: sorted_out.append(1) or missing(self))
-        )
-        for index in range(size):
-            assert not arrivals.complete
-            arrivals.reports[index] = None
-        assert arrivals.complete
-
-    asyncio.run(come(100))
-    assert len(sorted_out) == 1
-
-
 def test_workers_that_come_one_by_one_are_seen_together(tmp_path: Path, monkeypatch):
     """Each step looks at all jobs, so one step for each worker was quadratic."""
     jobs, steps, plugins = 200, [], []
@@ -186,11 +166,11 @@ def test_twenty_stand_ins_meet_a_real_rank_0_and_a_real_job_control(tmp_path: Pa
 
 def test_what_a_thousand_ranks_lack_is_told_in_a_line():
     size = 1000
-    arrivals = Arrivals(Rank(0, size, 0, 1, "n0", "srun", "launch"), Events())
-    arrivals.reports = {rank: RankReport(rank, f"n{rank}", 1) for rank in range(size // 2)}
+    link = Link(Rank(0, size, 0, 1, "n0", "srun", "launch"), Events())
+    link.reports = {rank: RankReport(rank, f"n{rank}", 1) for rank in range(size // 2)}
     wanted = WantedWorkers(RunSpec())
     wanted.names = {f"n{rank}-{rank}" for rank in range(size)}
-    missing = str(arrivals.too_late(300)), str(wanted.too_late(["n0-0"]))
+    missing = str(link.too_late(300)), str(wanted.too_late(["n0-0"]))
     assert "ranks 500-999 of 1000 did not arrive" in missing[0]
     assert "1 on n0, 1 on n1" in missing[0]
     assert "n1-1, " in missing[1]

@@ -1,5 +1,6 @@
 """A program that every rank starts: `embedded.py HOW END`."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ if "mpi" in how:
 
     for name in [name for name in os.environ if name.startswith(("OMPI_", "PM", "MPI_"))]:
         del os.environ[name]  # some launchers leave it to MPI to say which rank this is
-from distributed import Client  # noqa: E402
+from distributed import Client, Worker, WorkerPlugin  # noqa: E402
 
 import hpcdask  # noqa: E402
 
@@ -89,10 +90,31 @@ def with_runner() -> None:
         work(client)
 
 
+class Teardown(WorkerPlugin):
+    """Holds the end of its worker up for a second."""
+
+    async def teardown(self, worker: Worker) -> None:
+        await asyncio.sleep(1)
+
+
+async def close_in_a_loop() -> None:
+    with hpcdask.Runner(device="cpu", nthreads=1) as runner:
+        client = await Client(runner, asynchronous=True)
+        await client.register_plugin(Teardown())
+        await client.close()
+        closing, turns = asyncio.ensure_future(runner.close()), 0
+        while not closing.done():
+            turns += 1
+            await asyncio.sleep(0.01)
+        print("turns", turns, flush=True)
+
+
 if how == "runner-thread":
     thread = threading.Thread(target=with_runner)
     thread.start()
     thread.join()
+elif how == "runner-loop":
+    asyncio.run(close_in_a_loop())
 elif how.startswith("runner"):
     with_runner()
 else:

@@ -1,8 +1,6 @@
 """Works with the cluster in many ways; at the top level, with no guard."""
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import dask.array as da
@@ -23,12 +21,6 @@ def double(point: Point) -> Point:
     return Point(2 * point.x)
 
 
-IN_A_CHILD = """
-from distributed import Client
-with Client() as client:
-    print(client.submit(sum, [3, 4]).result())
-"""
-
 client = Client()
 found = {
     "workers": len(client.nthreads()),
@@ -37,7 +29,6 @@ found = {
     "delayed": delayed(lambda x: x + 1)(1).compute(),
     "array": int(da.arange(100, chunks=10).sum().compute()),
     "remote": client.submit(os.getpid).result() != os.getpid(),
-    "from a child": int(subprocess.check_output([sys.executable, "-c", IN_A_CHILD], text=True)),
     "second client": Client().submit(sum, [1, 2]).result(),
     "held back": client.scheduler_comm.interval,
     "module beside the script": client.submit(neighbour.triple, 3).result(),
