@@ -42,7 +42,7 @@ class Row:
 
 
 LAUNCHES = (
-    Row("dial_rank0_s", "rank 0: TLS handshake on the control line", MILLI, "ms"),
+    Row("dial_rank0_s", "rank 0: TLS handshake on the link", MILLI, "ms"),
     Row("plan_rank0_s", "rank 0: report, plan, order", MILLI, "ms"),
     Row("join_rank0_s", "rank 0: handling a registration", MILLI, "ms"),
     Row("end_rank0_s", "rank 0: the end", MILLI, "ms"),

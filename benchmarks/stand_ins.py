@@ -1,6 +1,6 @@
 """Stand-ins for ranks and for workers, hundreds in one process, for `scale.py`.
 
-They speak the real protocols: a rank finds rank 0 by its note, dials the control line and reports;
+They speak the real protocols: a rank finds rank 0 by its note, dials the link and reports;
 a worker registers with distributed's scheduler as a worker and its nanny do, over connections of
 its own, and sends heartbeats. What they lack is a process, a device and Dask tasks.
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from hpcdask.security import credentials
-from hpcdask.security.credentials import ClusterSecurity, create_credentials, to_security
+from hpcdask.security import tls
+from hpcdask.security.credentials import create_credentials, to_security
+from hpcdask.security.tls import ClusterSecurity
 from launching import wait_for
 
 
@@ -78,8 +79,8 @@ def test_a_peer_that_is_gone_ends_no_other_connection(connect: Any, act: str):
 def test_only_a_system_s_error_is_taken_out_of_openssl_s_list(connect: Any, monkeypatch, method):
     """Whatever this machine's Python leaves there."""
     emptied: list[None] = []
-    made = credentials._spare_context
-    monkeypatch.setattr(credentials, "_spare_context", lambda: emptied.append(None) or made())
+    made = tls._spare_context
+    monkeypatch.setattr(tls, "_spare_context", lambda: emptied.append(None) or made())
     end, _ = connect()
     assert finds_nothing(end)
     assert not emptied
@@ -99,7 +100,7 @@ def test_credentials_of_one_s_own_are_kept_and_travel():
     made = pickle.loads(pickle.dumps(ClusterSecurity.of(own)))
     assert all(getattr(made, name) == getattr(own, name) for name in Security.__slots__)
     for arguments in (made.get_listen_args("worker"), made.get_connection_args("client")):
-        assert issubclass(arguments["ssl_context"].sslsocket_class, credentials.Socket)
+        assert issubclass(arguments["ssl_context"].sslsocket_class, tls.Socket)
 
 
 def test_without_credentials_there_is_no_tls():
