@@ -19,12 +19,12 @@ from hpcdask.process import make_observable, owner_text, raise_descriptor_limit
 from hpcdask.security import ports, private, webserver
 from hpcdask.security.credentials import (
     FILES,
-    ClusterSecurity,
     Credentials,
     create_credentials,
     save_credentials,
     to_security,
 )
+from hpcdask.security.tls import ClusterSecurity
 from hpcdask.upstream import distributed as upstream
 from hpcdask.upstream.dask import cull_by_layer
 
