@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from distributed.comm import CommClosedError
@@ -64,9 +63,11 @@ class DeviceWorker(PeerWorker):
             resources.widen_threads(bind_cores)
         if bind_gpu is not None:
             try:
-                with loading(_needed(device_memory, kwargs.get("exchange", "tcp"))):
-                    make_context()
-                    mark(CONTEXT_MADE)
+                make_context()
+                mark(CONTEXT_MADE)
+                # not beside it, in a thread: what packages put into the environment while the
+                # driver reads it ended one worker of 100 by SIGSEGV
+                load(_needed(device_memory, kwargs.get("exchange", "tcp")))
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)
             except HpcdaskError:
@@ -168,18 +169,7 @@ def _receive_cupy_arrays() -> None:
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
     """Return the modules that the worker imports before it registers."""
-    needed = ["cuda.core", "dask_cuda.device_host_file", *plan.libraries]
+    needed = ["dask_cuda.device_host_file", *plan.libraries]
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
     return [*needed, UCX] if exchange == "ucx" else needed
-
-
-@contextlib.contextmanager
-def loading(modules: Sequence[str]) -> Iterator[None]:
-    """Import modules in a thread while the driver makes the context, which takes as long."""
-    thread = threading.Thread(target=load, args=(modules,), name="imports", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()

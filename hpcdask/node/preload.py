@@ -26,8 +26,7 @@ WANTED = "HPCDASK_PRELOAD"
 #: run of hours because of a switch that restarts.
 TIMEOUT, SILENCE = "distributed.comm.timeouts.tcp", "2 minutes"
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-#: What is preloaded, as far as it is installed. A worker imports cuda.core and the like while the
-#: driver makes its context.
+#: Packages to preload, as far as they are installed.
 PACKAGES = ["distributed", "distributed.http", "hpcdask.runner.leader"]
 GPU_PACKAGES = ["cuda.bindings.driver"]
 

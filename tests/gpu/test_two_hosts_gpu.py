@@ -27,6 +27,9 @@ def block(block_id=None):
     i, j = block_id
     return cupy.full((1000, 1000), 10.0 * i + j)
 
+def transports(dask_worker):
+    return list(dask_worker.peer_transports.values())
+
 client = Client()
 x = da.map_blocks(block, chunks=((1000,) * 4, (1000,) * 4), dtype=float, meta=np.empty((0, 0)))
 y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
@@ -34,7 +37,7 @@ expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.on
 workers = client.scheduler_info()["workers"]
 print("exchanged", json.dumps({
     "right": bool((y == expected).all()),
-    "schemes": sorted({address.split(":")[0] for address in workers}),
+    "transports": sorted({one for found in client.run(transports).values() for one in found}),
     "hosts": sorted(one["host"] for one in workers.values()),
     "devices": sorted(client.run(os.getenv, "CUDA_VISIBLE_DEVICES").values()),
 }), flush=True)
@@ -69,7 +72,7 @@ def test_device_arrays_go_from_host_to_host(
     told = json.loads(ended.out.split("exchanged ")[1].splitlines()[0])
     assert told["right"]
     assert told["hosts"] == hosts.addresses
-    assert told["schemes"] == ["ucx" if protocol == "ucx" else "tls"]
+    assert told["transports"] == (["ucx"] if protocol == "ucx" else [])
     assert sorted(told["devices"]) == sorted(gpu.uuid for gpu in gpus[:2])
     run.check_nothing_left(since)
 
