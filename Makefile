@@ -28,7 +28,7 @@ ONCE := docs docs_site wheel containers report bench queue_scripts queue_answers
 	packing limits doctor workloads zarr
 
 # The tests wait more than they compute, so several run at once; only one at a time may have the GPUs
-WORKERS ?= $(if $(CUDA),0,5)
+WORKERS ?= $(if $(CUDA),0,4)
 
 # What is installed comes from the network, side by side; the tests start after all of it
 MAKEFLAGS += --jobs=3

@@ -8,12 +8,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from launching import describe, end, leftovers, wait_for, walk
 from slurm_site import SlurmSite
+
+if TYPE_CHECKING:
+    import nbformat
 
 JOBSCRIPTS = Path(__file__).parents[1] / "jobscripts"
 
@@ -58,6 +61,8 @@ def sit_down(site: SlurmSite, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]
 
 def read(name: str, parameters: str) -> nbformat.NotebookNode:
     """A notebook of jobscripts, with another content of the cell tagged ``parameters``."""
+    import nbformat  # 8 s: its check of addresses compiles a grammar
+
     notebook = nbformat.read(JOBSCRIPTS / name, as_version=4)
     tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     assert len(tagged) == 1

@@ -125,6 +125,7 @@ def test_scale_up_and_down(folder: Path):
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
 
 
+@pytest.mark.long
 def test_all_accounts_of_a_job_say_the_same_state(folder: Path):
     """`hpcdask jobs` did not know of workers, and said that those which ran were starting."""
     gate = folder.parent / "gate"
@@ -347,6 +348,7 @@ def test_jobs_are_watched_while_others_are_submitted(folder: Path):
     asyncio.run(work())
 
 
+@pytest.mark.long
 def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
     """As that of distributed's clusters."""
 
@@ -480,6 +482,7 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         assert not keys(folder)
 
 
+@pytest.mark.long
 def test_a_queue_that_does_not_answer_is_asked_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -588,7 +591,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"])
 def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     program = tmp_path / "notebook.py"
     program.write_text(NOTEBOOK)
@@ -635,6 +638,7 @@ atexit.register(lambda: print(cluster.status.name, client.status))
 """
 
 
+@pytest.mark.long
 def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: Path):
     done = run_with_keywords(ENDING, folder, tmp_path)
     assert done.stdout == "running running\n", done.stderr
@@ -656,6 +660,7 @@ cluster.close()
 """
 
 
+@pytest.mark.long
 def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
     """Its end took 10 s, and removed what the scheduler has on disk."""
     done = run_with_keywords(FORKING, folder, tmp_path)

@@ -168,6 +168,7 @@ def test_its_process_is_killed(base: Path, capfd: pytest.CaptureFixture[str]):
     assert "killed by SIGKILL" in hpcdask_cli("list")
 
 
+@pytest.mark.long
 def test_a_silent_one_is_asked_again_soon(
     base: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -214,6 +214,7 @@ def test_a_rank_goes_where_its_data_are(client: Client):
     assert {len(holders) for holders in client.who_has(parts[1:]).values()} == {1}
 
 
+@pytest.mark.long
 def test_what_has_its_data_on_several_workers_makes_room(client: Client):
     """No rank's data move where they can stay."""
     everywhere = client.scatter([1, 2], broadcast=True)
@@ -403,6 +404,7 @@ def test_workers_of_several_threads(tmp_path: Path):
         assert gang.result(LONG_S) == [0, 1]
 
 
+@pytest.mark.long
 def test_asynchronous(started: tuple, client: Client):
     async def run() -> None:
         async with Client(

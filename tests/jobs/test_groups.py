@@ -176,6 +176,7 @@ def test_a_group_that_fails_does_not_stop_the_other(folder: Path, capfd):
     assert "error: group bad: " in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_killed_job_is_replaced_in_its_own_group_only(folder: Path):
     with make(folder) as cluster, cluster.get_client() as client:
         cluster.scale(gpu=1, cpu=1)

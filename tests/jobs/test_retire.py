@@ -357,6 +357,7 @@ async def test_workers_forced_out_together_pass_nothing_on_to_one_another(gate: 
         assert await result == 7
 
 
+@pytest.mark.long
 @in_loop
 async def test_nannies_leave_with_their_workers_and_a_killed_worker_counts() -> None:
     async with site(allowed_failures=0) as s, AsyncExitStack() as stack:

@@ -197,6 +197,7 @@ def test_the_workers_of_a_job(site, client):
     site.check_nothing_left(ended_at, within=5)
 
 
+@pytest.mark.long
 def test_workers_that_are_only_removed_end_their_job_too(site, client):
     job = site.job("--workers", "2")
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
@@ -307,6 +308,7 @@ def test_a_signal_hands_over(site, client, tmp_path):
     assert len(list(tmp_path.iterdir())) == 50
 
 
+@pytest.mark.long
 def test_what_nobody_can_take_waits_for_a_replacement(site, client, tmp_path):
     job = start_one(site, client, "1")
     value = client.submit(counted(tmp_path), 7)
@@ -389,6 +391,7 @@ def test_a_killed_job_leaves_nothing(site, client):
     del tasks
 
 
+@pytest.mark.long
 def test_a_name_that_is_taken(site, client):
     first = start_one(site, client, "1")
     ended = site.job(job="1").end()

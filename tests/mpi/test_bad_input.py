@@ -462,6 +462,7 @@ def test_no_gpu_inside_a_job(mpirun, script):
     )
 
 
+@pytest.mark.long
 def test_no_gpu_inside_another_system_s_job(alone, script):
     env = {"PBS_JOBID": "4711", "CUDA_VISIBLE_DEVICES": ""}
     result = alone.run(1, *RUN, "--device", "cuda", script, env=env)
@@ -484,6 +485,7 @@ def test_interface_that_only_one_rank_lacks(mpirun, script):
     assert_refused(result, *words)
 
 
+@pytest.mark.long
 def test_interface_auto(mpirun, script):
     result = mpirun.run(2, *CPU, "--interface", "auto", script)
     if fabric.interfaces():
@@ -539,6 +541,7 @@ def test_mpi_library_that_is_missing_on_the_second_node(mpich, private, script):
     assert_refused(result, "cannot load an MPI library", "LD_LIBRARY_PATH")
 
 
+@pytest.mark.long
 def test_mpi_that_is_not_the_launcher_s_does_not_matter_on_one_node(mpich, private, script):
     foreign = openmpi_launcher().env
     env = {name: foreign[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
@@ -587,6 +590,7 @@ def test_ranks_that_only_the_launcher_s_variables_count(alone, script):
     assert_refused(result, "4 ranks", "rank 0 of 1", "mpirun of the same MPI")
 
 
+@pytest.mark.long
 def test_rank_that_never_arrives_at_mpi(mpich, script, private):
     """MPI's own start waits for every rank, and cannot say for whom."""
     started, limit = clock(), stretched(3)

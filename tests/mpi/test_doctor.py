@@ -163,6 +163,7 @@ def test_two_nodes_are_compared(tmp_path: Path):
     assert clocks["status"] == "ok"
 
 
+@pytest.mark.long
 def test_two_nodes_reach_each_other_in_a_range_of_ports(tmp_path: Path):
     ports = text(free_range(40))
     first, second = ranks_of_two_nodes(tmp_path, "--json", "--port-range", ports)
@@ -178,6 +179,7 @@ def test_two_nodes_reach_each_other_in_a_range_of_ports(tmp_path: Path):
     assert least <= int(port["value"].partition(" on ")[0].rpartition(":")[2]) <= most
 
 
+@pytest.mark.long
 def test_nccl_between_the_gpus_of_two_ranks(mpi, tmp_path: Path):
     """With stand-ins for NVML, CuPy and NCCL; the second time, both ranks fail."""
     tests = Path(__file__).parents[1]

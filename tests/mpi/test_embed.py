@@ -44,8 +44,8 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
         pytest.param("openmpi", "initialize", "raise", marks=pytest.mark.long),
         ("mpich", "runner-mpi", "raise"),
         pytest.param("mpich", "initialize", "return", marks=pytest.mark.long),
-        ("mpich", "initialize-mpi", "exit"),
-        ("alone", "runner", "raise"),
+        pytest.param("mpich", "initialize-mpi", "exit", marks=pytest.mark.long),
+        ("alone", "initialize", "raise"),
         ("alone", "runner", "shutdown"),
         pytest.param("alone", "initialize", "exit", marks=pytest.mark.long),
     ],
@@ -79,6 +79,7 @@ def test_the_end_of_a_runner_leaves_the_client_s_loop_free(site: Site) -> None:
     assert turns > 10, str(ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("site", ["mpich"], indirect=True)
 def test_two_nodes_of_mpich(site: Site) -> None:
     """Its ranks speak MPI with the launcher by a file whose number the environment tells."""

@@ -42,7 +42,15 @@ def under(*launchers: str):
 
 @pytest.mark.parametrize(
     ("site", "how"),
-    [("openmpi", how) for how in ENDS if how != "exit-3"] + [("mpich", "exit-3")],
+    [
+        ("openmpi", "return"),
+        ("mpich", "exit-3"),
+        ("alone", "exception"),
+        ("alone", "os-exit"),
+        ("mpich", "SIGKILL"),
+        ("alone", "task-runs"),
+        ("alone", "shutdown"),
+    ],
     indirect=["site"],
 )
 def test_the_program_s_end_is_the_run_s_end(site: Site, how: str):
@@ -156,6 +164,7 @@ def test_a_second_signal_ends_it_at_once(site: Site):
     site.check_nothing_left(sent)
 
 
+@pytest.mark.long
 @under("alone")
 @pytest.mark.slow
 def test_a_program_that_ignores_sigterm_is_killed_and_that_is_told(site: Site):
@@ -390,6 +399,7 @@ def dask_setup(worker):
 """
 
 
+@pytest.mark.long
 @under("alone")
 def test_two_clusters_that_want_the_same_scheduler_file(site: Site):
     """The one that was ready later wrote over the other's file, and then removed it."""
@@ -420,7 +430,7 @@ def test_a_client_may_shut_a_cluster_down(site: Site):
 # Over several nodes
 
 
-@pytest.mark.parametrize("env", [{}, {"MPI4PY_RC_INITIALIZE": "0"}], ids=["", "not by import"])
+@pytest.mark.parametrize("env", [{"MPI4PY_RC_INITIALIZE": "0"}], ids=["not by import"])
 def test_ranks_of_two_nodes_meet_by_mpi(mpich, env):
     """Also where the user says that an import of mpi4py is not to start MPI."""
     mpich.prefix += ["-launcher", "fork", "-hosts", "a,b", "-ppn", "2"]

@@ -47,6 +47,7 @@ def test_examples(site: Site) -> None:
         assert sum(line.startswith(found) for line in lines) == 1, str(ended)
 
 
+@pytest.mark.long
 def test_a_wrong_result_is_a_failure(site: Site) -> None:
     program = site.folder / "futures.py"
     text = (EXAMPLES / "futures.py").read_text()

@@ -56,7 +56,7 @@ def stand_ins(folder: Path, count: int) -> dict[str, str]:
 
 
 @needs("cuda")
-@pytest.mark.parametrize("site", ["openmpi", "mpich", "alone"], indirect=True)
+@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> None:
     (site.folder / "show.py").write_text(SHOW)
     done = site.run(
@@ -102,7 +102,12 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     "end",
-    ["shutdown", pytest.param("term", marks=LONG), "kill", pytest.param("cleanup", marks=LONG)],
+    [
+        pytest.param("shutdown", marks=LONG),
+        pytest.param("term", marks=LONG),
+        "kill",
+        pytest.param("cleanup", marks=LONG),
+    ],
 )
 def test_a_run_is_listed_while_it_is_there(
     site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -44,6 +44,7 @@ def test_all_listen_in_the_range(site: Site):
     assert not ended.errors, ended
 
 
+@pytest.mark.long
 def test_a_scheduler_file_and_a_dashboard_elsewhere(site: Site):
     *ports, dashboard = free_range(61)
     options = ("--scheduler-file", "cluster.json", "--dashboard-address", f":{dashboard}")

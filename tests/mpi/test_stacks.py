@@ -110,6 +110,7 @@ def test_workers_that_are_full(hanging: Hanging):
     del full, more
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped(hanging: Hanging):
     name = hanging.workers[1]
     (address,) = (one for one, its in hanging.addresses().items() if its == name)

@@ -11,15 +11,18 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
-from nbclient import NotebookClient
 
 import browser
 from desk import JOBSCRIPTS, Desk, read, shown
 from launching import wait_for
+
+if TYPE_CHECKING:
+    import nbformat
+    from nbclient import NotebookClient
 
 pytestmark = [pytest.mark.slurm]
 
@@ -46,6 +49,13 @@ return {
 """
 
 
+def executor(notebook: nbformat.NotebookNode) -> NotebookClient:
+    """Return what executes a notebook; nbformat takes 8 s to compile a grammar."""
+    from nbclient import NotebookClient
+
+    return NotebookClient(notebook, timeout=600, startup_timeout=300)
+
+
 def adaptive(chunks: int, side: int) -> nbformat.NotebookNode:
     parameters = f"options = {OPTIONS}\nmaximum = 3\nchunks, side = {chunks}, {side}"
     return read("adaptive.ipynb", parameters)
@@ -61,6 +71,8 @@ def states(table: str) -> set[str]:
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_is_kept_without_outputs(name: str):
+    import nbformat
+
     notebook = nbformat.read(JOBSCRIPTS / name, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
@@ -69,7 +81,7 @@ def test_it_is_kept_without_outputs(name: str):
 
 def test_end_to_end(desk: Desk, tmp_path: Path):
     notebook = adaptive(chunks=40, side=400)
-    client = NotebookClient(notebook, timeout=600, startup_timeout=300)
+    client = executor(notebook)
     client.execute(env=desk.env, cwd=str(desk.home))
 
     script = shown(notebook, "script")
@@ -121,15 +133,14 @@ def png_size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", head[16:])
 
 
+@pytest.mark.long
 def test_genomics(desk: Desk):
     parameters = (
         f"folder = {str(desk.home)!r}\nshape, chunks = (6_000, 300), (500, 300)\n"
         f"n_populations = 3\ndevice = 'cpu'\noptions = {JOB}\nworkers = 2"
     )
     notebook = read("genomics.ipynb", parameters)
-    NotebookClient(notebook, timeout=600, startup_timeout=300).execute(
-        env=desk.env, cwd=str(desk.home)
-    )
+    executor(notebook).execute(env=desk.env, cwd=str(desk.home))
     assert "SLURMCUDACluster(" in shown(notebook, "cluster")
     kept, *_ = re.findall(r"([\d,]+) variants kept", shown(notebook, "structure"))
     assert 4_000 < int(kept.replace(",", "")) < 6_000
@@ -156,9 +167,7 @@ def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
     parameters = 'name = "mine"\nmaximum = 2\nchunks, side = 20, 400\ndevice = "cpu"'
     for said in ("published\n", "an earlier run has published them\n"):
         notebook = read("attach.ipynb", parameters)
-        NotebookClient(notebook, timeout=600, startup_timeout=300).execute(
-            env=desk.env, cwd=str(desk.home)
-        )
+        executor(notebook).execute(env=desk.env, cwd=str(desk.home))
         assert shown(notebook, "publish") == said
         assert abs(float(shown(notebook, "result")) - 11) < 0.01
         assert desk.jobs()

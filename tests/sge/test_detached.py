@@ -71,6 +71,7 @@ def test_a_node_without_qsub_is_told(user: SgeUser):
         user.detached(job_script_prologue=lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attached", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_its_schedulers_job_is_deleted(user: SgeUser, attached: bool):
     """Grid Engine's SIGKILL comes after a warning, so that all ends in order."""

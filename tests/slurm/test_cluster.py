@@ -58,6 +58,7 @@ def test_jobs_that_wait_for_what_does_not_end_by_itself(user: Login, capfd):
 USUAL_REASONS = ("Resources", "Priority", "InvalidAccount")
 
 
+@pytest.mark.long
 def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     sbatch = user.wrap("sbatch")
     squeue = user.wrap("squeue")
@@ -109,6 +110,7 @@ def test_scale_with_one_sbatch_and_all_that_is_shown(user: Login):
     assert {job.state for job in cluster.jobs() if not job.nodes} == {JobState.CANCELLED}
 
 
+@pytest.mark.long
 def test_a_suspended_job_shows_the_reason(user: Login):
     with user.make() as cluster, cluster.get_client() as client:
         cluster.scale(2)

@@ -128,6 +128,7 @@ def test_jobs_and_workers_that_end(user: Login, capsys: pytest.CaptureFixture[st
     assert f"job {cancelled} has ended: cancelled" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_scancel_of_a_pending_job(user: Login):
     others = user.occupy(3)
     with user.make() as cluster:
@@ -225,6 +226,7 @@ def test_sbatch_hangs(user: Login):
     asyncio.run(notebook())
 
 
+@pytest.mark.long
 def test_sbatch_hangs_after_it_has_submitted(user: Login):
     sbatch = user.wrap("sbatch")
     sbatch.behave(f'{sbatch.real} "$@"; sleep 600')

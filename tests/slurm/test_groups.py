@@ -77,6 +77,7 @@ def test_groups_up_and_down(user: Login):
     assert not user.key_files()
 
 
+@pytest.mark.long
 def test_a_bad_partition_does_not_stop_the_other_group(user: Login):
     groups = {"bad": {**GPU, "queue": "nowhere"}, "good": CPU}
     with user.make(groups=groups) as cluster, cluster.get_client() as client:

@@ -220,6 +220,7 @@ def assert_refused(result: Result, *words: str, within: float = 15) -> None:
 # --- ways to launch -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_srun_on_one_node(desk):
     """The memory limit is the job's, shared among the ranks."""
     result = desk.srun("-N1", "-n2", "--mem=2G", *RUN, desk.write(COUNT)).end()
@@ -246,6 +247,7 @@ def test_srun_with_pmi2_and_mpich(desk):
     assert_worked(result, 2)
 
 
+@pytest.mark.long
 def test_two_steps_of_one_job_at_once(desk):
     """They share the job's id, and must not meet one another."""
     srun = f"srun -N2 -n2 --overlap --mem=0 {' '.join(RUN)} {desk.write(COUNT)} > "
@@ -278,6 +280,7 @@ def test_mpich_s_launcher_in_a_batch_script_of_two_nodes(desk):
     assert "workers 3 result 3" in output.read_text()
 
 
+@pytest.mark.long
 def test_no_launcher_in_a_batch_script(desk):
     """The batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is no rank of srun's."""
     command = f"{' '.join(RUN)} {desk.write(COUNT)} 6"
@@ -303,8 +306,9 @@ def test_program_that_raises(desk):
     assert result.err.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("nodes", ["-N2", "-N1"])
-@pytest.mark.parametrize(("index", "options"), [(1, ["--workers-min", "2"]), (0, [])])
+@pytest.mark.parametrize(
+    ("nodes", "index", "options"), [("-N2", 1, ["--workers-min", "2"]), ("-N1", 0, [])]
+)
 def test_rank_killed(desk, index, options, nodes):
     step = desk.srun(nodes, "-n2", "--mem=2G", *RUN, *options, desk.write(WAIT))
     step.wait_for("running")
@@ -439,6 +443,7 @@ def test_script_that_does_not_exist(desk):
     assert_refused(desk.srun("-N2", "-n2", *RUN, "nowhere.py").end(), "nowhere.py", "shared")
 
 
+@pytest.mark.long
 def test_an_mpi_that_is_not_the_plugin_s_is_not_asked(desk):
     """With pmi2, Open MPI's library would find itself alone in each rank."""
     env = {n: openmpi_launcher().env[n] for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}

@@ -37,6 +37,7 @@ exec "$@"
 """
 
 
+@pytest.mark.long
 @needs("cuda")
 def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> None:
     patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"

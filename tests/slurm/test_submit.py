@@ -147,6 +147,7 @@ def test_a_program_from_the_command_line_to_its_exit_code(login: Login):
     assert shown.stdout.replace("gres/", "gres:") == f"{ODD}|10:00|2|gres:gpu:1|2|1G\n"
 
 
+@pytest.mark.long
 def test_what_ends_a_job_that_is_waited_for(login: Login):
     """scancel of a running one, Ctrl-C with a running one, SIGTERM with one that is pending."""
     (login.folder / "sleep.py").write_text("")
