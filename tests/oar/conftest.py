@@ -9,7 +9,7 @@ from launching import unavailable
 from oar_site import PRIVATE, OarSite, is_missing
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def oar() -> Iterator[OarSite]:
     """An OAR of one node with eight cores and four GPUs."""
     if is_missing():

@@ -9,7 +9,7 @@ from launching import unavailable
 from sge_site import PRIVATE, SgeSite, is_missing
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sge() -> Iterator[SgeSite]:
     """A Grid Engine of one host with eight slots and four GPUs."""
     if is_missing():
