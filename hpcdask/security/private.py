@@ -157,7 +157,7 @@ def remove(path: str, owner: str = "") -> None:
         check_folder(path)
         names = os.listdir(path)
         if OWNER in names:
-            if read(os.path.join(path, OWNER)) != owner:
+            if read(os.path.join(path, OWNER)) not in (owner, ""):  # its maker may be killed early
                 return
             for name in names:  # the file `OWNER` last: this process may be killed meanwhile
                 shutil.rmtree(os.path.join(path, name), ignore_errors=True)

@@ -163,6 +163,15 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(tmp_path)
     assert (other / "chapter" / "one.tex").exists()
 
 
+def test_a_folder_whose_maker_was_killed_before_it_wrote_its_name_is_removed(tmp_path):
+    """Regression: the janitor left it, and the next one did."""
+    folder = tmp_path / "hpcdask-0-1"
+    folder.mkdir(mode=0o700)
+    (folder / private.OWNER).touch(mode=0o600)
+    private.remove(str(folder), "host space 1 2")
+    assert not folder.exists()
+
+
 def test_a_link_is_removed_and_not_followed(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "ca.pem").touch()
