@@ -162,7 +162,7 @@ def _clocks(gpus: Gpus) -> Iterator[Finding]:
 
 def _links(gpus: Gpus) -> Iterator[Finding]:
     topic = "NVLink links"
-    known = [gpu for gpu in gpus if gpu.get("nvlinks") and not gpu["parent"]]
+    known = [gpu for gpu in gpus if gpu.get("nvlinks") and not gpu["sliced"]]
     most: dict[str, int] = {}
     for gpu in known:
         most[gpu["name"]] = max(most.get(gpu["name"], 0), gpu["nvlinks"])
@@ -180,7 +180,7 @@ def _links(gpus: Gpus) -> Iterator[Finding]:
 
 
 def _nvlink(facts: Facts, gpus: Gpus) -> Iterator[Finding]:
-    fabric, sliced = facts.get("fabric", {}), any(gpu["parent"] for gpu in gpus)
+    fabric, sliced = facts.get("fabric", {}), any(gpu["sliced"] for gpu in gpus)
     seen = {gpu["uuid"] for gpu in gpus}
     if len(seen) < 2 or "nvlink" not in fabric:
         return

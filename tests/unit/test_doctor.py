@@ -44,6 +44,7 @@ from hpcdask.doctor import (
 from hpcdask.doctor.findings import Finding, Reporter, amount, merge_ranks
 from hpcdask.doctor.launch import Launch, Route
 from hpcdask.errors import LaunchError, UsageError
+from hpcdask.gpu import driver
 from hpcdask.runner.control import ControlServer, find_leader
 from hpcdask.runner.rendezvous import RendezvousInfo
 
@@ -71,7 +72,7 @@ def a_gpu(index: int, **changes: Any) -> Facts:
     near = list(range(64)) if index < 4 else list(range(64, 128))
     return {
         "uuid": f"GPU-{index}",
-        "parent": None,
+        "sliced": False,
         "index": index,
         "name": "NVIDIA H200",
         "memory": 140 * GIB,
@@ -95,7 +96,7 @@ def a_gpu(index: int, **changes: Any) -> Facts:
 
 def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
     """What one rank gathered on a node of 128 cores with these GPUs, on ext4, without a job."""
-    uuids = [card["uuid"] for card in cards if not card["parent"]]
+    uuids = [card["uuid"] for card in cards if not card["sliced"]]
     pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
     fabric = Fabric(
         interfaces=(Interface("eth0", "10.1.0.7", "ethernet", 100_000),),
@@ -151,7 +152,7 @@ def infiniband_node() -> Facts:
 
 def mig_box() -> Facts:
     cards = [
-        a_gpu(0, uuid=f"MIG-{n}", parent="GPU-0", name="NVIDIA H200 MIG 1g.18gb", memory=16 * GIB,
+        a_gpu(0, uuid=f"MIG-{n}", sliced=True, name="NVIDIA H200 MIG 1g.18gb", memory=16 * GIB,
               free=16 * GIB, pcie_width=None)
         for n in range(3)
     ]  # fmt: skip
@@ -928,7 +929,9 @@ def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
     for name, answer in {
         "nvmlDeviceGetHandleByUUID": lambda uuid: every[uuid],
         "nvmlDeviceGetIndex": lambda card: [*every].index(card["uuid"]),
-        "nvmlDeviceGetMemoryInfo": lambda card: fake.SimpleNamespace(total=80 << 30, free=79 << 30),
+        "nvmlDeviceGetMemoryInfo": lambda card, version=None: fake.SimpleNamespace(
+            total=80 << 30, used=1 << 30, free=79 << 30
+        ),
         "nvmlDeviceGetComputeMode": lambda card: 0,
         "nvmlDeviceGetPersistenceMode": lambda card: 1,
         "nvmlDeviceGetNvLinkState": nvlink_state,
@@ -974,7 +977,7 @@ def test_what_nvml_tells(monkeypatch):
 def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
     stand_in_for_nvml(monkeypatch, [])
     monkeypatch.delenv("FAKE_NVML")
-    monkeypatch.setattr(nvml.devices, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(driver, "has_nvidia_driver", lambda: False)
     assert nvml.read() == {"device_files": False, "gpus": []}
 
 
