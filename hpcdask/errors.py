@@ -59,9 +59,19 @@ class MissingExtra(UsageError):
     """
 
     def __init__(self, package: str, extra: str, why: str) -> None:
-        super().__init__(
-            f'{why} needs {package}, which is not installed: pip install "hpcdask[{extra}]"'
-        )
+        super().__init__(f"{why} needs {package}, which is not installed: {installing(extra)}")
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs the packages of an extra: hpcdask itself is on no index."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        parts = [one.partition(";") for one in requires("hpcdask") or ()]
+    except PackageNotFoundError:  # in a source folder
+        parts = []
+    wanted = [name.strip() for name, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
+    return " ".join(["pip install", *(f'"{one}"' for one in wanted or [f"hpcdask[{extra}]"])])
 
 
 class ClusterError(HpcdaskError):

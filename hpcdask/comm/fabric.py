@@ -13,9 +13,9 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from hpcdask.gpu.devices import whole_gpus
+from hpcdask.gpu import nvml
 from hpcdask.gpu.driver import hidden_gpus, read
 from hpcdask.spec.records import Record
 
@@ -161,29 +161,14 @@ def nvlink_pairs(
     ``own`` are the UUIDs of the GPUs whose pairs matter; None is all.
     """
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        with nvml.session() as started:
+            gpus = [] if started is None else started.whole_gpus()
+            joined = tuple(
+                (first.uuid, second.uuid)
+                for first, second in itertools.combinations(gpus, 2)
+                if own is None or first.uuid in own or second.uuid in own
+                if first.is_joined(second)
+            )
+            return tuple(one.uuid for one in gpus), joined
     except Exception:  # no package, no driver, or one that does not fit the other: no NVLink
         return (), ()
-    try:
-        handles = whole_gpus(pynvml)
-        joined = tuple(
-            (first, second)
-            for first, second in itertools.combinations(handles, 2)
-            if (own is None or first in own or second in own)
-            and _joined(pynvml, handles[first], handles[second])
-        )
-        return tuple(handles), joined
-    except pynvml.NVMLError:
-        return (), ()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _joined(pynvml: Any, first: Any, second: Any) -> bool:
-    try:
-        status = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except (pynvml.NVMLError, AttributeError):  # an old driver, or an old package
-        return False
-    return bool(status == pynvml.NVML_P2P_STATUS_OK)

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+from hpcdask.errors import installing
 from hpcdask.gpu.driver import cuda_extra
 from hpcdask.spec.records import Record
 
@@ -70,7 +71,7 @@ def installed_ucx(environ: Mapping[str, str] | None = None) -> UcxInstall:
     """Find the UCX of libucx's package, or ask ``ucx_info`` for that of the system."""
     environ = os.environ if environ is None else environ
     tls = environ.get("UCX_TLS", "")
-    install = f'pip install "hpcdask[{cuda_extra()}]"'
+    install = installing(cuda_extra())
     for name in ("distributed_ucxx", "ucxx"):
         if find_spec(name) is None:
             problem = f"{name.replace('_', '-')} is not installed: {install}"

@@ -8,83 +8,81 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import select
-import signal
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.process import detach_standard_streams
+from hpcdask.spec.records import Record
 
-from .findings import Facts
-
-#: Seconds for a group of facts. An NVML without a persistence daemon takes some for each GPU.
+#: Seconds for a group of facts, unless it has a deadline of its own.
 DEADLINE_S = 20.0
+#: A fork, so that nothing is imported again: this process has one thread.
+CONTEXT = multiprocessing.get_context("fork")
+Reader = Callable[[], Record | None]
 
 
 class Gathering:
-    """Groups of facts that are being gathered; after `deadline_s` seconds a group is given up.
-
-    Must be made while the process has one thread: each group is a fork.
-    """
+    """Groups of facts that are being gathered; `deadlines` has more seconds for some."""
 
     def __init__(
-        self, readers: Mapping[str, Callable[[], Facts]], deadline_s: float = DEADLINE_S
+        self, readers: Mapping[str, Reader], deadlines: Mapping[str, float] | None = None
     ) -> None:
-        self._limit = deadline_s
-        self._deadline = time.monotonic() + deadline_s
-        self._running = {group: _fork(reader) for group, reader in readers.items()}
+        self._began = time.monotonic()
+        self._deadlines = {name: (deadlines or {}).get(name, DEADLINE_S) for name in readers}
+        self._running = {name: _start(reader) for name, reader in readers.items()}
 
-    def results(self) -> Facts:
-        """The facts by group. A group that failed has one entry, ``problem``. Call it once."""
-        facts: Facts = {}
-        texts = {pipe: b"" for _, pipe in self._running.values()}
-        waiting = set(texts)
-        while waiting and (left := self._deadline - time.monotonic()) > 0:
-            for pipe in select.select(list(waiting), [], [], left)[0]:
-                chunk = os.read(pipe, 65536)
-                texts[pipe] += chunk
-                if not chunk:
-                    waiting.discard(pipe)
-        for group, (pid, pipe) in self._running.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)  # even a killed one may hang in the kernel
-            os.close(pipe)
-            if pipe in waiting:
-                facts[group] = {"problem": f"did not answer within {self._limit:g} s"}
-            else:
-                facts[group] = {"problem": "its process has died"}
-                with contextlib.suppress(ValueError):  # it may have told a part
-                    facts[group] = json.loads(texts[pipe])
-        return facts
+    def results(self) -> dict[str, Any]:
+        """Return the facts by group, as JSON, with ``problems`` that say why some are missing."""
+        found: dict[str, Any] = {"problems": {}}
+        for name, (process, pipe) in self._running.items():
+            deadline_s = self._deadlines[name]
+            try:
+                if pipe.poll(max(0.0, self._began + deadline_s - time.monotonic())):
+                    facts, problem = json.loads(pipe.recv_bytes())
+                else:
+                    facts, problem = None, f"did not answer within {deadline_s:g} s"
+            except (EOFError, OSError):
+                facts, problem = None, "its process has died"
+            if problem:
+                found["problems"][name] = problem
+            elif facts is not None:
+                found[name] = facts
+            process.kill()
+        return found
 
-
-def _fork(reader: Callable[[], Facts]) -> tuple[int, int]:
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(write_end)
-        return pid, read_end
-    try:
-        _detach(keep=write_end)
-        try:
-            text = json.dumps(reader()).encode()
-        except BaseException as error:
-            kind = "" if isinstance(error, HpcdaskError) else f"{type(error).__name__}: "
-            problem = kind + " ".join(str(error).split())
-            text = json.dumps({"problem": problem}).encode()
-        while text:
-            text = text[os.write(write_end, text) :]
-    finally:
-        os._exit(0)
+    @property
+    def hangs(self) -> bool:
+        """Return whether a process is left behind, for which Python's end would wait."""
+        for process, _ in self._running.values():
+            process.join(0.1)
+        return any(process.is_alive() for process, _ in self._running.values())
 
 
-def _detach(keep: int) -> None:
-    """Close all that a launcher might wait for, or that belongs to the parent."""
+def _start(reader: Reader) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_tell, args=(reader, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _tell(reader: Reader, pipe: Connection) -> None:
+    # A launcher waits for the end of what it gave the rank
     detach_standard_streams(output=True)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (0, 1, 2, keep):
+        if int(name) not in (0, 1, 2, pipe.fileno()):
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(int(name))
+    facts, problem = None, ""
+    try:
+        told = reader()
+        facts = None if told is None else told.to_json()
+    except BaseException as error:
+        kind = "" if isinstance(error, HpcdaskError) else f"{type(error).__name__}: "
+        problem = kind + " ".join(str(error).split()) or type(error).__name__
+    pipe.send_bytes(json.dumps([facts, problem]).encode())

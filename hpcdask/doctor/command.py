@@ -6,16 +6,25 @@ import asyncio
 import contextlib
 import functools
 import math
+import signal
+import sys
 
 from hpcdask.bootstrap import ranks
-from hpcdask.errors import UsageError
+from hpcdask.comm import fabric
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.gpu.driver import answer_deadline_s
+from hpcdask.logs import complain
+from hpcdask.process import leave
+from hpcdask.runner import mpi
+from hpcdask.runner.rendezvous import Rendezvous
 from hpcdask.security.ports import use
 from hpcdask.spec.parsing import parse_port_range
 
-from . import launch, links, nccl, nodes, report, stack
+from . import launch, nccl, nodes, report
 from .collect import Gathering
 from .compare import differences
 from .launch import Launch
+from .meeting import Leader, Member, follow
 from .report import Report
 
 
@@ -44,31 +53,61 @@ def run(
     readers = {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}
     if not gpus:
         del readers["gpus"]
-        readers["fabric"] = functools.partial(links.read, gpus=False)
-    gathering = Gathering(readers)
-    if rank is None or rank.size > 1:
-        from . import meeting
+        readers["fabric"] = functools.partial(fabric.look, gpus=False)
+    gathering = Gathering(readers, dict.fromkeys(("gpus", "fabric"), answer_deadline_s()))
+    code = _meet(rank, gathering, timeout, as_json=as_json, with_nccl=with_nccl)
+    if gathering.hangs:
+        leave(code)
+    return code
 
-        return meeting.take_part(
-            rank, gathering, timeout, lambda heard: show(heard, as_json), with_nccl=with_nccl
-        )
-    heard = Launch(rank, timeout, hosts={0: rank.host}, reports={0: gathering.results()})
-    if heard.reports[0].get("gpus", {}).get("gpus"):
-        heard.reports[0]["stack"] = asyncio.run(stack.run())
-    if with_nccl:
-        heard.nccl = asyncio.run(
-            nccl.measure(nccl.members(heard), lambda _, order: nccl.obey(order))
-        )
-    return show(heard, as_json)
+
+def _meet(
+    rank: ranks.Rank | None, gathering: Gathering, timeout: float, *, as_json: bool, with_nccl: bool
+) -> int:
+    """Lead the other ranks, if there are any, or follow rank 0; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally`
+    member = Member(gathering)
+    try:
+        meeting = None
+        if rank is None or rank.size > 1:
+            rank = mpi.find_rank(rank, timeout)
+            meeting = Rendezvous.of(rank)
+            if rank.index:
+                return asyncio.run(follow(rank, member, meeting, timeout))
+        try:
+            return asyncio.run(_lead(rank, member, meeting, timeout, as_json, with_nccl))
+        finally:
+            if meeting:
+                meeting.close()
+    except HpcdaskError as error:
+        if rank is None or rank.index == 0:
+            raise
+        complain(error)
+        return 0  # mpirun would kill rank 0 before it has reported
+
+
+async def _lead(
+    rank: ranks.Rank,
+    member: Member,
+    meeting: Rendezvous | None,
+    timeout: float,
+    as_json: bool,
+    with_nccl: bool,
+) -> int:
+    leader = Leader(Launch(rank, timeout), member)
+    if meeting is not None and rank.size > 1:
+        await leader.open(meeting)
+    await leader.hear(with_nccl=with_nccl)
+    code = show(leader.launch, as_json)
+    await leader.end(code)
+    return code
 
 
 def build(heard: Launch) -> Report:
-    """The report of what was heard."""
-    found = nodes.assemble(heard.reports, heard.hosts)
-    workers = sum(nodes.workers(node) for node in found)
-    launcher = heard.rank.launcher
+    """Return the report of what was heard."""
+    found = nodes.assemble(heard.reports, heard.hosts, heard.rank.launcher)
     return Report(
-        [(node, nodes.examine(node, launcher=launcher, workers=workers)) for node in found],
+        [(node, nodes.examine(node)) for node in found],
         [
             *(launch.check(heard) if heard.rank.size > 1 else []),
             *launch.check_transport(found),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from dask.utils import format_bytes
 
 from hpcdask.logs import some
 
-from .findings import Facts, Finding, Status, amount
+from .findings import Finding, Status
 from .nodes import Node
 
 GROUP = "between nodes"
@@ -25,90 +27,58 @@ class Difference:
     values: dict[str, str]
 
     def to_finding(self) -> Finding:
-        """The difference as a finding of the whole launch."""
-        value = "differs: see the table"
-        if self.status == "ok":
-            return Finding(GROUP, self.what, "ok", value)
+        """Return the difference as a finding of the whole launch."""
         common = Counter(self.values.values()).most_common(1)[0][0]
-        odd = [host for host, value in self.values.items() if value != common]
+        odd = [name for name, value in self.values.items() if value != common]
         advice = f"Make them alike, or leave out those that differ ({some(odd)})"
-        return Finding(GROUP, self.what, self.status, value, advice)
+        hint = "" if self.status == "ok" else advice
+        return Finding(GROUP, self.what, self.status, "differs: see the table", hint)
 
 
 def _counted(things: Iterable[str], form: str) -> str:
-    """Each with its number; ``none`` for none."""
     counts = sorted(Counter(things).items())
     return ", ".join(form.format(count, thing) for thing, count in counts) or "none"
 
 
-def _settings(facts: Facts) -> str:
-    environ = sorted(facts["process"][0]["env"].items())
+def _settings(node: Node) -> str:
+    environ = sorted(next(iter(node.processes.values())).env.items())
     known = [f"{name}={value}" for name, value in environ if name.startswith(("UCX_", "DASK_"))]
     return " ".join(known) or "none"
 
 
-def _cores(facts: Facts) -> str:
-    return str(len({core for one in facts["process"] for core in one["cores"]}))
-
-
-def _least(name: str) -> Callable[[Facts], str]:
-    return lambda facts: str(min(one[name][0] for one in facts["process"]))
-
-
-#: How bad a difference is, and what is compared.
-ROWS: dict[str, tuple[Status, Callable[[Facts], str]]] = {
-    "Python": ("error", lambda facts: facts["software"]["python"]),
-    "kernel": ("ok", lambda facts: facts["software"]["kernel"]),
-    "driver": ("warning", lambda facts: facts["gpus"].get("driver", "none")),
-    "GPUs": (
-        "warning",
-        lambda facts: _counted((gpu["name"] for gpu in facts["gpus"]["gpus"]), "{} x {}"),
-    ),
-    "InfiniBand ports": (
-        "warning",
-        lambda facts: _counted((one["state"] for one in facts["fabric"]["infiniband"]), "{} {}"),
-    ),
-    "UCX modules": (
-        "warning",
-        lambda facts: " ".join(facts["fabric"]["ucx"]["transports"]) or "none",
-    ),
-    "interfaces": (
-        "ok",
-        lambda facts: " ".join(one["name"] for one in facts["fabric"]["interfaces"]) or "none",
-    ),
-    "host memory": ("ok", lambda facts: amount(min(one["memory"] for one in facts["process"]))),
-    "cores": ("ok", _cores),
-    "open files": ("warning", _least("nofile")),
-    "locked memory": ("ok", _least("memlock")),
-    "scratch": ("ok", lambda facts: f"{facts['scratch']['path']} ({facts['scratch']['type']})"),
-    "settings": ("warning", _settings),
-}
+def _rows(node: Node) -> Iterator[tuple[str, Status, str]]:
+    """Yield what is compared, how bad a difference is, and a node's value."""
+    facts, processes = node.facts, node.processes.values()
+    if facts.software:
+        yield "Python", "error", facts.software.python
+        yield "kernel", "ok", facts.software.kernel
+    if facts.gpus:
+        yield "driver", "warning", facts.gpus.driver or "none"
+        yield "GPUs", "warning", _counted((gpu.name for gpu in node.gpus), "{} x {}")
+    if fabric := facts.fabric:
+        states = (port.state for port in fabric.infiniband)
+        yield "InfiniBand ports", "warning", _counted(states, "{} {}")
+        yield "UCX modules", "warning", " ".join(fabric.ucx.transports) or "none"
+        yield "interfaces", "ok", " ".join(one.name for one in fabric.interfaces) or "none"
+    if processes:
+        yield "host memory", "ok", format_bytes(min(one.memory for one in processes))
+        yield "cores", "ok", str(len(node.cores))
+        yield "open files", "warning", str(min(one.nofile[0] for one in processes))
+        yield "locked memory", "ok", str(min(one.memlock[0] for one in processes))
+    if facts.scratch:
+        yield "scratch", "ok", f"{facts.scratch.path} ({facts.scratch.type})"
+    if processes:
+        yield "settings", "warning", _settings(node)
 
 
 def differences(nodes: Sequence[Node]) -> list[Difference]:
-    """The rows of the table: what is not the same on all nodes."""
-    rows = {what: (status, _values(nodes, read)) for what, (status, read) in ROWS.items()}
-    packages = [node.facts.get("software", {}).get("packages", {}) for node in nodes]
-    for name in sorted({name for known in packages for name in known}):
-        values = {
-            node.host: known.get(name, "missing")
-            for node, known in zip(nodes, packages, strict=True)
-            if known
-        }
-        rows[name] = ("error" if name in ALIKE else "warning", values)
-    return [
-        Difference(what, status, values)
-        for what, (status, values) in rows.items()
-        if len(set(values.values())) > 1
-    ]
-
-
-def _values(nodes: Sequence[Node], read: Callable[[Facts], str]) -> dict[str, str]:
-    """By node; without those that could not be asked."""
-    values = {}
+    """Return the rows of the table: what is not the same on all nodes that could be asked."""
+    found: dict[str, Difference] = {}
     for node in nodes:
-        try:
-            values[node.host] = read(node.facts)
-        except (KeyError, IndexError, ValueError):
-            continue
-    return values
+        for what, status, value in _rows(node):
+            found.setdefault(what, Difference(what, status, {})).values[node.name] = value
+    packages = {node.name: node.facts.software.packages for node in nodes if node.facts.software}
+    for name in sorted({name for known in packages.values() for name in known}):
+        values = {host: known.get(name, "missing") for host, known in packages.items() if known}
+        found[name] = Difference(name, "error" if name in ALIKE else "warning", values)
+    return [one for one in found.values() if len(set(one.values.values())) > 1]

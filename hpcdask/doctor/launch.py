@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import NodeLinks, choose
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import by_host, numbered, plural, some
@@ -14,9 +13,9 @@ from hpcdask.security.ports import current
 from hpcdask.spec.specs import WorkerSpec
 
 from . import ports
-from .findings import Facts, Finding, Reporter
-from .nodes import Node
-from .queue import assigned
+from .findings import Finding, Reporter
+from .nccl import Measured
+from .nodes import Node, RankFacts
 
 say, of_network = Reporter("between nodes"), Reporter("network")
 #: Seconds by which clocks may differ. Credentials are valid from an hour before.
@@ -35,21 +34,33 @@ class Route:
 class Launch:
     """Reports to rank 0, by rank, and where it listened, as the scheduler would.
 
-    `clocks` has for each reading how long a rank's answer took and how far its clock was ahead, in
-    seconds. `reached` says by node which others it did not reach in the range of ports, and why.
-    `nccl` is what was measured with it, if that was asked for. All ranks had to arrive within
-    `timeout` seconds.
+    `hosts` has the name of each rank's node. `clocks` has for each reading how long a rank's answer
+    took and how far its clock was ahead, in seconds. `reached` says by node which others it did not
+    reach in the range of ports, and why. All ranks had to arrive within `timeout` seconds.
     """
 
     rank: Rank
     timeout: float
     address: str = ""
     hosts: dict[int, str] = field(default_factory=dict)
-    reports: dict[int, Facts] = field(default_factory=dict)
+    reports: dict[int, RankFacts] = field(default_factory=dict)
     routes: dict[int, Route] = field(default_factory=dict)
     clocks: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     reached: dict[str, dict[str, str]] = field(default_factory=dict)
-    nccl: Facts | None = None
+    nccl: Measured | None = None
+    _boots: dict[str, str] = field(default_factory=dict)
+
+    def place(self, rank: int, host: str, boot: str) -> None:
+        """Note the node of a rank; nodes of one name differ by the ids of their boots."""
+        name, number = host, 1
+        while self._boots.setdefault(name, boot) != boot:
+            number += 1
+            name = f"{host} #{number}"
+        self.hosts[rank] = name
+
+    def one_of_each(self) -> dict[str, int]:
+        """Return the first rank of each node, by node."""
+        return {host: rank for rank, host in sorted(self.hosts.items(), reverse=True)}
 
 
 def check(launch: Launch) -> list[Finding]:
@@ -83,30 +94,27 @@ def _present(launch: Launch) -> Iterator[Finding]:
 
 
 def _routes(launch: Launch) -> Iterator[Finding]:
-    """Could all other nodes reach the port that the scheduler would have?"""
-    home = launch.rank.host
+    """Yield findings on whether other nodes reach the port that the scheduler would have."""
+    home, topic = launch.hosts[0], "scheduler's port"
     away = {rank: route for rank, route in launch.routes.items() if launch.hosts[rank] != home}
     failed = {launch.hosts[rank]: route for rank, route in away.items() if route.failed}
     for host, route in failed.items():
         tried = ", ".join(f"{address}: {why}" for address, why in route.failed.items())
         yield say.error(
-            "scheduler's port",
+            topic,
             f"{host} cannot reach {home} at {launch.address} ({tried}), but at {route.address}",
             "Let the cluster use the network that works: name its interface with --interface",
         )
     if away and not failed:
-        nodes = len({launch.hosts[rank] for rank in away})
-        yield say.ok(
-            "scheduler's port",
-            f"{launch.address} on {home} reached from {plural(nodes, 'other node')}",
-        )
+        nodes = plural(len({launch.hosts[rank] for rank in away}), "other node")
+        yield say.ok(topic, f"{launch.address} on {home} reached from {nodes}")
 
 
 def _clocks(launch: Launch) -> Iterator[Finding]:
-    """Yield findings on other nodes' clocks, known to half the time an answer takes."""
+    """Yield a finding on other nodes' clocks, known to half the time an answer takes."""
     ahead: dict[str, float] = {}
     for rank, readings in launch.clocks.items():
-        if launch.hosts[rank] != launch.rank.host:
+        if launch.hosts[rank] != launch.hosts[0]:
             took, difference = min(readings)
             ahead.setdefault(launch.hosts[rank], difference + took / 2)
     if not ahead:
@@ -126,10 +134,10 @@ def check_transport(nodes: Sequence[Node]) -> list[Finding]:
     """Return what ``--protocol auto`` would choose for these nodes, and why."""
     topic = "protocol"
     seats = [
-        NodeLinks(node.host, tuple(gpus), Fabric.from_json(node.facts["fabrics"][rank]))
+        NodeLinks(node.name, tuple(gpus), node.fabrics[rank])
         for node in nodes
-        for rank, gpus in assigned(node.facts, node.ranks).items()
-        if rank in node.facts["fabrics"]
+        for rank, gpus in node.assigned().items()
+        if rank in node.fabrics
     ]
     if not seats:
         return []

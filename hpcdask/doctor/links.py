@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import USE_SYSTEM
 from hpcdask.comm.ucx_config import PREFER_SYSTEM
 
-from .findings import Facts, Finding, Reporter, known_gpus
+from .findings import Finding, Reporter
+from .process import ProcessFacts
+
+if TYPE_CHECKING:
+    from .nodes import Node
 
 say, of_settings = Reporter("network"), Reporter("settings")
 TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 
 
-def read(*, gpus: bool = True) -> Facts:
-    """Interfaces, InfiniBand, NVLink, and the UCX that would be loaded."""
-    return dataclasses.asdict(fabric.look(gpus=gpus))
-
-
-def check(facts: Facts) -> Iterator[Finding]:
+def check(known: Fabric, node: Node) -> Iterator[Finding]:
     """Yield findings on one node's links."""
-    known = Fabric.from_json(facts["fabric"])
     if known.interfaces:
         yield say.ok("interfaces", ", ".join(map(_interface, known.interfaces)))
     else:
         advice = "A cluster can only be on this node: see ip addr"
         yield say.warning("interfaces", "none that leads to other nodes", advice)
     yield from _ports(known)
-    yield from _ucx(facts, known)
+    yield from _ucx(known, has_gpus=bool(node.gpus))
 
 
 def _interface(one: fabric.Interface) -> str:
@@ -43,11 +41,12 @@ def _speed(megabits: int) -> str:
     return f" {megabits / 1000:g} Gb/s" if megabits else ""
 
 
+def _usable(known: Fabric) -> list[str]:
+    return [f"{p.name}{_speed(p.speed)}{' (RoCE)' * p.roce}" for p in known.infiniband if p.usable]
+
+
 def _ports(known: Fabric) -> Iterator[Finding]:
-    topic = "InfiniBand"
-    usable = [
-        f"{p.name}{_speed(p.speed)}{' (RoCE)' * p.roce}" for p in known.infiniband if p.usable
-    ]
+    topic, usable = "InfiniBand", _usable(known)
     idle = ", ".join(f"{p.name} {p.state}" for p in known.infiniband if p.state != "ACTIVE")
     shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
     if shut:
@@ -64,37 +63,36 @@ def _ports(known: Fabric) -> Iterator[Finding]:
         yield say.ok(topic, ", ".join(usable), f"Not active: {idle}" if idle else "")
 
 
-def _ucx(facts: Facts, known: Fabric) -> Iterator[Finding]:
-    ucx, gpus = known.ucx, known_gpus(facts)
+def _ucx(known: Fabric, *, has_gpus: bool) -> Iterator[Finding]:
+    ucx, usable = known.ucx, _usable(known)
     if ucx.problem:
-        if gpus and (known.nvlink or any(port.usable for port in known.infiniband)):
+        if has_gpus and (known.nvlink or usable):
             lost = "cannot be used, so NVLink and InfiniBand are not"
             yield say.warning("UCX", lost, ucx.problem)
         else:
-            yield say.ok("UCX", "not used", ucx.problem if gpus else "")
+            yield say.ok("UCX", "not used", ucx.problem if has_gpus else "")
         return
     built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
     where = "the system's" if ucx.source == "system" else "its package's"
     yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
-    if gpus and "cuda" not in ucx.transports:
+    if has_gpus and "cuda" not in ucx.transports:
         lost = "this UCX has no CUDA transport, so GPU memory and NVLink are not used"
         yield say.slow("UCX and NVLink", lost, f"Use that of the package: unset {PREFER_SYSTEM}")
-    if "ib" not in ucx.transports and any(port.usable for port in known.infiniband):
+    if "ib" not in ucx.transports and usable:
         lost = "this UCX has no InfiniBand transport, and goes over tcp between nodes"
         yield say.slow("UCX and InfiniBand", lost, f"UCX from PyPI has none: {USE_SYSTEM}")
 
 
-def check_settings(process: Facts, facts: Facts) -> list[Finding]:
-    """Return which of the user's settings, in one rank, slow things down."""
-    environ: dict[str, str] = process["env"]
+def check_settings(process: ProcessFacts, node: Node) -> list[Finding]:
+    """Return findings on the user's settings, in one rank, that slow things down."""
     found: list[Finding] = []
-    if "nvlink" in facts.get("fabric", {}):
-        found = [*_of_ucx(environ, facts)]
-    found += _switches(environ, process["config"])
+    if known := node.facts.fabric:
+        found = [*_of_ucx(process.env, known, node), *_of_devices(process.env, known)]
+    found += _switches(process.env, process.config)
     reported = {finding.topic for finding in found}
     rest = [
         f"{name}={value}"
-        for name, value in sorted(environ.items())
+        for name, value in sorted(process.env.items())
         if name.startswith(("UCX_", "DASK_", "CUDA_VISIBLE")) and name not in reported
     ]
     if rest:
@@ -102,30 +100,26 @@ def check_settings(process: Facts, facts: Facts) -> list[Finding]:
     return found
 
 
-def _of_ucx(environ: Mapping[str, str], facts: Facts) -> Iterator[Finding]:
-    """Yield what UCX's variables lose in one rank."""
-    known, gpus = Fabric.from_json(facts["fabric"]), known_gpus(facts)
+def _of_ucx(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Finding]:
+    """Yield what ``UCX_TLS`` loses in one rank."""
     ucx = dataclasses.replace(known.ucx, tls=environ.get(TLS, ""))
     wanted = {
-        "NVLink is not used (no cuda_ipc)": ("nvlink", gpus and known.nvlink),
-        "GPU memory is not sent by UCX (no cuda_copy)": ("copies", gpus),
-        "InfiniBand is not used (no rc)": (
-            "infiniband",
-            any(port.usable for port in known.infiniband),
-        ),
+        "NVLink is not used (no cuda_ipc)": ("nvlink", node.gpus and known.nvlink),
+        "GPU memory is not sent by UCX (no cuda_copy)": ("copies", node.gpus),
+        "InfiniBand is not used (no rc)": ("infiniband", _usable(known)),
     }
     lost = [text for text, (part, there) in wanted.items() if there and not ucx.permits(part)]
     if lost:
         advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
         yield of_settings.slow(TLS, f"with {ucx.tls}, {', '.join(lost)}", advice)
-    yield from _of_devices(environ.get(DEVICES, ""), known)
 
 
-def _of_devices(devices: str, known: Fabric) -> Iterator[Finding]:
+def _of_devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
     """Yield devices that are named and not there, and InfiniBand that is not among them.
 
     UCX takes patterns, too: only plain names are checked.
     """
+    devices = environ.get(DEVICES, "")
     listed = {*devices.split(",")} - {""}
     if not listed or devices.startswith("^") or "all" in listed or set(devices) & set("*?~"):
         return
@@ -139,7 +133,7 @@ def _of_devices(devices: str, known: Fabric) -> Iterator[Finding]:
             f"{devices}: this node has no {', '.join(sorted(wrong))}",
             f"UCX would find no network here. This node has {have}: choose of these, or unset it",
         )
-    elif not listed & ports and any(port.usable for port in known.infiniband):
+    elif not listed & ports and _usable(known):
         named = ", ".join(sorted(port.name for port in known.infiniband))
         lost = f"with {devices}, InfiniBand is not used"
         yield of_settings.slow(DEVICES, lost, f"Unset it, or name a port of {named}")

@@ -8,10 +8,18 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dask.utils import format_bytes
 
 from hpcdask.node.scratch import KEY, base_folder, configured_source
+from hpcdask.spec.records import Record
 
-from .findings import GIB, Facts, Finding, Reporter, amount
+from .findings import GIB, Finding, Reporter
+
+if TYPE_CHECKING:
+    from .nodes import Node
 
 say = Reporter("node")
 #: File systems that other nodes share, so that many workers spill through one server.
@@ -22,23 +30,58 @@ NETWORK_FILE_SYSTEMS = {
 LEAST_SHARED_MEMORY, LEAST_SCRATCH = GIB, 20 * GIB
 
 
-def read_name() -> Facts:
-    """This node's name, and whether it leads to an address."""
-    name = socket.gethostname()
-    try:
-        addresses = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
-        return {"name": name, "addresses": addresses, "error": ""}
-    except OSError as error:
-        return {"name": name, "addresses": [], "error": error.strerror or str(error)}
+@dataclass(frozen=True)
+class NameFacts(Record):
+    """Name of a node, and the addresses that it leads to, or why it leads to none."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    error: str = ""
+
+    @classmethod
+    def read(cls) -> NameFacts:
+        """Ask the name service."""
+        name = socket.gethostname()
+        try:
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+            return cls(name, tuple(sorted(addresses)))
+        except OSError as error:
+            return cls(name, error=error.strerror or str(error))
 
 
-def read_shared_memory() -> Facts:
-    """Size of the shared memory's file system."""
-    return _folder("/dev/shm")
+@dataclass(frozen=True)
+class FolderFacts(Record):
+    """Folder with the size and type of its file system; `source` is what names the folder."""
+
+    path: str
+    writable: bool = False
+    size: int = 0
+    free: int = 0
+    type: str = ""
+    source: str = ""
+
+    @classmethod
+    def read(cls, path: str) -> FolderFacts:
+        """Look at a folder."""
+        found = cls(path)
+        with contextlib.suppress(OSError):
+            space = os.statvfs(path)
+            size, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
+            with open("/proc/self/mounts", errors="surrogateescape") as file:  # as in realpath
+                found = cls(path, False, size, free, mount_type(os.path.realpath(path), file))
+            with tempfile.TemporaryFile(dir=path) as probe:
+                probe.write(b"x")
+            found = replace(found, writable=True)
+        return found
 
 
-def read_scratch() -> Facts:
-    """The folder that a worker would spill to, by Dask's configuration or TMPDIR."""
+def read_shared_memory() -> FolderFacts:
+    """Look at the file system of shared memory."""
+    return FolderFacts.read("/dev/shm")
+
+
+def read_scratch() -> FolderFacts:
+    """Look at the folder that a worker would spill to, by Dask's configuration or TMPDIR."""
     existing = path = base_folder()
     variable = next((name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "")
     source = configured_source() or variable
@@ -46,25 +89,11 @@ def read_scratch() -> Facts:
         source = f"{variable}={os.environ[variable]} cannot be written"
     while not os.path.exists(existing):  # hpcdask makes it, as far as it may
         existing = os.path.dirname(existing)
-    return {**_folder(existing), "path": path, "source": source}
-
-
-def _folder(path: str) -> Facts:
-    known: Facts = {"path": path, "writable": False, "size": 0, "free": 0, "type": ""}
-    with contextlib.suppress(OSError):
-        space = os.statvfs(path)
-        known["size"] = space.f_frsize * space.f_blocks
-        known["free"] = space.f_frsize * space.f_bavail
-        with open("/proc/self/mounts", errors="surrogateescape") as file:  # as in realpath
-            known["type"] = mount_type(os.path.realpath(path), file)
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(b"x")
-            known["writable"] = True
-    return known
+    return replace(FolderFacts.read(existing), path=path, source=source)
 
 
 def mount_type(path: str, mounts: Iterable[str]) -> str:
-    """The type of the file system that holds a path, by the lines of ``/proc/self/mounts``."""
+    """Return the type of the file system of a path, by the lines of ``/proc/self/mounts``."""
     best, kind = "", ""
     for line in mounts:
         _, point, name, *_ = line.split(" ")
@@ -81,60 +110,56 @@ def is_network(kind: str) -> bool:
     return kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in local)
 
 
-def check_name(facts: Facts) -> Iterator[Finding]:
-    """Does the node know its own name?"""
-    known = facts["name"]
-    leads = f"leads to {', '.join(known['addresses'])}"
-    if known["error"]:
+def check_name(known: NameFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether the node knows its own name."""
+    leads = f"leads to {', '.join(known.addresses)}"
+    if known.error:
         yield say.warning(
             "host name",
-            f"{known['name']} leads to no address ({known['error']})",
+            f"{known.name} leads to no address ({known.error})",
             "Add it to /etc/hosts or DNS, or name the network with --interface",
         )
-    elif all(address.startswith(("127.", "::1")) for address in known["addresses"]):
+    elif all(address.startswith(("127.", "::1")) for address in known.addresses):
         hint = "hpcdask takes the address of a network interface instead"
         yield say.ok("host name", f"{leads}, this node only", hint)
     else:
         yield say.ok("host name", leads)
 
 
-def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """UCX, NCCL and Python's multiprocessing exchange data here."""
-    known = facts["shared memory"]
-    topic, value = known["path"], f"{amount(known['free'])} free of {amount(known['size'])}"
-    if not known["writable"]:
+def check_shared_memory(known: FolderFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on where UCX, NCCL and Python's multiprocessing exchange data."""
+    value = f"{format_bytes(known.free)} free of {format_bytes(known.size)}"
+    if not known.writable:
         yield say.error(
-            topic,
-            "cannot be written" if known["size"] else "is not there",
+            known.path,
+            "cannot be written" if known.size else "is not there",
             "Processes of this node exchange data through it: in a container, mount the host's "
             "(docker run --ipc=host)",
         )
-    elif known["free"] < LEAST_SHARED_MEMORY:
+    elif known.free < LEAST_SHARED_MEMORY:
         yield say.warning(
-            topic,
+            known.path,
             value,
             "Remove what is left there, or in a container start it with more (docker run "
             "--ipc=host or --shm-size=8g)",
         )
     else:
-        yield say.ok(topic, value)
+        yield say.ok(known.path, value)
 
 
-def check_scratch(facts: Facts) -> Iterator[Finding]:
-    """Can data spill, and does it stay on this node?"""
-    topic, known = "scratch", facts["scratch"]
-    source = f" ({known['source']})" if known["source"] else ""
-    where = f"{known['path']}{source}"
-    value = f"{where}, {known['type']}, {amount(known['free'])} free"
-    other = "there or" if known["source"].startswith(KEY) else "with TMPDIR or"
+def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether data can spill, and stays on this node."""
+    where = f"{known.path} ({known.source})" if known.source else known.path
+    value = f"{where}, {known.type}, {format_bytes(known.free)} free"
+    other = "there or" if known.source.startswith(KEY) else "with TMPDIR or"
     name = f"Name a folder on a disk of the node's own, {other} with --local-directory"
-    if not known["writable"]:
-        yield say.error(topic, f"{where} cannot be written", name)
-    elif is_network(known["type"]):
-        yield say.slow(topic, f"on the network: {value}", name)
-    elif known["type"] in ("tmpfs", "ramfs"):
-        yield say.warning(topic, f"in memory: {value}", f"Spilled data stays in memory. {name}")
-    elif known["free"] < LEAST_SCRATCH:
-        yield say.warning(topic, value, f"Little room to spill to. {name}")
+    if not known.writable:
+        yield say.error("scratch", f"{where} cannot be written", name)
+    elif is_network(known.type):
+        yield say.slow("scratch", f"on the network: {value}", name)
+    elif known.type in ("tmpfs", "ramfs"):
+        yield say.warning("scratch", f"in memory: {value}", f"Spilled data stays in memory. {name}")
+    elif known.free < LEAST_SCRATCH:
+        yield say.warning("scratch", value, f"Little room to spill to. {name}")
     else:
-        yield say.ok(topic, value)
+        yield say.ok("scratch", value)

@@ -9,67 +9,82 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
 
 from hpcdask.bootstrap import resources
 from hpcdask.logs import plural, spans
+from hpcdask.spec.records import Record
 
-from .findings import GIB, Facts, Finding, Reporter, amount, known_gpus
+from .findings import GIB, Finding, Reporter
+
+if TYPE_CHECKING:
+    from .nodes import Node
 
 say = Reporter("process")
-LIMITS = {
-    "nofile": resource.RLIMIT_NOFILE,
-    "memlock": resource.RLIMIT_MEMLOCK,
-    "nproc": resource.RLIMIT_NPROC,
-}
-#: Variables that change how fast Dask's workers exchange data and compute.
+#: Variables, and parts of Dask's configuration, that change how fast workers exchange and compute.
 VARIABLES = re.compile(
     r"UCX_|DASK_(DISTRIBUTED__COMM|UCX|RMM|TEMPORARY)|CUDA_|CUPY_|NVIDIA_VISIBLE|RAPIDS_LIBUCX"
 )
-#: Open files of a process that talks to nobody, and more for each worker: two connections to each
-#: (data and control), as many from it, and spilled chunks.
-FILES, FILES_PER_WORKER = 256, 8
-#: Parts of Dask's configuration that do so.
 CONFIGURED = (
     "distributed-ucxx.nvlink",
     "distributed-ucxx.infiniband",
     "distributed-ucxx.cuda-copy",
     "distributed.comm.compression",
 )
-LEAST_PROCESSES = 2048
-LEAST_MEMLOCK = GIB
-LEAST_WORKER_MEMORY = 8 * GIB
+#: Open files of a process that talks to nobody, and more for each worker: two connections to each
+#: (data and control), as many from it, and spilled chunks.
+FILES, FILES_PER_WORKER = 256, 8
+LEAST_PROCESSES, LEAST_MEMLOCK, LEAST_WORKER_MEMORY = 2048, GIB, 8 * GIB
 
 
-def read(environ: Mapping[str, str] | None = None) -> Facts:
-    """Return the limits of this process."""
-    import dask.config
-    import psutil
+@dataclass(frozen=True)
+class ProcessFacts(Record):
+    """Cores, bytes, soft and hard limits of a rank, and its settings."""
 
-    environ = os.environ if environ is None else environ
-    limits = {name: list(resource.getrlimit(which)) for name, which in LIMITS.items()}
-    return {
-        "pinned": sorted(os.sched_getaffinity(0)),
-        "cores": sorted(resources.launcher_cores()),
-        "quota": resources.cpu_quota(),
-        "memory": resources.job_memory(),
-        "host_memory": int(psutil.virtual_memory().total),
-        "env": {name: value for name, value in environ.items() if VARIABLES.match(name)},
-        "config": {
-            name: value for name in CONFIGURED if (value := dask.config.get(name, None)) is not None
-        },
-        **limits,
-    }
+    pinned: tuple[int, ...]
+    cores: tuple[int, ...]
+    memory: int
+    host_memory: int
+    nofile: tuple[int, int]
+    memlock: tuple[int, int]
+    nproc: tuple[int, int]
+    quota: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> ProcessFacts:
+        """Look at this process."""
+        import dask.config
+        import psutil
+
+        environ = os.environ if environ is None else environ
+        config = {name: dask.config.get(name, None) for name in CONFIGURED}
+        return cls(
+            pinned=tuple(sorted(os.sched_getaffinity(0))),
+            cores=tuple(sorted(resources.launcher_cores())),
+            memory=resources.job_memory(),
+            host_memory=int(psutil.virtual_memory().total),
+            nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
+            memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
+            nproc=resource.getrlimit(resource.RLIMIT_NPROC),
+            quota=resources.cpu_quota(),
+            env={name: value for name, value in environ.items() if VARIABLES.match(name)},
+            config={name: value for name, value in config.items() if value is not None},
+        )
 
 
-def check(process: Facts, facts: Facts, workers: int) -> Iterator[Finding]:
-    """Yield findings on one rank's limits; `facts` are its node's, `workers` all of the cluster."""
-    gpus = bool(known_gpus(facts))
-    yield _cores(process, facts, gpus)
-    yield _memory(process, local_workers(facts), gpus)
-    yield _files(process, workers)
-    if facts.get("fabric", {}).get("infiniband"):
-        yield _memlock(process)
-    if 0 <= (soft := process["nproc"][0]) < LEAST_PROCESSES:
+def check(known: ProcessFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on the limits of one of a node's ranks."""
+    yield _cores(known, node)
+    yield _memory(known, node)
+    yield _files(known, node.all_workers)
+    if node.facts.fabric and node.facts.fabric.infiniband:
+        yield _memlock(known)
+    if 0 <= (soft := known.nproc[0]) < LEAST_PROCESSES:
         yield say.warning(
             "processes",
             f"at most {soft}, threads included",
@@ -78,47 +93,40 @@ def check(process: Facts, facts: Facts, workers: int) -> Iterator[Finding]:
         )
 
 
-def local_workers(facts: Facts) -> int:
-    """Return the number of this node's workers: one per rank, or per GPU if started by hand."""
-    ranks = len(facts["process"])
-    return ranks if ranks > 1 else max(1, len(known_gpus(facts)))
-
-
-def _cores(process: Facts, facts: Facts, gpus: bool) -> Finding:
-    owned = {core for one in facts["process"] for core in one["cores"]}
-    pinned, workers, hint = process["pinned"], local_workers(facts), ""
+def _cores(known: ProcessFacts, node: Node) -> Finding:
+    owned, hint = node.cores, ""
     value = f"{len(owned)} ({spans(owned)})"
-    if len(pinned) < len(process["cores"]):
-        value += f", this process pinned to {spans(pinned)} by its launcher"
+    if len(known.pinned) < len(known.cores):
+        value += f", this process pinned to {spans(known.pinned)} by its launcher"
         hint = "hpcdask.run lifts this pinning"
-    if (quota := process.get("quota")) and quota < len(owned):
-        value += f", of which a cgroup allows the time of {quota}"
-    if not gpus or len(owned) >= 2 * workers:
+    if known.quota and known.quota < len(owned):
+        value += f", of which a cgroup allows the time of {known.quota}"
+    if not node.gpus or len(owned) >= 2 * node.workers:
         return say.ok("cores", value, hint)
     return say.warning(
         "cores",
-        f"{value} for {plural(workers, 'worker')}",
+        f"{value} for {plural(node.workers, 'worker')}",
         "A worker computes and communicates in threads, and the scheduler needs a core: request at "
         "least 2 for each GPU (srun --cpus-per-task=4)",
     )
 
 
-def _memory(process: Facts, workers: int, gpus: bool) -> Finding:
-    memory, host = process["memory"], process["host_memory"]
-    value = f"{amount(memory)} of the host's {amount(host)}" if memory < host else amount(memory)
-    if not gpus or memory / workers >= LEAST_WORKER_MEMORY:
+def _memory(known: ProcessFacts, node: Node) -> Finding:
+    value, each = format_bytes(known.memory), known.memory // node.workers
+    if known.memory < known.host_memory:
+        value += f" of the host's {format_bytes(known.host_memory)}"
+    if not node.gpus or each >= LEAST_WORKER_MEMORY:
         return say.ok("host memory", value)
     return say.warning(
         "host memory",
-        f"{value}, {amount(memory / workers)} for each worker",
+        f"{value}, {format_bytes(each)} for each worker",
         "Workers load libraries of several GB and spill to host memory: request more, for example "
         "--mem-per-gpu=64G",
     )
 
 
-def _files(process: Facts, workers: int) -> Finding:
-    soft, hard = process["nofile"]
-    needed = FILES + FILES_PER_WORKER * workers
+def _files(known: ProcessFacts, workers: int) -> Finding:
+    (soft, hard), needed = known.nofile, FILES + FILES_PER_WORKER * workers
     value = f"{_limit(soft)} (at most {_limit(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return say.ok("open files", value)
@@ -128,8 +136,8 @@ def _files(process: Facts, workers: int) -> Finding:
     return say.error("open files", value, f"{workers} workers need about {needed}: {remedy}")
 
 
-def _memlock(process: Facts) -> Finding:
-    soft, hard = process["memlock"]
+def _memlock(known: ProcessFacts) -> Finding:
+    soft, hard = known.memlock
     if soft == resource.RLIM_INFINITY:
         return say.ok("locked memory", "unlimited")
     remedy = "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
@@ -137,7 +145,7 @@ def _memlock(process: Facts) -> Finding:
         remedy = "put ulimit -l unlimited into the job script"
     make = say.error if soft < LEAST_MEMLOCK else say.warning
     advice = f"InfiniBand registers the memory that it sends: {remedy}"
-    return make("locked memory", amount(soft), advice)
+    return make("locked memory", format_bytes(soft), advice)
 
 
 def _limit(number: int) -> str:

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +16,7 @@ from rich.text import Text
 from hpcdask.logs import numbered, plural, some
 
 from .compare import Difference
-from .findings import EXIT_CODES, SLOW, Finding, known_gpus
+from .findings import EXIT_CODES, SLOW, Finding
 from .nodes import Node
 
 #: Columns where neither a terminal nor the variable COLUMNS tells.
@@ -29,11 +28,7 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found.
-
-    `launch` has the findings that belong to no one node: who did not arrive, the network, the
-    clocks. `ranks` is how many the launcher started.
-    """
+    """Findings of each node, and of the launch; `ranks` is how many the launcher started."""
 
     nodes: Sequence[tuple[Node, Sequence[Finding]]]
     launch: Sequence[Finding]
@@ -41,7 +36,7 @@ class Report:
     ranks: int
 
     def every(self) -> list[Finding]:
-        """The findings of the nodes, of the launch and of the comparison."""
+        """Return the findings of the nodes, of the launch and of the comparison."""
         found = [finding for _, findings in self.nodes for finding in findings]
         return [*found, *self.launch, *(one.to_finding() for one in self.differences)]
 
@@ -52,7 +47,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict of all findings, in one line."""
+        """The verdict of all findings, in one line."""
         found = self.every()
         if errors := _topics(one for one in found if one.status == "error"):
             return f"error: Dask will not run as it should ({errors})"
@@ -60,7 +55,7 @@ class Report:
             return f"slow: Dask runs, but not at full speed ({slow})"
         if warnings := _topics(one for one in found if one.status == "warning"):
             return f"warning: Dask runs. Read the warnings above: {warnings}"
-        if any(known_gpus(node.facts) for node, _ in self.nodes):
+        if any(node.gpus for node, _ in self.nodes):
             return "ok: nothing keeps Dask from running at full speed on these GPUs"
         return "ok: Dask runs here, on the CPU"
 
@@ -70,15 +65,16 @@ def _topics(found: Iterable[Finding]) -> str:
 
 
 def to_json(report: Report) -> str:
-    """The report as a JSON object."""
-    whole: dict[str, Any] = {
+    """Return the report as a JSON object."""
+    nodes = [
+        {"host": node.name, "ranks": list(node.ranks), "findings": list(map(asdict, findings))}
+        for node, findings in report.nodes
+    ]
+    whole = {
         "verdict": report.verdict,
         "exit_code": report.exit_code,
         "ranks": report.ranks,
-        "nodes": [
-            {"host": node.host, "ranks": list(node.ranks), "findings": list(map(asdict, findings))}
-            for node, findings in report.nodes
-        ],
+        "nodes": nodes,
         "between_nodes": list(map(asdict, report.launch)),
         "differences": list(map(asdict, report.differences)),
     }
@@ -102,15 +98,14 @@ def print_text(report: Report) -> None:
 
 
 def _render(report: Report, console: Console) -> None:
-    names = _hosts([node.host for node, _ in report.nodes])
+    names = _hosts([node.name for node, _ in report.nodes])
     console.print(Text(f"hpcdask doctor: {names}, {plural(report.ranks, 'rank')}"))
     console.print(_finding_table(report))
     if report.differences:
         console.print(Text("\n        differences between nodes", style="bold"))
         console.print(_difference_table(report.differences))
-    console.print()
     worst = ("ok", "warning", "error")[report.exit_code]
-    console.print(Text(report.verdict, style=STYLES[worst]))
+    console.print("", Text(report.verdict, style=STYLES[worst]), sep="\n")
 
 
 def _finding_table(report: Report) -> Table:
@@ -118,8 +113,8 @@ def _finding_table(report: Report) -> Table:
     for finding, where in [*_together(report.nodes), *((one, "") for one in report.launch)]:
         groups.setdefault(finding.group, []).append((finding, where))
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(width=7)
     longest = max((len(one.topic) for group in groups.values() for one, _ in group), default=0)
+    table.add_column(width=7)
     table.add_column(width=min(longest + 3, 27), overflow="fold")
     table.add_column(overflow="fold")
     for group, findings in groups.items():
@@ -136,19 +131,17 @@ def _finding_table(report: Report) -> Table:
 
 
 def _together(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> list[tuple[Finding, str]]:
-    """Findings that nodes share once, with where they hold."""
+    """Return findings that nodes share once, with where they hold."""
     merged: dict[Finding, list[tuple[str, tuple[int, ...]]]] = {}
     for node, findings in nodes:
         for finding in findings:
-            key = replace(finding, ranks=())
-            merged.setdefault(key, []).append((node.host, finding.ranks))
+            merged.setdefault(replace(finding, ranks=()), []).append((node.name, finding.ranks))
     order = list(dict.fromkeys((one.group, one.topic) for one in merged))
     result = []
     for finding, places in merged.items():
         ranks = [rank for _, some in places for rank in some]
         words = [_hosts([host for host, _ in places])] if len(places) < len(nodes) else []
-        if ranks:
-            words.append(numbered("rank", ranks))
+        words += [numbered("rank", ranks)] if ranks else []
         result.append((finding, ", ".join(words)))
     return sorted(result, key=lambda pair: order.index((pair[0].group, pair[0].topic)))
 
@@ -160,7 +153,7 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 
 def _difference_table(rows: Sequence[Difference]) -> Table:
-    """A column for each group of nodes that are alike in everything."""
+    """Return a table with a column for each group of nodes that are alike in everything."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for host in dict.fromkeys(host for row in rows for host in row.values):
         key = tuple(row.values.get(host, "") for row in rows)

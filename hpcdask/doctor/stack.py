@@ -12,30 +12,47 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from hpcdask.bootstrap.environment import interpreter
 from hpcdask.comm.ucx_config import MODULE
 from hpcdask.gpu.driver import read
 from hpcdask.logs import plural
+from hpcdask.spec.records import Record
 
-from .findings import Facts, Finding, Reporter
+from .findings import Finding, Reporter
+
+if TYPE_CHECKING:
+    from .nodes import Node
 
 say = Reporter("stack")
 DEADLINE_S = 30.0
 #: Seconds in which a process that is killed has left, unless a driver or file system holds it.
 LEAVE_S = 10.0
-#: The facts where nothing was heard.
-SILENCE: Facts = {"steps": [], "ended": None}
 ADVICE = {
     "cupy": "CuPy has to fit the driver and finds CUDA's libraries as packages: pip install "
-    '"cupy-cuda13x[ctk]" (or 12x) in a new environment',
+    '"cupy-cuda{cuda}x[ctk]" in a new environment',
     "GPUs": "The GPU may be in use in exclusive mode, or broken: see nvidia-smi, or leave it out "
     "with CUDA_VISIBLE_DEVICES",
-    "rmm": "Install the rmm of the same CUDA as cupy: pip install rmm-cu13 (or cu12)",
+    "rmm": "Install the rmm of the same CUDA as cupy: pip install rmm-cu{cuda}",
     "ucxx": "Install distributed-ucxx of the same CUDA as cupy; with a UCX of the site, see that "
     "it is the one that ucxx was made for",
 }
+
+
+@dataclass(frozen=True)
+class Told(Record):
+    """Steps that a process told of, and its exit code; None: it was given up, or never began."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    ended: int | None = None
+
+    @property
+    def merged(self) -> dict[str, Any]:
+        """All that was told, the last word on each."""
+        return {name: value for step in self.steps for name, value in step.items()}
 
 
 def steps() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -90,11 +107,11 @@ def main() -> None:
         print(json.dumps({"step": name}), flush=True)
         started = time.monotonic()
         try:
-            done: Facts = {"text": step()}
+            done = {"text": step()}
         except Exception as error:
             done = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
-        done |= {"step": name, "seconds": round(time.monotonic() - started, 2)}
-        print(json.dumps(done), flush=True)
+        seconds = round(time.monotonic() - started, 2)
+        print(json.dumps({**done, "step": name, "seconds": seconds}), flush=True)
 
 
 async def start(
@@ -105,10 +122,7 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """Start a module in a process that reports on standard output."""
     return await asyncio.create_subprocess_exec(
-        *interpreter(),
-        "-m",
-        module,
-        *arguments,
+        *(*interpreter(), "-m", module, *arguments),
         stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -116,26 +130,33 @@ async def start(
     )
 
 
-async def run(deadline_s: float = DEADLINE_S) -> Facts:
+async def prove() -> Told:
     """Return what the process reports, until it ends or the deadline."""
-    return await heard(await start("hpcdask.doctor.stack"), deadline_s)
+    return await hear(await start("hpcdask.doctor.stack"), DEADLINE_S)
 
 
-async def heard(process: asyncio.subprocess.Process, deadline_s: float) -> Facts:
-    """The JSON lines of a process, until it ends or the deadline; then it is killed."""
+async def hear(
+    process: asyncio.subprocess.Process, deadline_s: float, until: str | None = None
+) -> Told:
+    """Return the JSON lines of a process, until it ends, tells of `until`, or the deadline.
+
+    Unless it told of that, it is killed.
+    """
     assert process.stdout is not None
-    known: Facts = {"steps": [], "ended": None}
+    found: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:
-                known["steps"] += told_in(line)
-            known["ended"] = await process.wait()
+                found += told_in(line)
+                if found and until in found[-1]:
+                    return Told(found)
+            return Told(found, await process.wait())
     except TimeoutError:
         await kill(process)
-    return known
+    return Told(found)
 
 
-def told_in(line: bytes) -> list[Facts]:
+def told_in(line: bytes) -> list[dict[str, Any]]:
     """Return what a line of a process's output tells: its own, or a warning of NCCL."""
     if line.startswith(b"{"):  # libraries print, too
         return [json.loads(line)]
@@ -150,10 +171,10 @@ async def kill(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), LEAVE_S)
 
 
-def check(facts: Facts) -> Iterator[Finding]:
+def check(known: Told, node: Node) -> Iterator[Finding]:
     """Yield findings on the steps that were tried."""
-    known, last = facts.get("stack", {"steps": [], "ended": 0}), "Python"
-    for step in known["steps"]:
+    last = "Python"
+    for step in known.steps:
         name = step["step"]
         if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
             yield say.slow(
@@ -164,14 +185,18 @@ def check(facts: Facts) -> Iterator[Finding]:
         elif "text" in step:
             yield say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)")
         elif "error" in step:
-            yield say.error(f"{name} fails", step["error"], ADVICE[name])
+            yield say.error(f"{name} fails", step["error"], _advice(name, node))
         last = "Python" if "seconds" in step else name
-    if known["ended"] != 0:
-        what = f"ended its process with code {known['ended']}"
-        if known["ended"] is None:
+    if known.ended != 0:
+        what = f"ended its process with code {known.ended}"
+        if known.ended is None:
             what = f"did not answer within {DEADLINE_S:g} s"
-        advice = ADVICE.get(last, "See python -m hpcdask.doctor.stack")
-        yield say.error(f"{last} fails", what, advice)
+        yield say.error(f"{last} fails", what, _advice(last, node))
+
+
+def _advice(step: str, node: Node) -> str:
+    advice = ADVICE.get(step, "See python -m hpcdask.doctor.stack")
+    return advice.format(cuda=node.cuda)
 
 
 if __name__ == "__main__":

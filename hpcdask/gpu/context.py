@@ -20,10 +20,7 @@ CONTEXT_MADE = "CUDA context made"
 
 
 def start_cuda() -> bool:
-    """Start CUDA on the visible devices, without a context, and before anything is imported for it.
-
-    False without a driver; who needs it says what is wrong.
-    """
+    """Start CUDA on the visible devices, without a context; return False without a driver."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
         return True
@@ -65,7 +62,7 @@ def make_context() -> None:
 
 
 def synchronize() -> None:
-    """Wait until the device has done what this process gave it so far. From any thread."""
+    """Wait, in any thread, until the device has done what this process gave it so far."""
     from cuda.bindings import driver
 
     driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])

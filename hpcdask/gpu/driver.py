@@ -18,10 +18,13 @@ DRIVER_OF_13 = 580
 OLD_GPUS = re.compile(r"\b(G?V100|G?P100|P40|TITAN V)\b")
 #: The packages of a CUDA version by which an environment is known.
 OF_CUDA = ("cupy-cuda{}x", "rmm-cu{}", "distributed-ucxx-cu{}")
+#: Seconds that the driver gets to name its GPUs, and for each of many: without persistence mode it
+#: makes each ready anew, which takes some seconds.
+ANSWER_S, ANSWER_EACH_S = 30.0, 10.0
 
 
 def cuda_extra(root: str = "/") -> str:
-    """The extra of hpcdask that brings CUDA packages for this machine, for messages.
+    """Return the extra of hpcdask that brings CUDA packages for this machine.
 
     Asks the files of the driver, not NVML. Without a driver it is the newest. ``root`` stands for
     ``/``, and ends in one.
@@ -34,7 +37,7 @@ def cuda_extra(root: str = "/") -> str:
             version(name)
             there.append(name)
     told = re.search(r"Kernel Module.*?\s(\d+)\.", read(f"{root}proc/driver/nvidia/version"))
-    old = any(OLD_GPUS.search(_told(path).get("Model", "")) for path in _information(root))
+    old = any(OLD_GPUS.search(gpu.get("Model", "")) for gpu in _information(root))
     newest = NEWEST_CUDA
     if old or (told and int(told[1]) < DRIVER_OF_13):
         newest = OLDEST_CUDA
@@ -42,7 +45,7 @@ def cuda_extra(root: str = "/") -> str:
 
 
 def extra_for(newest: int, packages: Collection[str]) -> str:
-    """The extra of hpcdask that brings CUDA packages for the newest CUDA that runs here.
+    """Return the extra of hpcdask that brings CUDA packages for the newest CUDA that runs here.
 
     Packages of two CUDA versions do not load together, so it depends on what is installed.
     """
@@ -54,17 +57,14 @@ def extra_for(newest: int, packages: Collection[str]) -> str:
     return f"cuda{min(settled, newest)}"
 
 
-def _information(root: str) -> list[str]:
-    """The driver's files about its GPUs, by their PCI addresses."""
-    return sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"))
-
-
-def _told(path: str) -> dict[str, str]:
-    return dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", read(path), re.MULTILINE))
+def _information(root: str) -> list[dict[str, str]]:
+    """Return the driver's files about its GPUs, by their PCI addresses."""
+    paths = sorted(glob.glob(f"{glob.escape(root)}proc/driver/nvidia/gpus/*/information"))
+    return [dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)\s*$", read(one), re.M)) for one in paths]
 
 
 def read(path: str) -> str:
-    """A small file's text without white space around it; empty where it cannot be read."""
+    """Return a small file's text without white space around it; empty where it is unreadable."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -91,13 +91,13 @@ class DriverFile(NamedTuple):
 
 
 def driver_files(root: str = "/") -> list[DriverFile]:
-    """The node's GPUs by their PCI addresses, those too that this process may not use.
+    """Return the node's GPUs by their PCI addresses, those too that this process may not use.
 
     Empty where there is no NVIDIA driver, or a container hides its files. GPUs that the driver was
     told to leave out are not among them.
     """
     found = []
-    for told in map(_told, _information(root)):
+    for told in _information(root):
         if told.get("GPU Excluded") != "Yes" and (minor := told.get("Device Minor")):
             # The kernel asks the device cgroup here too
             usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
@@ -111,3 +111,8 @@ def hidden_gpus(root: str = "/") -> int:
     Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
     """
     return sum(not gpu.accessible for gpu in driver_files(root))
+
+
+def answer_deadline_s(root: str = "/") -> float:
+    """Return the seconds in which the driver of this node should have named all its GPUs."""
+    return max(ANSWER_S, ANSWER_EACH_S * len(_information(root)))

@@ -9,11 +9,28 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: What is used once for each type of float, of a matrix x and a random state.
+USES: tuple[Callable[[Any, Any, Any], Any], ...] = (
+    lambda cupy, random, x: (x + 1)[::2, ::2].sum(axis=(0, 1), keepdims=True),
+    lambda cupy, random, x: x + x.T,
+    lambda cupy, random, x: cupy.concatenate([x, x]),
+    lambda cupy, random, x: (x @ x).mean(),
+    lambda cupy, random, x: random.normal(0, 1, (8, 8)).astype(x.dtype),
+    lambda cupy, random, x: cupy.linalg.qr(x),
+    lambda cupy, random, x: cupy.linalg.svd(x),
+    lambda cupy, random, x: cupy.fft.fft(x, axis=0),
+    lambda cupy, random, x: random.randint(0, 9, (8, 8), "u1").astype("f4"),
+)
 
 
 class FirstUse:
-    """A thread that uses libraries and kernels of the device once, and ends with a Dask task."""
+    """Thread that uses libraries and kernels of the device once, and ends with a Dask task.
+
+    Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
+    """
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -42,35 +59,14 @@ class FirstUse:
 
 
 def _steps() -> Iterator[None]:
-    """Use one thing after the other, the most likely first. Between two steps the thread may end.
-
-    Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
-    """
+    """Use one thing after the other. Between two steps the thread may end."""
     import cupy
 
     # results are sent by it; numba comes with it, and takes half a second to load
     importlib.import_module("distributed.protocol.cupy")
-    yield
     random = cupy.random.RandomState(1)
     for dtype in ("f8", "f4"):
         x = random.random_sample((64, 64), dtype)
-        yield
-        y = (x + 1)[::2, ::2]
-        yield
-        y.sum(axis=(0, 1), keepdims=True)
-        yield
-        x + x.T
-        yield
-        cupy.concatenate([x, x])
-        yield
-        (x @ x).mean()
-        yield
-        random.normal(0, 1, (8, 8)).astype(dtype)
-        yield
-        cupy.linalg.qr(x)
-        yield
-        cupy.linalg.svd(x)
-        yield
-        cupy.fft.fft(x, axis=0)
-        yield
-    random.randint(0, 9, (8, 8), "u1").astype("f4")
+        for use in USES:
+            yield
+            use(cupy, random, x)

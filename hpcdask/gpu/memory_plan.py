@@ -1,4 +1,4 @@
-"""Decides pool and spilling: pure."""
+"""Plan of pool and spilling: pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from dask.utils import format_bytes
 
-from hpcdask.errors import MissingExtra, UsageError
+from hpcdask.errors import MissingExtra, UsageError, installing
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
@@ -47,7 +47,7 @@ class MemoryPlan(Record):
 
     @property
     def device(self) -> str:
-        """Name, UUID and size, for messages."""
+        """Name, UUID and size of the device, for messages."""
         return f"{self.name} ({self.uuid}) of {format_bytes(self.total)}"
 
 
@@ -56,14 +56,14 @@ ON_HOST = MemoryPlan()
 
 
 def packages() -> frozenset[str]:
-    """Those of the packages that memory settings need which are installed, without importing."""
+    """Return the installed ones of the packages that memory settings need, without importing."""
     from importlib.util import find_spec
 
     return frozenset(package for package in PACKAGES if find_spec(package))
 
 
 def check(spec: WorkerSpec, *, protocol: str, installed: Collection[str] | None = None) -> None:
-    """Refuse what cannot work on any device, with ``auto`` for a protocol that is not decided."""
+    """Raise UsageError for what works on no device; a protocol may be undecided, ``auto``."""
     installed = packages() if installed is None else installed
     if spec.rmm_async and spec.rmm_pool_size:
         raise UsageError(
@@ -104,7 +104,7 @@ def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> st
     if not lost:
         return None
     names, effects = (" and ".join(part) for part in zip(*lost, strict=True))
-    return f'without {names}, {effects}: pip install "hpcdask[{cuda_extra()}]"'
+    return f"without {names}, {effects}: {installing(cuda_extra())}"
 
 
 def plan(

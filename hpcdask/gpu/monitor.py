@@ -51,13 +51,13 @@ class GpuState(Record):
 
 @dataclass
 class _Gpu:
-    """Record of one GPU: `since` when `workers` have it; None while none does."""
+    """Record of one GPU: the workers that have it, and since when, by `time`, some have."""
 
-    state: GpuState | None = None
     workers: list[WorkerState] = field(default_factory=list)
+    since: float = 0.0
+    state: GpuState | None = None
     usage: GpuUsage = field(default_factory=GpuUsage)
     lap: GpuUsage = field(default_factory=GpuUsage)
-    since: float | None = None
 
     def take(self, told: dict[str, Any] | None) -> None:
         """Take a sample if it is newer than the last one."""
@@ -69,30 +69,28 @@ class _Gpu:
             return
         self.usage.add(before, sample)
         self.lap.add(before, sample)
-        nvlink = _rate(before, sample, ("nvlink_sent", "nvlink_received"))
-        pcie = _rate(before, sample, ("pcie_sent", "pcie_received"))
         names = ", ".join(str(ws.name) for ws in self.workers)
         pools = [(ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers]
+        nvlink = _rate(before, sample, ("nvlink_sent", "nvlink_received"))
+        pcie = _rate(before, sample, ("pcie_sent", "pcie_received"))
         self.state = GpuState(sample, names, sum(pools) or None, nvlink, pcie)
 
-    def count(self, *, ends: bool = False) -> None:
-        """Count the time that a worker has had it; `ends` if none does any more."""
+    def count(self) -> None:
+        """Count the time until now in which workers have had it."""
         now = time()
-        if self.since is not None:
+        if self.workers:
             self.usage.held_s += now - self.since
             self.lap.held_s += now - self.since
-            self.since = None if ends else now
+        self.since = now
 
 
 def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> float | None:
     """Return how fast counters rise together, a second."""
-    if before is None:
+    pairs = [(getattr(before, name, None), getattr(now, name)) for name in names]
+    if before is None or any(None in pair for pair in pairs):
         return None
-    ends = [getattr(now, name) for name in names]
-    starts = [getattr(before, name) for name in names]
-    if None in ends or None in starts:
-        return None
-    return max(0.0, float(sum(ends) - sum(starts)) / (now.time - before.time))
+    rose: float = sum(end - start for start, end in pairs)
+    return max(0.0, rose / (now.time - before.time))
 
 
 class GpuMonitor(SchedulerPlugin):
@@ -108,19 +106,18 @@ class GpuMonitor(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """See `SchedulerPlugin.add_worker`."""
         ws = scheduler.workers[worker]
-        if (told := ws.metrics.get(METRIC)) is None:
-            return
-        gpu = self._gpus.setdefault(told["uuid"], _Gpu())
-        gpu.since = gpu.since or time()
-        gpu.workers.append(ws)
+        if told := ws.metrics.get(METRIC):
+            gpu = self._gpus.setdefault(told["uuid"], _Gpu())
+            gpu.count()
+            gpu.workers.append(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
-        for gpu in self._gpus.values():
-            if worker in [ws.address for ws in gpu.workers]:
-                gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
-                if not gpu.workers:
-                    gpu.count(ends=True)
+        for gpu in self._held():
+            gpu.count()
+            gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
+            if not gpu.workers:  # what others do with it meanwhile is not of this run
+                gpu.state = None
 
     def _tick(self) -> None:
         """Take what workers told with their last heartbeats."""
@@ -140,10 +137,12 @@ class GpuMonitor(SchedulerPlugin):
                     gpu.take((await call())["sample"])
 
         await asyncio.gather(*map(ask, self._held()))
+        for gpu in self._gpus.values():
+            gpu.count()
 
     def states(self) -> list[GpuState]:
         """Return the GPUs that workers have, as they are, by host and index."""
-        states = [gpu.state for gpu in self._gpus.values() if gpu.state and gpu.since]
+        states = [gpu.state for gpu in self._held() if gpu.state]
         return sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0))
 
     def usage(self) -> RunUsage | None:
@@ -156,14 +155,11 @@ class GpuMonitor(SchedulerPlugin):
         """Begin to sum up anew, beside the sums of the run."""
         await self.refresh()
         for gpu in self._gpus.values():
-            gpu.count()
             gpu.lap = GpuUsage()
 
     async def lap(self) -> RunUsage | None:
         """Return what all GPUs did since `start_lap`; None if none was sampled."""
         await self.refresh()
-        for gpu in self._gpus.values():
-            gpu.count()
         return summary([gpu.lap for gpu in self._gpus.values()])
 
 

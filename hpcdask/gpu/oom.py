@@ -1,13 +1,14 @@
-"""When a device is full: errors that say so are recognised and explained, and room is made."""
+"""Out of device memory: errors are recognised and explained, and room is made."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import logging
 import re
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,8 @@ from dask.utils import format_bytes, parse_bytes
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.upstream import dask_cuda
+
+from . import nvml
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -32,17 +35,9 @@ ASKED = re.compile(
     r"([\d.,]+) ?((?:[KMGTP]i?)?B|bytes)"
 )
 #: Where exceptions come from that clients may not have.
-GPU_PACKAGES = (
-    "cupy",
-    "cupy_backends",
-    "cupyx",
-    "torch",
-    "numba",
-    "rmm",
-    "cuda",
-    "cudf",
-    "pylibcudf",
-)
+GPU_PACKAGES = {
+    *("cupy", "cupy_backends", "cupyx", "torch", "numba", "rmm", "cuda", "cudf", "pylibcudf"),
+}
 log = logging.getLogger("distributed.worker")
 
 
@@ -71,12 +66,13 @@ def _text(error: BaseException) -> str:
         return ""
 
 
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _says_so(error: BaseException) -> bool:
     kind, text = type(error), _text(error)
-    if kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] in (
-        "cupy",
-        "torch",
-    ):
+    if kind.__name__ == "OutOfMemoryError" and _package(kind) in ("cupy", "torch"):
         return True
     # RMM raises Python's own MemoryError, with the C++ file that it comes from
     by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
@@ -84,7 +80,7 @@ def _says_so(error: BaseException) -> bool:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Bytes of the allocation that failed, where the message tells."""
+    """Return the bytes of the allocation that failed, or None where the message does not tell."""
     for one in _chain(error):
         if found := ASKED.search(_text(one)):
             unit = "B" if found[2] == "bytes" else found[2]
@@ -93,7 +89,7 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemoryError:
-    """Tell where memory ran out, what holds it, and what to do; the error becomes the cause."""
+    """Say where memory ran out, what holds it, and what to do; the error becomes the cause."""
     asked, held = asked_for(error), _held(worker.data)
     limit = plan.device_memory_limit
     spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
@@ -118,11 +114,11 @@ def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemory
 
 
 def _for_any_client(error: BaseException) -> BaseException | None:
-    """The same chain, of classes that a client without GPU packages can load."""
+    """Return the same chain, of classes that a client without GPU packages can load."""
     shown: BaseException | None = None
     for one in reversed(list(_chain(error))):
         link = one
-        if type(one).__module__.partition(".")[0] in GPU_PACKAGES:
+        if _package(type(one)) in GPU_PACKAGES:
             link = MemoryError(f"{type(one).__name__}: {_text(one)}")
             link = link.with_traceback(one.__traceback__)
         link.__cause__ = shown
@@ -153,8 +149,10 @@ async def _explain_failure(worker: Any, plan: MemoryPlan, event: Any) -> None:
     if not isinstance(error, BaseException) or not device_out_of_memory(error):
         return
     clear = explain(worker, plan, error)
-    # copying results to the host takes seconds, in which the worker must answer
-    await asyncio.to_thread(make_room, worker.data, plan, asked_for(error))
+    # Copying results to the host takes seconds, in which the worker must answer. The thread that
+    # ran the Dask task still holds its error, and with it the frames, until it does something else
+    room = functools.partial(make_room, worker.data, plan, asked_for(error))
+    await asyncio.get_running_loop().run_in_executor(worker.executors["default"], room)
     message = error_message(clear)
     event.exception = message["exception"]
     event.exception_text = message["exception_text"]
@@ -162,11 +160,7 @@ async def _explain_failure(worker: Any, plan: MemoryPlan, event: Any) -> None:
 
 def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
     """Free what failed Dask tasks left on the device, and spill what the last one asked."""
-    # Frames of the traceback hold the arrays, and a thread may hold the error for a moment yet
-    for one in gc.get_objects():
-        if issubclass(type(one), BaseException) and device_out_of_memory(one):
-            traceback.clear_frames(one.__traceback__)
-    gc.collect()
+    gc.collect()  # the frames that hold the arrays refer to their error, which refers to them
     fast = dask_cuda.on_device(data)
     if fast is not None and plan.device_memory_limit and asked and asked <= plan.total:
         try:
@@ -185,7 +179,7 @@ def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
 
 
 def _held(data: Any) -> int:
-    """Bytes of results on the device, without bringing spilled ones back."""
+    """Return the bytes of results on the device, without bringing spilled ones back."""
     from dask.sizeof import sizeof
 
     on_device = dask_cuda.on_device(data)
@@ -206,7 +200,7 @@ def free(plan: MemoryPlan) -> str:
 
 
 def _pool(plan: MemoryPlan) -> str:
-    """The pool in use and its present size, in words."""
+    """Return the pool in use and its present size, in words."""
     try:
         if plan.allocator == "pool":
             size = sys.modules["rmm"].mr.get_current_device_resource().pool_size()
@@ -224,18 +218,8 @@ def _pool(plan: MemoryPlan) -> str:
 
 def holders(uuid: str) -> str:
     """Return the processes that use the device, in words."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # as in `free`
-        return "and nvidia-smi tells which processes hold the rest"
-    used = ", ".join(
-        f"{process.pid} ({format_bytes(process.usedGpuMemory or 0)})" for process in found
-    )
-    return f"and these processes are on it: {used or 'none that can be seen from here'}"
+    with contextlib.suppress(Exception), nvml.session() as started:  # as in `free`
+        if started and (device := started.device(uuid)) and (found := device.processes()):
+            used = (f"{pid} ({format_bytes(nbytes or 0)})" for pid, nbytes in found.items())
+            return f"and these processes are on it: {', '.join(used)}"
+    return "and nvidia-smi tells which processes hold the rest"

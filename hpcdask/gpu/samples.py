@@ -1,23 +1,19 @@
-"""Samples of a GPU by NVML, which its worker reads once a second.
-
-Energy, NVLink, PCIe and ECC are counters of the device, and utilisation is summed up here, so
-whoever misses a sample misses nothing of the sums.
-"""
+"""Samples of a GPU by NVML, which its worker reads once a second."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import socket
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
+from hpcdask.errors import HpcdaskError
 from hpcdask.spec.records import Record
 
-from .devices import decoded
-
-logger = logging.getLogger("distributed.hpcdask.gpus")
+from . import nvml
+from .nvml import CLOCK_SM, TEMPERATURE_GPU, Device
 
 #: Why NVML holds clocks back, by bit. An idle GPU and clocks that were set are no such reasons.
 REASONS = {
@@ -30,19 +26,17 @@ REASONS = {
 }
 #: NVML's scope for all NVLinks of a GPU together.
 ALL_LINKS = 2**32 - 1
-#: By the names that counters get here: NVML's field, its scope, and its unit in ours.
-FIELDS = {
-    "ecc_corrected": ("NVML_FI_DEV_ECC_SBE_VOL_TOTAL", 0, 1),
-    "ecc_uncorrected": ("NVML_FI_DEV_ECC_DBE_VOL_TOTAL", 0, 1),
-    "pcie_sent": ("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0, 1),
-    "pcie_received": ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0, 1),
-    "nvlink_sent": ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", ALL_LINKS, 1024),
-    "nvlink_received": ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", ALL_LINKS, 1024),
+#: Counters by their names here: the number of NVML's field, its scope, and its unit in ours.
+COUNTERS = {
+    "ecc_corrected": (3, 0, 1),
+    "ecc_uncorrected": (4, 0, 1),
+    "pcie_sent": (197, 0, 1),
+    "pcie_received": (198, 0, 1),
+    "nvlink_sent": (138, ALL_LINKS, 1024),
+    "nvlink_received": (139, ALL_LINKS, 1024),
 }
 #: Seconds between two readings. One of an H100 at work takes 7 ms.
 INTERVAL_S = 1.0
-#: By NVML's type of a field's value: where it is.
-_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,6 @@ class GpuSample(Record):
         Counters of the device, in joules and bytes.
     ecc_corrected, ecc_uncorrected
         Memory errors since the driver was loaded.
-    began
-        Unix time in seconds when its sampler began.
-    sampled_s, busy_s, peak_memory, held_back_s
-        Since then: seconds, seconds of full utilisation, bytes, seconds by reason.
     """
 
     uuid: str
@@ -90,15 +80,10 @@ class GpuSample(Record):
     pcie_received: int | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
-    began: float = 0.0
-    sampled_s: float = 0.0
-    busy_s: float | None = None
-    peak_memory: int | None = None
-    held_back_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The GPU's name for people: ``node1 GPU 3``."""
+        """Name the GPU for people: ``node1 GPU 3``."""
         which = self.uuid if self.index is None or self.uuid.startswith("MIG") else self.index
         return f"{self.host} GPU {which}"
 
@@ -108,11 +93,7 @@ class Sampler:
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._nvml: Any = None
-        self._handle: Any = None
-        self._constant: dict[str, Any] = {}
-        self._silent: set[Any] = set()
-        self._then = 0.0
+        self._device: Device | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.latest: GpuSample | None = None
@@ -126,106 +107,45 @@ class Sampler:
         self._stopped.set()
 
     def _run(self) -> None:
-        try:
-            while not self._stopped.is_set() and self.read() is not None:
-                self._stopped.wait(INTERVAL_S)
-        except Exception:
-            logger.warning("the GPU is sampled no more; its worker computes on", exc_info=True)
+        while not self._stopped.is_set() and self.read() is not None:
+            self._stopped.wait(INTERVAL_S)
 
     def read(self) -> GpuSample | None:
         """Return and keep as `latest` what NVML tells now; None if it does not show the GPU."""
         with self._lock:
-            if self._handle is None and not self._find():
-                return None
-            now = time.monotonic()
-            self.latest = self._summed(now - self._then, self._ask_all())
-            self._then = now
+            if self._device is None:
+                # no package, no driver or no such GPU: none is needed to compute
+                with contextlib.suppress(HpcdaskError):
+                    if (started := nvml.start()) is not None:
+                        self._device = started.device(self._uuid)
+            if self._device is not None:
+                self.latest = _sample(self._device)
             return self.latest
 
-    def _find(self) -> bool:
-        try:
-            import pynvml
 
-            pynvml.nvmlInit()
-            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
-        except Exception:  # no package, no driver or no such GPU: none is needed to compute
-            return False
-        self._constant = {
-            "uuid": self._uuid,
-            "began": time.time(),
-            "host": socket.gethostname(),
-            "index": self._ask("nvmlDeviceGetIndex"),
-            "model": decoded(self._ask("nvmlDeviceGetName") or "") or None,
-        }
-        return True
-
-    def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return what NVML tells; None if it does not. It is asked once what it never tells."""
-        if (function, arguments) in self._silent:
-            return None
-        try:
-            return getattr(self._nvml, function)(self._handle, *arguments)
-        except (
-            AttributeError,  # an older package
-            self._nvml.NVMLError_NotSupported,
-            self._nvml.NVMLError_FunctionNotFound,
-        ):
-            self._silent.add((function, arguments))
-        except self._nvml.NVMLError:
-            pass
-        return None
-
-    def _ask_all(self) -> GpuSample:
-        nvml, ask = self._nvml, self._ask
-        memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", None))
-        memory = memory or ask("nvmlDeviceGetMemoryInfo")
-        rates = ask("nvmlDeviceGetUtilizationRates")
-        power = ask("nvmlDeviceGetPowerUsage")
-        energy = ask("nvmlDeviceGetTotalEnergyConsumption")
-        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:  # the name that drivers before 535 know
-            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        held = None if reasons is None else [why for bit, why in REASONS.items() if reasons & bit]
-        return GpuSample(
-            **self._constant,
-            time=time.time(),
-            utilisation=rates and rates.gpu,
-            memory_used=memory and int(memory.used),
-            memory_total=memory and int(memory.total),
-            power_w=None if power is None else power / 1000,
-            energy_j=None if energy is None else energy / 1000,
-            clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            held_back=held,
-            temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            **self._counters(),
-        )
-
-    def _counters(self) -> dict[str, Any]:
-        known = {name: field for name, field in FIELDS.items() if hasattr(self._nvml, field[0])}
-        asked = tuple((getattr(self._nvml, number), scope) for number, scope, _ in known.values())
-        told = self._ask("nvmlDeviceGetFieldValues", asked) or ()
-        return {
-            name: getattr(one.value, _VALUES[one.valueType]) * unit
-            for (name, (_, _, unit)), one in zip(known.items(), told, strict=False)
-            if one.nvmlReturn == self._nvml.NVML_SUCCESS
-        }
-
-    def _summed(self, seconds: float, now: GpuSample) -> GpuSample:
-        """Return the sample with the sums since this sampler began."""
-        busy = None if now.utilisation is None else now.utilisation / 100
-        if (last := self.latest) is None:
-            return replace(now, busy_s=busy and 0.0, peak_memory=now.memory_used)
-        held = dict(last.held_back_s)
-        for reason in now.held_back or ():
-            held[reason] = held.get(reason, 0.0) + seconds
-        peaks = [one for one in (now.memory_used, last.peak_memory) if one is not None]
-        return replace(
-            now,
-            sampled_s=last.sampled_s + seconds,
-            busy_s=last.busy_s if busy is None else (last.busy_s or 0.0) + seconds * busy,
-            peak_memory=max(peaks, default=None),
-            held_back_s=held,
-        )
+def _sample(device: Device) -> GpuSample:
+    ask, memory = device.ask, device.memory()
+    rates, power = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
+    energy = ask("nvmlDeviceGetTotalEnergyConsumption")
+    reasons = device.clock_limits()
+    told = device.fields([(number, scope) for number, scope, _ in COUNTERS.values()])
+    counters = zip(COUNTERS.items(), told, strict=True)
+    return GpuSample(
+        uuid=device.uuid,
+        time=time.time(),
+        host=socket.gethostname(),
+        index=ask("nvmlDeviceGetIndex"),
+        model=device.name() or None,
+        utilisation=rates and rates.gpu,
+        memory_used=memory and memory.used,
+        memory_total=memory and memory.total,
+        power_w=None if power is None else power / 1000,
+        energy_j=None if energy is None else energy / 1000,
+        clock_mhz=ask("nvmlDeviceGetClockInfo", CLOCK_SM),
+        held_back=None if reasons is None else [REASONS[bit] for bit in REASONS if reasons & bit],
+        temperature_c=ask("nvmlDeviceGetTemperature", TEMPERATURE_GPU),
+        **{name: value and value * unit for (name, (*_, unit)), value in counters},
+    )
 
 
 def sample_of(uuid: str) -> dict[str, Any]:

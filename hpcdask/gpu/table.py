@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -42,15 +43,10 @@ class GpuTable(tuple[GpuState, ...]):
         used = [sample.memory_used for sample in samples if sample.memory_used is not None]
         total = [sample.memory_total for sample in samples if sample.memory_total is not None]
         busy = [sample.utilisation for sample in samples if sample.utilisation is not None]
-        return ", ".join(
-            [
-                *(f"{count} x {model}" for model, count in models.items()),
-                f"memory {format_bytes(sum(used))} of {format_bytes(sum(total))}"
-                if used and total
-                else f"memory {UNKNOWN}",
-                f"utilisation {sum(busy) / len(busy):.0f} %" if busy else f"utilisation {UNKNOWN}",
-            ]
-        )
+        memory = f"{format_bytes(sum(used))} of {format_bytes(sum(total))}"
+        mean = f"{sum(busy) / len(busy):.0f} %" if busy else UNKNOWN
+        names = ", ".join(f"{count} x {model}" for model, count in models.items())
+        return f"{names}, memory {memory if used and total else UNKNOWN}, utilisation {mean}"
 
     def __repr__(self) -> str:
         if not self:
@@ -69,29 +65,25 @@ def _row(state: GpuState) -> tuple[str, ...]:
         sample.label.removeprefix(f"{sample.host} GPU "),
         sample.model or UNKNOWN,
         state.worker,
-        _told(sample.utilisation, "{:.0f} %"),
-        f"{_nbytes(sample.memory_used)} of {_nbytes(sample.memory_total)}",
+        _known(sample.utilisation, "{:.0f} %".format),
+        " of ".join(_known(one, format_bytes) for one in (sample.memory_used, sample.memory_total)),
         "" if state.pool is None else format_bytes(state.pool),
-        _told(sample.power_w, "{:.0f} W"),
-        _told(sample.clock_mhz, "{} MHz"),
-        UNKNOWN if sample.held_back is None else ", ".join(sample.held_back),
-        _told(sample.temperature_c, "{} °C"),
-        _rate(state.nvlink),
-        _rate(state.pcie),
+        _known(sample.power_w, "{:.0f} W".format),
+        _known(sample.clock_mhz, "{} MHz".format),
+        _known(sample.held_back, ", ".join),
+        _known(sample.temperature_c, "{} °C".format),
+        _known(state.nvlink, _rate),
+        _known(state.pcie, _rate),
         UNKNOWN if None in errors else f"{errors[0]} corrected, {errors[1]} not",
     )
 
 
-def _told(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else form.format(value)
+def _known(value: Any, write: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else write(value)
 
 
-def _nbytes(value: int | None) -> str:
-    return UNKNOWN if value is None else format_bytes(value)
-
-
-def _rate(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{format_bytes(int(value))}/s"
+def _rate(value: float) -> str:
+    return f"{format_bytes(int(value))}/s"
 
 
 def gpus(client: Client | None = None) -> Any:

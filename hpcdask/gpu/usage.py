@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from dask.utils import format_bytes
 
 from hpcdask.logs import natural, plural, some
 from hpcdask.spec.records import Record
@@ -24,7 +26,7 @@ COUNTERS = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
 @dataclass
 class GpuUsage:
-    """The sums of one GPU: seconds a worker had it, those sampled, and what counters rose by."""
+    """Sums of one GPU: seconds that a worker had it, those sampled, and what counters rose by."""
 
     label: str = ""
     model: str = ""
@@ -40,34 +42,21 @@ class GpuUsage:
     held_back_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, before: GpuSample | None, now: GpuSample) -> None:
-        """Add what happened between two samples; with another sampler, sums begin anew."""
+        """Add a sample, and what the counters rose by since the one before it."""
+        seconds = 0.0 if before is None else now.time - before.time
         self.label, self.model = now.label, now.model or "GPU"
         self.memory_total = now.memory_total
-        if before is None:
-            before = now
-        elif now.began != before.began:  # counters of the device go on, sums do not
-            before = replace(before, sampled_s=0.0, busy_s=0.0, peak_memory=0, held_back_s={})
-        rose = before.peak_memory != now.peak_memory  # between two samples that were told
-        peaks = (self.peak_memory, now.peak_memory if rose else now.memory_used)
-        self.peak_memory = max((one for one in peaks if one is not None), default=None)
-        self.sampled_s += now.sampled_s - before.sampled_s
-        if now.busy_s is not None:
-            self.busy_s = (self.busy_s or 0.0) + now.busy_s - (before.busy_s or 0.0)
-        for reason, seconds in now.held_back_s.items():
-            more = seconds - before.held_back_s.get(reason, 0.0)
-            self.held_back_s[reason] = self.held_back_s.get(reason, 0.0) + more
+        peaks = [one for one in (self.peak_memory, now.memory_used) if one is not None]
+        self.peak_memory = max(peaks, default=None)
+        self.sampled_s += seconds
+        if now.utilisation is not None:
+            self.busy_s = (self.busy_s or 0.0) + seconds * now.utilisation / 100
+        for reason in now.held_back or ():
+            self.held_back_s[reason] = self.held_back_s.get(reason, 0.0) + seconds
         for name in COUNTERS:
             if (value := getattr(now, name)) is not None:
-                earlier = getattr(before, name)
-                more = 0 if earlier is None else max(0, value - earlier)
-                setattr(self, name, (getattr(self, name) or 0) + more)
-
-    @property
-    def utilisation(self) -> float | None:
-        """Mean utilisation in percent."""
-        if self.busy_s is None or not self.sampled_s:
-            return None
-        return 100 * self.busy_s / self.sampled_s
+                earlier = value if before is None else getattr(before, name) or 0
+                setattr(self, name, (getattr(self, name) or 0) + max(0, value - earlier))
 
 
 @dataclass(frozen=True)
@@ -100,23 +89,21 @@ class RunUsage(Record):
     problems: list[str]
 
     def line(self) -> str:
-        """All of it in one line, without the problems."""
-        from dask.utils import format_bytes
-
-        parts = [", ".join(f"{count} x {model}" for model, count in self.models.items())]
-        parts.append(f"{self.gpu_hours:.3g} GPU hours")
+        """Write all of it in one line, without the problems."""
+        models = ", ".join(f"{count} x {model}" for model, count in self.models.items())
         busy = "unknown" if self.utilisation is None else f"{self.utilisation:.0f} %"
-        parts.append(f"mean utilisation {busy}")
-        if self.peak_memory is None:
-            parts.append("peak memory unknown")
-        else:
+        peak = "unknown"
+        if self.peak_memory is not None:
             of = f" of {format_bytes(self.memory_total)}" if self.memory_total else ""
-            parts.append(f"peak memory {format_bytes(self.peak_memory)}{of}")
+            peak = f"{format_bytes(self.peak_memory)}{of}"
         energy = "unknown" if self.energy_kwh is None else f"{self.energy_kwh:.3g} kWh"
-        parts.append(f"energy {energy}")
+        line = (
+            f"{models}, {self.gpu_hours:.3g} GPU hours, mean utilisation {busy}, peak memory "
+            f"{peak}, energy {energy}"
+        )
         if self.nvlink_bytes is not None:
-            parts.append(f"{format_bytes(int(self.nvlink_bytes))} over NVLink")
-        return ", ".join(parts)
+            line += f", {format_bytes(int(self.nvlink_bytes))} over NVLink"
+        return line
 
     def lines(self) -> list[str]:
         """Return the lines for the user at the end of a run."""
@@ -131,7 +118,7 @@ def summary(gpus: Sequence[GpuUsage]) -> RunUsage | None:
     known = [one for one in gpus if one.busy_s is not None and one.sampled_s]
     seconds = sum(one.sampled_s for one in known)
     fullest = max(gpus, key=lambda one: one.peak_memory or 0)
-    energy, nvlink = _total(gpus, "energy_j"), _total(gpus, "nvlink_sent")
+    energy = _total(one.energy_j for one in gpus)
     return RunUsage(
         models=dict(Counter(one.model for one in gpus)),
         gpu_hours=sum(one.held_s for one in gpus) / 3600,
@@ -139,43 +126,35 @@ def summary(gpus: Sequence[GpuUsage]) -> RunUsage | None:
         peak_memory=fullest.peak_memory,
         memory_total=fullest.memory_total,
         energy_kwh=None if energy is None else energy / JOULES_PER_KWH,
-        nvlink_bytes=nvlink,
+        nvlink_bytes=_total(one.nvlink_sent for one in gpus),
         problems=_problems(gpus),
     )
 
 
-def _total(gpus: Iterable[GpuUsage], name: str) -> float | None:
-    """The sum of what is known; None if a GPU does not tell."""
-    values = [getattr(one, name) for one in gpus]
-    return None if None in values else sum(values)
+def _total(values: Iterable[float | None]) -> float | None:
+    """Return the sum; None if a GPU does not tell its part."""
+    known = list(values)
+    return None if None in known else sum(filter(None, known))
 
 
 def _problems(gpus: Sequence[GpuUsage]) -> list[str]:
     found = []
     for reason in sorted({reason for one in gpus for reason in one.held_back_s}):
+        parts = {one.label: one.held_back_s.get(reason, 0.0) / (one.sampled_s or 1) for one in gpus}
         least = HELD_BACK.get(reason, SELDOM)
-        parts = {one.label: _part(one, reason) for one in gpus if _part(one, reason) >= least}
-        if parts:
-            most = max(parts.values())
-            text = f"clocks were held back by {reason}, up to {100 * most:.0f} % of the time"
-            found.append(f"{text}: {_names(parts)}")
+        if often := {label: part for label, part in parts.items() if part >= least}:
+            text = f"clocks were held back by {reason}, up to {max(often.values()):.0%} of the time"
+            found.append(f"{text.replace('%', ' %')}: {_names(often)}")
     for name, what in (("ecc_uncorrected", "uncorrected"), ("ecc_corrected", "corrected")):
         errors = {one.label: int(getattr(one, name)) for one in gpus if getattr(one, name)}
         if errors:
             count = plural(sum(errors.values()), f"{what} ECC error")
             found.append(f"{count} of memory: {_names(errors)}")
-    idle = [
-        one.label
-        for one in gpus
-        if one.sampled_s >= LEAST_S and (one.utilisation or 0) < IDLE and one.busy_s is not None
-    ]
+    sampled = [one for one in gpus if one.sampled_s >= LEAST_S and one.busy_s is not None]
+    idle = [one.label for one in sampled if 100 * (one.busy_s or 0) < IDLE * one.sampled_s]
     if idle:
         found.append(f"idle, with a mean utilisation below {IDLE:.0f} %: {_names(idle)}")
     return found
-
-
-def _part(gpu: GpuUsage, reason: str) -> float:
-    return gpu.held_back_s.get(reason, 0.0) / gpu.sampled_s if gpu.sampled_s else 0.0
 
 
 def _names(labels: Iterable[str]) -> str:

@@ -12,11 +12,8 @@ from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import DeviceError, UsageError
 from hpcdask.gpu.devices import Gpu, visible_gpus
-from hpcdask.gpu.driver import has_nvidia_driver
+from hpcdask.gpu.driver import answer_deadline_s, has_nvidia_driver
 from hpcdask.spec.records import Record
-
-#: Seconds that the driver gets to name the GPUs.
-PROBE_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,9 @@ class GpuProbe:
     def result(self) -> ProbeResult:
         """Return what the probe saw. Raises DeviceError if it failed or does not answer in time."""
         try:
-            if not self._answer.poll(PROBE_DEADLINE_S):
+            if not self._answer.poll(deadline_s := answer_deadline_s()):
                 raise DeviceError(
-                    f"the NVIDIA driver did not answer within {PROBE_DEADLINE_S:g} s: see whether "
+                    f"the NVIDIA driver did not answer within {deadline_s:g} s: see whether "
                     f"nvidia-smi works on this node, and leave the node out if it does not"
                 )
             found = ProbeResult.from_json(json.loads(self._answer.recv_bytes()))

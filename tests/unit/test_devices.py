@@ -24,7 +24,8 @@ from hpcdask.bootstrap import resources
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.resources import cpu_quota, job_memory
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
-from hpcdask.gpu import context, devices, driver
+from hpcdask.gpu import context, driver
+from hpcdask.gpu import nvml as nvml_module
 from hpcdask.gpu.devices import Gpu, visible_gpus
 from hpcdask.node.placement import Inventory, worker_cores
 from hpcdask.node.scratch import remove_stale, scratch_folder
@@ -56,7 +57,7 @@ def nvml(monkeypatch):
     """A function that describes the machine's GPUs to a mock of NVML's package."""
     monkeypatch.syspath_prepend(FAKES)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: False)
     monkeypatch.delenv("FAKE_NVML", raising=False)
     yield lambda gpus: monkeypatch.setenv("FAKE_NVML", json.dumps(gpus))
     sys.modules.pop("pynvml", None)
@@ -155,17 +156,17 @@ def test_no_driver(nvml):
 
 
 def test_device_files_but_no_nvml(nvml, monkeypatch):
-    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: True)
     with pytest.raises(DeviceError, match=r"NVML does not start.*nvidia-smi.*--device cpu"):
         visible_gpus({})
 
 
 def test_device_files_but_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
-    with pytest.raises(MissingExtra, match=r"nvidia-ml-py.*pip install \"hpcdask\[cuda"):
+    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: True)
+    with pytest.raises(MissingExtra, match=r"nvidia-ml-py.*pip install \"cupy-cuda"):
         visible_gpus({})
-    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: False)
     assert visible_gpus({}) == []
 
 
@@ -522,7 +523,7 @@ def test_a_gpu_that_shares_the_host_s_memory(nvml):
 def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
     """A laptop without an NVIDIA GPU needed --device cpu."""
     there = {"/dev/dxg", driver.WINDOWS_NVML} if library else {"/dev/dxg"}
-    monkeypatch.setattr(devices.os.path, "exists", there.__contains__)
+    monkeypatch.setattr(driver.os.path, "exists", there.__contains__)
     monkeypatch.setattr(driver.glob, "glob", lambda _: [])
     assert driver.has_nvidia_driver() is library
 
@@ -643,7 +644,7 @@ from hpcdask import errors
 from hpcdask.node import gpu_probe
 
 if __name__ == "__main__":
-    gpu_probe.PROBE_DEADLINE_S = SECONDS
+    gpu_probe.answer_deadline_s = lambda: SECONDS
     multiprocessing.set_forkserver_preload(["change"])
     try:
         found = gpu_probe.GpuProbe.start().result()
@@ -660,7 +661,7 @@ def probed(tmp_path: Path) -> Callable[..., str]:
 
     def run(change: str = "", deadline: float = 60, **environ: str) -> str:
         (tmp_path / "change.py").write_text(
-            "import os, time\nfrom hpcdask.gpu import devices, driver\n"
+            "import os, time\nfrom hpcdask.gpu import devices, driver, nvml\n"
             "from hpcdask.node import gpu_probe\ndriver.has_nvidia_driver = lambda: False\n"
             f"{change}"
         )
@@ -727,10 +728,16 @@ def test_a_driver_that_refuses_a_context(monkeypatch):
 
 
 def test_a_report_of_what_went_wrong(probed):
-    assert "NVML does not start" in probed("devices.has_nvidia_driver = lambda: True")
+    assert "NVML does not start" in probed("nvml.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in probed(FAKE_NVML=json.dumps(broken))
     assert "has died" in probed("gpu_probe.visible_gpus = lambda: os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(0, 30), (1, 30), (8, 80)])
+def test_many_gpus_without_persistence_mode_get_their_time(tmp_path, count, seconds):
+    driver_files(tmp_path, *((f"GPU-{number}", True) for number in range(count)))
+    assert driver.answer_deadline_s(f"{tmp_path}/") == seconds
 
 
 def test_a_driver_that_hangs(probed):

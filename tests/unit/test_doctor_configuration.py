@@ -11,6 +11,9 @@ import pytest
 
 import hpcdask
 from hpcdask.doctor import configuration
+from hpcdask.doctor.configuration import ConfigurationFacts
+from hpcdask.doctor.nodes import Node, RankFacts
+from hpcdask.doctor.queue import QueueFacts
 from strangers import as_stranger, root_only
 
 
@@ -23,8 +26,8 @@ def site(monkeypatch, tmp_path):
         monkeypatch.setattr(dask.config, "paths", [str(tmp_path / "site.yaml")])
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        facts = {"configuration": configuration.read(), "queue": {"job": job}}
-        found = configuration.check(facts)
+        node = Node("here", {0: RankFacts(queue=QueueFacts(job=job))})
+        found = configuration.check(ConfigurationFacts.read(), node)
         return [(one.topic, one.status, f"{one.value} -> {one.advice}") for one in found]
 
     return look
@@ -138,7 +141,7 @@ def test_a_folder_of_the_nodes_is_a_note_elsewhere(site, tmp_path):
 @pytest.mark.parametrize("key", ["log-directory", "shared-temp-directory", "local-directory"])
 def test_a_folder_that_not_even_root_can_make(key):
     said = "/proc/none is missing, and /proc cannot be written"
-    assert configuration._obstacle(key, "/proc/none") == said
+    assert configuration.obstacle_of(key, "/proc/none") == said
 
 
 @root_only
@@ -146,7 +149,7 @@ def test_a_folder_that_cannot_be_written(tmp_path_factory, open_folder):
     open_folder.chmod(0o755)
 
     def look() -> None:
-        assert configuration._obstacle("log-directory", f"{open_folder}/logs") == (
+        assert configuration.obstacle_of("log-directory", f"{open_folder}/logs") == (
             f"{open_folder}/logs is missing, and {open_folder} cannot be written"
         )
 

@@ -18,6 +18,7 @@ import pytest
 from hpcdask.comm import fabric, ucx_config
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_config import PREFER_SYSTEM, UcxInstall
+from hpcdask.errors import installing
 from hpcdask.gpu.driver import cuda_extra
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
@@ -269,7 +270,7 @@ def test_ucx_of_conda_without_the_libucx_package(site, tmp_path):
 def test_missing_packages(site, there, what):
     site(*there)
     found = ucx_config.installed_ucx({})
-    assert found.problem == f'{what}: pip install "hpcdask[{cuda_extra()}]"'
+    assert found.problem == f"{what}: {installing(cuda_extra())}"
     assert found.missing
 
 

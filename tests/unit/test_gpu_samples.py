@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,18 +44,6 @@ def nvml(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that each reading of this thread finds a second later."""
-    ticks, this = iter(range(10**6)), threading.get_ident()
-
-    def monotonic() -> float:
-        # a sampler of another test may still be at work
-        return float(next(ticks)) if threading.get_ident() == this else time.monotonic()
-
-    monkeypatch.setattr(samples, "time", SimpleNamespace(**{**vars(time), "monotonic": monotonic}))
-
-
 def test_what_nvml_tells(nvml):
     nvml(NODE)
     one = Sampler("GPU-a").read()
@@ -69,9 +53,9 @@ def test_what_nvml_tells(nvml):
     assert (one.power_w, one.energy_j) == (350.25, 9000.0)
     assert one.held_back == ["power cap"]
     assert (one.clock_mhz, one.temperature_c) == (1755, 61)
-    assert (one.ecc_corrected, one.ecc_uncorrected, one.busy_s) == (0, 0, 0)
+    assert (one.ecc_corrected, one.ecc_uncorrected) == (0, 0)
     assert (one.nvlink_sent, one.nvlink_received) == (2000 * 1024, 30 * 1024)
-    assert one.pcie_sent is None, "the package has no such field"
+    assert one.pcie_sent is None, "the driver has no such field"
     assert GpuSample.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
@@ -93,20 +77,6 @@ def test_a_gpu_that_nvml_does_not_show(nvml, monkeypatch, uuid):
     assert samples.sample_of(uuid) == {}
 
 
-def test_sums(nvml, clock):
-    sampler = Sampler("GPU-a")
-    for utilisation, used, reasons in ((50, 1, 0), (100, 5, 0x4), (20, 2, 0x60)):
-        now = {**BUSY, "utilisation": utilisation, "used": used, "reasons": reasons}
-        nvml([{**NODE[0], "now": now}])
-        one = sampler.read()
-    assert (one.sampled_s, one.busy_s, one.peak_memory) == (2, pytest.approx(1.2), 5)
-    assert one.held_back_s == {
-        "power cap": 1,
-        "temperature (software)": 1,
-        "temperature (hardware)": 1,
-    }
-
-
 def test_one_gpu_for_who_looks_at_a_run(nvml):
     nvml(NODE)
     found = samples.sample_of("GPU-a")
@@ -117,8 +87,9 @@ def test_the_thread_reads_until_it_is_stopped(nvml, monkeypatch):
     monkeypatch.setattr(samples, "INTERVAL_S", 0.01)
     nvml(NODE)
     sampler = Sampler("GPU-a")
+    first = sampler.read()
     sampler.start()
-    wait_for(lambda: sampler.latest and sampler.latest.sampled_s, what="samples")
+    wait_for(lambda: sampler.latest and sampler.latest.time > first.time, what="samples")
     sampler.stop()
 
 
@@ -126,17 +97,14 @@ def test_the_thread_reads_until_it_is_stopped(nvml, monkeypatch):
 
 
 def sample(at: float, **values: object) -> GpuSample:
-    """A sample of a GPU that was busy for half of the time, after so many seconds."""
+    """A sample of a GPU that is busy for half of the time, after so many seconds."""
     how = {
         "host": "n1",
         "index": 0,
         "model": "H100",
         "memory_total": 80 * GIB,
         "memory_used": 10 * GIB,
-        "peak_memory": 10 * GIB,
         "utilisation": 50,
-        "sampled_s": at,
-        "busy_s": at / 2,
         "energy_j": 1000 + 360 * at,
         "nvlink_sent": 10 + at,
         "ecc_corrected": 7,
@@ -153,7 +121,7 @@ def used(*told: GpuSample, held_s: float = 100.0) -> GpuUsage:
 
 
 def test_a_run():
-    usage = summary([used(sample(0), sample(50, peak_memory=60 * GIB), sample(100))])
+    usage = summary([used(sample(0), sample(50, memory_used=60 * GIB), sample(100))])
     assert usage == RunUsage(
         models={"H100": 1},
         gpu_hours=100 / 3600,
@@ -172,17 +140,20 @@ def test_a_run():
     assert RunUsage.from_json(json.loads(json.dumps(usage.to_json()))) == usage
 
 
-def test_a_sampler_that_begins_anew():
-    again = replace(sample(80), began=7.0, sampled_s=10.0, busy_s=5.0)
-    usage = used(sample(0), sample(50), again)
-    assert (usage.sampled_s, usage.busy_s) == (60, 30)
-    assert usage.energy_j == pytest.approx(360 * 80)
+def test_sums_are_weighted_by_time():
+    usage = used(sample(0), sample(1, utilisation=100), sample(4, utilisation=20))
+    assert (usage.sampled_s, usage.busy_s) == (4, pytest.approx(1.6))
+
+
+def test_counters_that_begin_anew():
+    usage = used(sample(50), sample(80, energy_j=10.0), sample(90, energy_j=3610.0))
+    assert usage.energy_j == pytest.approx(3600)
 
 
 def test_what_a_slice_does_not_tell():
     unknown = dict.fromkeys(
         (
-            *("utilisation", "busy_s", "energy_j", "nvlink_sent", "memory_used", "peak_memory"),
+            *("utilisation", "energy_j", "nvlink_sent", "memory_used"),
             *("ecc_corrected", "ecc_uncorrected", "index", "memory_total"),
         )
     )
@@ -196,11 +167,15 @@ def test_what_a_slice_does_not_tell():
 
 
 def test_what_was_wrong():
-    held = {"power cap": 50.0, "temperature (hardware)": 1.5, "sync boost": 2.0}
-    hot = used(sample(0), sample(100, held_back_s=held, ecc_uncorrected=3, ecc_corrected=8))
+    now = {"ecc_uncorrected": 3, "ecc_corrected": 8}
+    hot = used(
+        sample(0),
+        sample(50, held_back=["power cap"]),
+        sample(51.5, held_back=["temperature (hardware)", "sync boost"]),
+        sample(100, **now),
+    )
     idle = [
-        used(*(sample(at, busy_s=0.01 * at, index=index) for at in (0, 100)))
-        for index in range(1, 11)
+        used(*(sample(at, utilisation=1, index=index) for at in (0, 100))) for index in range(1, 11)
     ]
     eight = ", ".join(f"n1 GPU {index}" for index in range(1, 9))
     assert summary([hot, *idle]).problems == [
@@ -210,5 +185,5 @@ def test_what_was_wrong():
         "1 corrected ECC error of memory: n1 GPU 0",
         f"idle, with a mean utilisation below 5 %: {eight} and 2 more",
     ]
-    brief = [used(*(sample(at, busy_s=0.0) for at in (0, 5)))]
+    brief = [used(*(sample(at, utilisation=0) for at in (0, 5)))]
     assert summary(brief).problems == []

@@ -17,11 +17,12 @@ from hpcdask.bench import all_reduce, exchange_report
 from hpcdask.bench.cluster import Cluster
 from hpcdask.doctor import nccl
 from hpcdask.doctor.findings import Finding
+from hpcdask.doctor.stack import Told
 from hpcdask.gpu import nccl as library
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
-MEMBERS = [nccl.Member(n // 2, f"n{n // 2}", n % 2, f"GPU-{n}") for n in range(4)]
+MEMBERS = [nccl.Member(n // 2, f"GPU {n % 2} of n{n // 2}", f"GPU-{n}") for n in range(4)]
 
 
 @pytest.fixture
@@ -34,14 +35,13 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
     return monkeypatch
 
 
-def measured(members: list[nccl.Member]) -> tuple[dict, list[Finding]]:
-    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Any]:
+def measured(members: list[nccl.Member]) -> tuple[nccl.Measured, list[Finding]]:
+    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Told]:
         mine = {str(n): one.uuid for n, one in enumerate(members) if one.rank == rank}
         assert len(members) != order["size"] or order["gpus"] == mine
         return await nccl.obey(order)
 
     known = asyncio.run(nccl.measure(members, ask))
-    json.dumps(known)
     return known, list(nccl.check(known))
 
 
@@ -54,12 +54,12 @@ def told(findings: list[Finding]) -> list[tuple[str, str, str]]:
 
 def test_all_is_well(stand_in):
     known, found = measured(MEMBERS)
-    assert known["pairs"] == []
+    assert known.pairs == ()
     version, reduced = told(found)
     assert version == ("version", "ok", "2.28.9")
     assert reduced[:2] == ("all-reduce", "ok")
     assert reduced[2].startswith("right between 4 GPUs, ")
-    assert reduced[2].endswith(" GB/s bus bandwidth with 4 KiB of each")
+    assert reduced[2].endswith(" GB/s bus bandwidth with 4.00 kiB of each")
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_what_hangs_is_given_up(stand_in):
     stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": ["join", "hang"]}))
     stand_in.setattr(nccl, "DEADLINE_S", 2.0)
     known, found = measured(MEMBERS[:2])
-    assert {one["ended"] for one in known["told"]} == {None}
+    assert {one.ended for one in known.told} == {None}
     assert "no answer within 2 s" in found[-1].value
 
 
-def ended(*steps: dict[str, Any], code: int | None = None) -> dict[str, Any]:
+def ended(*steps: dict[str, Any], code: int | None = None) -> Told:
     """What a process told, by default until it was given up."""
-    return {"steps": list(steps), "ended": code}
+    return Told(list(steps), code)
 
 
 JOINING, SUMMING = {"step": "communicator"}, {"step": "all-reduce"}
@@ -97,8 +97,8 @@ GOOD = ended(SUMMING, {"seconds": 1.0, "right": True}, code=0)
 
 
 def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
-    known = {"members": ["a", "b", "c"], "pairs": []}
-    known["told"] = [ended(SUMMING), ended(SUMMING, code=-9), ended(SUMMING)]
+    told_ = [ended(SUMMING), ended(SUMMING, code=-9), ended(SUMMING)]
+    known = nccl.Measured(["a", "b", "c"], told_)
     assert told(list(nccl.check(known))) == [
         ("all-reduce", "error", "b: its process ended with code -9 (all-reduce)"),
         ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
@@ -107,8 +107,7 @@ def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
 
 def test_one_that_hangs_before_the_others_do():
     """The others have come further, and wait for it."""
-    known = {"members": ["a", "b", "c"], "pairs": []}
-    known["told"] = [ended(JOINING), ended(SUMMING), ended(SUMMING)]
+    known = nccl.Measured(["a", "b", "c"], [ended(JOINING), ended(SUMMING), ended(SUMMING)])
     assert told(list(nccl.check(known))) == [
         ("all-reduce", "error", "a: no answer within 60 s (communicator)"),
         ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
@@ -119,7 +118,7 @@ def test_one_that_hangs_before_the_others_do():
 def test_where_all_together_fail_neighbours_try_it_in_pairs(monkeypatch, size):
     tried = []
 
-    async def all_reduce(every: list[nccl.Member], ask: nccl.Ask) -> list[dict[str, Any]]:
+    async def all_reduce(every: list[nccl.Member], ask: nccl.Ask) -> list[Told]:
         tried.append([one.uuid for one in every])
         well = len(every) == 2 and "GPU-1" not in tried[-1]
         return [GOOD if well else ended(SUMMING)] * len(every)
@@ -134,8 +133,8 @@ def test_where_all_together_fail_neighbours_try_it_in_pairs(monkeypatch, size):
 
 
 def test_all_hang_and_only_one_says_why():
-    known = {"members": ["a", "b"], "pairs": []}
-    known["told"] = [ended(SUMMING), ended(SUMMING, {"warned": "No route to host"})]
+    warned = ended(SUMMING, {"warned": "No route to host"})
+    known = nccl.Measured(["a", "b"], [ended(SUMMING), warned])
     assert told(list(nccl.check(known))) == [
         ("all-reduce", "error", "a: no answer within 60 s (all-reduce)"),
         (
@@ -147,8 +146,8 @@ def test_all_hang_and_only_one_says_why():
 
 
 def test_where_only_all_together_fail_pairs_are_well():
-    pairs = [{"members": ["a", "b"], "told": [GOOD, GOOD]}]
-    known = {"members": ["a", "b", "c"], "told": [ended(SUMMING)] * 3, "pairs": pairs}
+    pairs = (nccl.Measured(["a", "b"], [GOOD, GOOD]),)
+    known = nccl.Measured(["a", "b", "c"], [ended(SUMMING)] * 3, pairs)
     assert told(list(nccl.check(known)))[-1] == (
         "pairs",
         "ok",
@@ -159,11 +158,11 @@ def test_where_only_all_together_fail_pairs_are_well():
 def test_nccl_that_is_not_installed(stand_in):
     stand_in.setenv("STAND_IN_MISSING", "1")
     known, found = measured(MEMBERS)
-    assert known["pairs"] == []
+    assert known.pairs == ()
     (one,) = found
     assert one.status == "error"
     assert one.value == "all GPUs: libnccl.so.2 cannot be loaded (library)"
-    assert "pip install nvidia-nccl-cu13" in one.advice
+    assert "Install NCCL for the CUDA of CuPy" in one.advice
 
 
 def test_a_network_that_nccl_does_not_find(stand_in):
@@ -177,12 +176,11 @@ def test_a_network_that_nccl_does_not_find(stand_in):
 
 
 def test_versions_that_differ():
-    def one(version: str) -> dict[str, Any]:
+    def one(version: str) -> Told:
         steps = [{"step": "communicator", "version": version}, {"seconds": 1.0, "right": True}]
-        return {"steps": steps, "ended": 0}
+        return Told(steps, 0)
 
-    known = {"members": ["a", "b", "c"], "pairs": []}
-    known["told"] = [one("2.28.9"), one("2.27.5"), one("2.28.9")]
+    known = nccl.Measured(["a", "b", "c"], [one("2.28.9"), one("2.27.5"), one("2.28.9")])
     version, reduced = nccl.check(known)
     assert version.status == "error"
     assert version.value == "2.28.9 on a, c; 2.27.5 on b"
@@ -201,7 +199,7 @@ def test_a_rank_that_has_gone_tells_nothing(stand_in):
 @pytest.mark.parametrize(("names", "there"), [([], "no GPU"), (["GPU 0 of n"], "one GPU")])
 def test_nothing_to_check(names, there):
     assert list(nccl.check(None)) == []
-    (found,) = nccl.check({"members": names, "told": [], "pairs": []})
+    (found,) = nccl.check(nccl.Measured(names, []))
     assert (found.status, found.value) == (
         "ok",
         f"{there} known in this launch: there is nothing to check",

@@ -34,3 +34,8 @@ def test_the_contract_has_few_floors_and_names_rooms():
 def test_rooms_of_the_first_moments_import_nothing_by_themselves(room: str):
     """They are imported in a rank's own process, which has no distributed."""
     assert not (PACKAGE / room / "__init__.py").read_text()
+
+
+def test_one_module_speaks_to_nvml():
+    naming = [path for path in PACKAGE.rglob("*.py") if "import pynvml" in path.read_text()]
+    assert naming == [PACKAGE / "gpu" / "nvml.py"]
