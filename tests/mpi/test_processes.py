@@ -109,3 +109,16 @@ assert Client().submit(sum, [1, 2]).result() == 3
     ended = site.run(program(site, body), n=1, find=False)
     assert ended.code == 0, str(ended)
     assert "names []" in ended.out
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_memory_that_slurm_grants_for_each_gpu_is_the_workers_limit(site: Site):
+    """Regression: the limit was the host's where no cgroup confines memory."""
+    body = """
+workers = client.scheduler_info()["workers"].values()
+show("MiB", sum(worker["memory_limit"] for worker in workers) >> 20)
+"""
+    env = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_GPU": "700", "SLURM_GPUS_ON_NODE": "2"}
+    ended = site.run(program(site, body), n=1, find=False, env=env)
+    assert ended.code == 0, str(ended)
+    assert 1390 <= int(ended.out.split("MiB ")[1].split()[0]) <= 1400, str(ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -70,6 +71,29 @@ def mode(path: Path) -> int:
 
 
 # --- connecting -----------------------------------------------------------------------------------
+
+
+def test_connect_leaves_an_event_loop_free(file):
+    """Regression: the loop stood still while the workers of a run came up."""
+
+    async def connect() -> tuple[int, str]:
+        task, turns = asyncio.ensure_future(hpcdask.connect(str(file), asynchronous=True)), 0
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.01)
+        with pytest.raises(SchedulerFileError) as caught:
+            task.result()
+        return turns, str(caught.value)
+
+    async def work() -> int:
+        async with await hpcdask.connect(str(file), asynchronous=True) as client:
+            return await client.submit(sum, [1, 2])
+
+    assert asyncio.run(work()) == 3
+    scheduler_file.note(str(file), ready=False, timeout=1.0)
+    turns, said = asyncio.run(connect())
+    assert turns > 10
+    assert "did not come up" in said
 
 
 def test_connect(file, monkeypatch):
