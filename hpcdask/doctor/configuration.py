@@ -40,7 +40,7 @@ SECTIONS = {
     "hpcdask": "hpcdask: {port-range: 20000-20999}",
     "jobqueue": "jobqueue: {slurm: {queue: gpu}}",
 }
-OWN_KEYS = ("dashboard-hosts", "port-range", "shared-directory")
+OWN_KEYS = ("port-range", "shared-directory")
 #: Keys that name a folder, and whether that must be this user's own if it is there.
 FOLDERS = {
     "shared-temp-directory": True,
