@@ -1,8 +1,7 @@
 """NCCL between all GPUs of a launch: ``--nccl``.
 
 One short process for each GPU sums arrays with the others. It prints a line of JSON at each step,
-so that one that hangs or dies still says where. Where all together fail, neighbours try it in
-pairs, which tells a broken link from a broken GPU.
+so that one that hangs or dies still says where.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ ADVICE = {
     TOPIC: "The way between the GPUs is broken. To find it, leave one out: NCCL_P2P_DISABLE=1, "
     "NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1",
 }
-STEPS = list(ADVICE)
 
 
 class Member(NamedTuple):
@@ -53,16 +51,10 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """An all-reduce of GPUs by their names, and those of pairs of them where it failed."""
+    """An all-reduce of GPUs: their names, and what the process of each told."""
 
     names: list[str]
     told: list[Told]
-    pairs: tuple[Measured, ...] = ()
-
-    @property
-    def failed(self) -> bool:
-        """Return whether any process failed."""
-        return any(map(_cause, self.told))
 
 
 #: Has a rank run an order, and returns what its processes told, by NCCL's rank.
@@ -82,28 +74,15 @@ def members(nodes: Iterable[Node]) -> list[Member]:
 
 
 async def measure(every: Sequence[Member], ask: Ask) -> Measured:
-    """Measure an all-reduce between all, and between pairs of neighbours where that fails."""
+    """Measure an all-reduce between all."""
     names = [one.name for one in every]
-    whole = Measured(names, await _all_reduce(every, ask) if len(every) > 1 else [])
-    missing = any(one.merged.get("step") == "library" for one in whole.told)
-    if len(every) < 3 or not whole.failed or missing:
-        return whole
-    ring = [*zip(every, [*every[1:], every[0]], strict=True)]
-    pairs = []
-    for first in (0, 1):  # nobody is in two pairs at once, but in the last of an odd ring
-        chosen = ring[first::2]
-        told = await asyncio.gather(*(_all_reduce(pair, ask) for pair in chosen))
-        pairs += [Measured([a.name, b.name], it) for (a, b), it in zip(chosen, told, strict=True)]
-    return Measured(names, whole.told, tuple(pairs))
-
-
-async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Told]:
-    """Return what the process of each member told."""
+    if len(every) < 2:
+        return Measured(names, [])
     host = await start(MODULE, "host", stdin=asyncio.subprocess.PIPE, environ=SPEAK)
     try:
         known = await hear(host, DEADLINE_S, until="id")
         if not (unique_id := known.merged.get("id")):
-            return [known] * len(every)
+            return Measured(names, [known] * len(every))
         orders: dict[int, dict[str, Any]] = {}
         for number, one in enumerate(every):
             empty = {"id": unique_id, "size": len(every), "nbytes": NBYTES, "gpus": {}}
@@ -112,7 +91,7 @@ async def _all_reduce(every: Sequence[Member], ask: Ask) -> list[Told]:
     finally:
         await kill(host)
     found = {number: told for answer in answers for number, told in answer.items()}
-    return [found.get(str(number), Told()) for number in range(len(every))]
+    return Measured(names, [found.get(str(number), Told()) for number in range(len(every))])
 
 
 async def obey(order: dict[str, Any]) -> dict[str, Told]:
@@ -148,39 +127,22 @@ def check(known: Measured | None) -> Iterator[Finding]:
     elif versions:
         value = "; ".join(f"{one} on {some(its, 2)}" for one, its in versions.items())
         yield say.error("version", value, "Use one environment on all nodes")
-    if not known.failed:
-        seconds = max(told.merged["seconds"] for told in known.told)
-        rate = nccl.bus_bandwidth(NBYTES, seconds, len(known.names)) / 1e9
-        value = f"right between {len(known.names)} GPUs, {rate:.3g} GB/s bus bandwidth"
-        yield say.ok(TOPIC, f"{value} with {format_bytes(NBYTES)} of each")
-        return
-    yield from _failures(known)
-    broken = [pair for pair in known.pairs if pair.failed]
-    for pair in broken:
-        for finding in _failures(pair):
-            yield say.error("pair", f"{' and '.join(pair.names)}: {finding.value}", ADVICE[TOPIC])
-    if known.pairs and not broken:
-        yield say.ok("pairs", "the all-reduce of each two neighbours is right")
-
-
-def _failures(known: Measured) -> Iterator[Finding]:
-    """Yield those that failed, each cause once; those that only wait for them are counted."""
     causes: dict[tuple[str, str], list[str]] = {}
     for name, told in zip(known.names, known.told, strict=True):
         if cause := _cause(told):
             causes.setdefault(cause, []).append(name)
-    hang = [cause for cause in causes if cause[1].startswith(_hang())]
-    last = max((STEPS.index(step) for step, _ in hang), default=0)
-    waits = [cause for cause in hang if STEPS.index(cause[0]) == last]
-    if len(waits) == len(causes):  # for nobody else
-        waits = []
-    for (step, text), its in causes.items():
-        if (step, text) not in waits:
-            where = "all GPUs" if len(its) == len(known.names) else some(its)
-            yield say.error(TOPIC, f"{where}: {text} ({step})", ADVICE[step])
-    for step, text in waits:
-        others = plural(len(causes[step, text]), "other GPU")
-        yield say.error(TOPIC, f"{others}: {text} ({step})", "See what is wrong with those above")
+    if not causes:
+        seconds = max(told.merged["seconds"] for told in known.told)
+        rate = nccl.bus_bandwidth(NBYTES, seconds, len(known.names)) / 1e9
+        value = f"right between {len(known.names)} GPUs, {rate:.3g} GB/s bus bandwidth"
+        yield say.ok(TOPIC, f"{value} with {format_bytes(NBYTES)} of each")
+    last = max((list(ADVICE).index(step) for step, _ in causes), default=0)
+    waits = (list(ADVICE)[last], _hang())  # for those that failed, or stay behind
+    for (step, text), its in sorted(causes.items(), key=lambda one: one[0] == waits):
+        where, advice = "all GPUs" if len(its) == len(known.names) else some(its), ADVICE[step]
+        if (step, text) == waits and len(causes) > 1:
+            where, advice = plural(len(its), "other GPU"), "See what is wrong with those above"
+        yield say.error(TOPIC, f"{where}: {text} ({step})", advice)
 
 
 def _hang() -> str:

@@ -51,8 +51,8 @@ FOREIGN = {
     "benchmarks/programs/rechunk.py": "--method",
     "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task "
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
-    "--gres --het-group --jobid --me --mem --mem-per-gpu --mpi --nodes --ntasks --ntasks-per-node --overlap "
-    "--partition --pty --requeue --signal --test-only --time",
+    "--gres --het-group --jobid --me --mem --mem-per-gpu --mpi --nodes --ntasks --ntasks-per-node "
+    "--overlap --partition --pty --requeue --signal --test-only --time",
 }
 FOREIGN_OPTIONS = {option for options in FOREIGN.values() for option in options.split()}
 
