@@ -118,7 +118,7 @@ env -u CI .venv-second/bin/python -m pytest -q -n 2 -m "not slow" -p no:cachepro
 endef
 
 test: .venv/.test .venv-mpich/.done .venv-second/.done programs lint type
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(if $(LONG),,-m 'not long') $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(LONG),,-m 'not long') $(ARGS)
 	@if [ -z "$(ARGS)" ] && [ -x .venv-second/bin/python ]; then $(SECOND_TESTS); fi
 
 check: test

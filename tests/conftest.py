@@ -26,16 +26,13 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with what takes long, so that no worker waits for another one at the end.
 
-    What is the same under both MPIs is tested under Open MPI; MPICH's variant is `long`. OAR and
-    Grid Engine, whose daemons never rest, are started by one worker each.
+    What is the same under both MPIs is tested under Open MPI; MPICH's variant is `long`.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     names = {item.nodeid for item in items}
     for item in items:
         if re.sub(r"\bmpich\b", "openmpi", item.nodeid) in names - {item.nodeid}:
             item.add_marker(pytest.mark.long)
-        if item.path.parent.name in ("oar", "sge"):
-            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
 
 
 @pytest.fixture(autouse=True, scope="module")

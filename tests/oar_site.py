@@ -49,7 +49,7 @@ LEFT_OUT = ("JOB_RESOURCE_MANAGER_", "CPUSET_PATH", "PINGCHECKER_")
 CHANGES = {
     "Almighty": {
         "my $read_commands_timeout = 10;": "my $read_commands_timeout = 1;",
-        "my $villainstimeout = 10;": "my $villainstimeout = 2;",
+        "my $villainstimeout = 10;": "my $villainstimeout = 3;",
     },
     "bipbip": {'"/usr/share/perl5/OAR/Tools.pm"': f'"{PRIVATE}/usr/share/perl5/OAR/Tools.pm"'},
 }
