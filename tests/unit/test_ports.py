@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -214,29 +216,28 @@ def test_ucx_needs_more():
 
 def test_the_doctor_counts_free_ports():
     free = free_range(8)
-    assert doctor_ports.read() == {}
+    assert doctor_ports.PortFacts.read() is None
     with ports.within(text(free)), bound(free[3]):
-        facts = doctor_ports.read()
-    assert facts == {"range": text(free), "size": 8, "free": 7}
-    (good,) = doctor_ports.check({"ports": facts}, 1)
-    (bad,) = doctor_ports.check({"ports": facts}, 2)
+        facts = doctor_ports.PortFacts.read()
+    assert facts == doctor_ports.PortFacts(text(free), 8, 7)
+    one, two = SimpleNamespace(workers=1), SimpleNamespace(workers=2)
+    (good,) = doctor_ports.check(facts, one)
+    (bad,) = doctor_ports.check(facts, two)
     assert (good.status, good.value) == ("ok", f"{text(free)}: 7 of 8 ports are free")
-    (wide,) = doctor_ports.check({"ports": {**facts, "size": 1000, "free": 999}}, 1)
+    (wide,) = doctor_ports.check(replace(facts, size=1000, free=999), one)
     enough = "Enough on this node for the scheduler and 332 workers, with ucx 199"
     assert (wide.status, wide.advice) == ("ok", enough)
     assert (bad.status, "need 9" in bad.advice) == ("error", True)
-    assert list(doctor_ports.check({"ports": {}}, 2)) == []
 
 
 def test_the_doctor_connects_to_the_others():
     free = free_range(20)
     with ports.within(text(free)):
-        listening = doctor_ports.Listener("127.0.0.1")
-    closed = doctor_ports.Listener("127.0.0.1")
+        listening = doctor_ports.Listening.start("127.0.0.1")
     assert listening.port in free
-    closed.close()
-    found = asyncio.run(doctor_ports.connect({"a": listening.facts(), "b": closed.facts()}))
-    listening.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = doctor_ports.Listening("127.0.0.1", server.getsockname()[1])
+    found = asyncio.run(doctor_ports.connect({"a": listening, "b": closed}))
     assert found == {"b": "Connection refused"}
 
 
